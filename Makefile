@@ -1,0 +1,46 @@
+# `make compare` and `make test` do everything, the set-up included. Settings:
+#   VENV=path            where everything is installed (default .venv)
+#   PYTHON=python3.12    the Python that the environment is made with (default python3)
+#   ARGS="--help"        options for compare/run.py or pytest
+#   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
+#   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
+.DEFAULT_GOAL := help
+.PHONY: help setup compare test lint lock clean
+
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+BIN := $(abspath $(VENV))/bin
+# horovodrun looks for mpirun on PATH.
+IN_VENV := PATH="$(BIN):$$PATH"
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
+
+setup:  ## create the environment, install everything, build Horovod
+	@VENV="$(VENV)" MPI="$(MPI)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" $(PYTHON) tools/set_up.py
+
+compare: setup  ## train the digits with both engines, side by side, and report
+	$(IN_VENV) python compare/run.py $(ARGS)
+	$(IN_VENV) python compare/report.py
+
+test: setup  ## run all tests
+	$(IN_VENV) python -m pytest tests $(ARGS)
+
+lint: setup  ## check style, types, imports and spelling
+	$(IN_VENV) ruff check .
+	$(IN_VENV) ruff format --check .
+	$(IN_VENV) mypy
+	$(IN_VENV) lint-imports
+	$(IN_VENV) codespell
+
+lock: setup  ## write requirements.lock anew from pyproject.toml
+	$(IN_VENV) python -m pip install --quiet uv
+	$(IN_VENV) uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 \
+		--no-header --no-annotate --quiet -o requirements.lock
+
+clean:  ## delete the environment and what tools have cached here (runs/ stays)
+	if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	rm -rf *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path "./.git/*" -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""The first rung: the same training in one process, with no engine at all.
+
+    python baselines/single_process.py
+
+What both train.py do on one worker must come out bit by bit the same as here; a test holds them to it.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import one_message
+from recipe.world import World, read_world
+
+if __name__ == "__main__":
+    world = read_world()
+    config = parse_args("single", world)
+
+import math
+
+import torch
+from torch import nn
+
+from recipe.data import open_data, samples_per_step, to_device, training_batches, validation_batches
+from recipe.device import choose_device, core_row, loader_workers, share_of_cores
+from recipe.environment import weights_sha256
+from recipe.errors import UserError
+from recipe.metrics import evaluate, means
+from recipe.model import autocast, build_model, build_optimizer, build_scaler, seed_step
+from recipe.schedule import learning_rate
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says, print each epoch's validation, and end with a digest of the weights."""
+    if world.size > 1:
+        raise UserError(f"{world.launcher} started {world.size} processes: this script is a single one; start it with python")
+    data = open_data(config)
+    device = choose_device(config, world)
+    threads = config.threads or share_of_cores(core_row(world)[None], rank=0)
+    torch.set_num_threads(threads)
+    workers = loader_workers(config, device, threads)
+
+    model = build_model(config, data.num_classes, download=True).to(device)
+    optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+
+    step_samples = samples_per_step(config, world)
+    num_steps = math.ceil(config.epochs * data.num_train / step_samples)
+    num_steps = min(num_steps, config.max_steps or num_steps)
+    batches = training_batches(data, config, world, device, workers, 0, num_steps * step_samples)
+    model.train()
+    for step in range(num_steps):
+        seed_step(config, step, rank=0)
+        position = step * step_samples
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, position / data.num_train, config.batches_per_allreduce)
+        for _ in range(config.batches_per_allreduce):
+            images, targets = to_device(next(batches), config, device)
+            with autocast(config, device):
+                loss = criterion(model(images), targets)
+            scaler.scale(loss / config.batches_per_allreduce).backward()
+        scaler.unscale_(optimizer)
+        if config.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+        epoch = position // data.num_train
+        if (position + step_samples) // data.num_train > epoch or step + 1 == num_steps:
+            figures = means(evaluate(model, validation_batches(data, config, world, device, workers), config, device))
+            print(f"epoch {epoch + 1:>3}/{config.epochs}  val  loss {figures['loss']:.4f}  top-1 {figures['top1']:.2f} %")
+    print(f"weights {weights_sha256(model)}")
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

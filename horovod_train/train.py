@@ -1,0 +1,192 @@
+"""Train ImageNet with Horovod.
+
+    horovodrun -np 8 -H node0:4,node1:4 python horovod_train/train.py --data IMAGENET
+
+Its twin is ddp_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all that the two engines
+ask for differently. What does not know which engine moves the gradients is in recipe/.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import UserError, fail, one_message
+from recipe.world import World, isolate_mpi_singleton, lone_copy_message, read_world
+
+if __name__ == "__main__":  # before torch is loaded, so that --help and a mistyped flag are answered at once
+    world = read_world()
+    config = parse_args("horovod", world)
+
+import math
+import time
+
+import torch
+from torch import nn
+
+try:
+    import horovod.torch as hvd
+except ImportError as error:
+    fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: python horovod_train/build_horovod.py")
+
+from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
+from recipe.data import open_data, samples_per_step, to_device, training_batches, validation_batches
+from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
+from recipe.environment import describe, fingerprint, summarize, usage_row
+from recipe.metrics import batch_sums, evaluate
+from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
+from recipe.model import copy_buffers, flat_batch_norm, seed_step
+from recipe.record import Recorder, WaitTimer, run_folder
+from recipe.schedule import learning_rate
+
+
+def main(config: Config, world: World) -> None:
+    """Train, or only evaluate, as `config` says. Every rank calls this."""
+    data = open_data(config)
+    device = choose_device(config, world)
+
+    # -- The engine: who takes part, and what carries the messages -----------------------------------------------------
+    isolate_mpi_singleton(world)
+    hvd.init()
+    if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
+        raise UserError(message)
+    transport = "NCCL" if device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        """For figures, not gradients: the ranks' values added up, the same on each."""
+        return hvd.allreduce(values.to(device), op=hvd.Sum, name="figures").cpu()
+
+    def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, on each rank."""
+        return hvd.broadcast(values.to(device), root_rank=0, name="from_rank_0").cpu()
+
+    # Each launcher binds ranks to cores and limits their threads in its own way, so the ranks work out their shares.
+    cores = sum_over_ranks(own_row(world, core_row(world)))
+    threads = config.threads or share_of_cores(cores, world.rank)
+    torch.set_num_threads(threads)
+    workers = loader_workers(config, device, threads)
+
+    # -- The model, and what trains it ---------------------------------------------------------------------------------
+    model = build_model(config, data.num_classes, download=world.is_first)
+    if config.weights is not None and world.is_first:
+        load_weights(model, config.weights)  # the other ranks get them from this one, below
+    model.to(device)
+    if config.batch_norm == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    optimizer = build_optimizer(model, config)
+    scaler = build_scaler(config, device)
+
+    # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the others' batches by
+    # itself, but for those that NCCL averages within a host first.
+    lr_scale = config.batches_per_allreduce * world.size
+    if config.use_adasum:
+        lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
+    # Broadcast rank 0's weights. During backward, the wrapped optimizer has gradients averaged over the ranks, fused into
+    # buffers as they get ready: divided by --gradient-predivide-factor, summed, divided by the rest. The default factor,
+    # all of the world size before the sum, is DDP's arithmetic and keeps fp16 sums from overflowing.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if config.fp16_allreduce else hvd.Compression.none,
+        backward_passes_per_step=config.batches_per_allreduce,
+        op=hvd.Adasum if config.use_adasum else hvd.Average,
+        gradient_predivide_factor=1.0 if config.use_adasum else config.gradient_predivide_factor or world.size,
+    )
+    network = model
+
+    ema = build_ema(model, config)
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    parts = Trainables(model, optimizer, scaler, ema)
+    folder = run_folder(config, world, "horovod")
+    progress = resume(parts, config, world, folder, from_rank_0)
+    recorder = Recorder(config, world, device, data, folder, progress)
+    recorder.begin(
+        describe(world, "horovod", transport, device, threads, cores),
+        fingerprint(config, world, data, model, device, threads, lr_scale),
+    )
+
+    def align_batch_norm() -> None:
+        """Give all ranks the same BatchNorm statistics, as --batch-norm says; with `sync` they have them already."""
+        if config.batch_norm != "sync":
+            with flat_batch_norm(model) as statistics:
+                if config.batch_norm == "average":
+                    statistics.copy_(sum_over_ranks(statistics) / world.size)
+                else:
+                    statistics.copy_(from_rank_0(statistics))
+
+    def validate(epoch: int) -> dict[str, float]:
+        """Loss, top-1 and top-5 over the whole validation set, each image counted once; the EMA's where there is one."""
+        align_batch_norm()
+        if ema is not None:
+            copy_buffers(model, ema.module)
+        for weights, candidate in {"model": model, "ema": ema}.items():
+            if candidate is not None:
+                started = time.perf_counter()
+                batches = validation_batches(data, config, world, device, workers)
+                sums = sum_over_ranks(evaluate(candidate, batches, config, device))
+                figures = recorder.evaluation(epoch, sums, time.perf_counter() - started, weights)
+        return figures
+
+    # -- Training ------------------------------------------------------------------------------------------------------
+    step_samples = samples_per_step(config, world)
+    num_steps = 0 if config.evaluate else math.ceil((config.epochs * data.num_train - progress.samples_seen) / step_samples)
+    if config.max_steps is not None:
+        num_steps = min(num_steps, config.max_steps - progress.step)
+    stop = progress.samples_seen + num_steps * step_samples
+    batches = WaitTimer(training_batches(data, config, world, device, workers, progress.samples_seen, stop))
+    finished = num_steps <= 0
+    figures = validate(progress.samples_seen // data.num_train) if finished else {}
+    recorder.start_clock()
+    network.train()
+    while not finished:
+        seed_step(config, progress.step, world.rank)
+        rate = learning_rate(config, progress.samples_seen / data.num_train, lr_scale)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        for _ in range(config.batches_per_allreduce):
+            images, targets = to_device(next(batches), config, device)
+            # Gradients add up on each rank; the optimizer counts backward passes and sends them after the last.
+            with autocast(config, device):
+                outputs = network(images)
+                loss = criterion(outputs, targets)
+            scaler.scale(loss / config.batches_per_allreduce).backward()
+            sums += batch_sums(outputs, targets, loss)
+
+        if config.use_adasum:
+            optimizer.step()  # steps locally, then combines the ranks' updates
+        else:
+            optimizer.synchronize()  # the averages must be there before they are unscaled and clipped
+            scaler.unscale_(optimizer)
+            if config.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update_parameters(model)
+
+        epoch = progress.samples_seen // data.num_train
+        progress.step += 1
+        progress.samples_seen += step_samples
+        recorder.step(sums, rate, batches.take())
+        epoch_ended = progress.samples_seen // data.num_train > epoch
+        finished = progress.samples_seen >= stop
+        if progress.step % config.log_interval == 0 or epoch_ended or finished:
+            recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
+        if epoch_ended or finished:
+            recorder.end_epoch(epoch, complete=epoch_ended)
+            figures = validate(epoch)
+            finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
+        if epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0:
+            align_batch_norm()
+            keep_checkpoint(parts, progress, config, world, folder, figures)
+        recorder.restart_clock()
+
+    usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
+    recorder.close(summarize(recorder, figures, usage, model))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

@@ -1,0 +1,302 @@
+"""Checkpoints: whole or not at all, free of wrappers, so that either engine goes on from the
+other's at any world size."""
+
+import io
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.world import World
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far training has come; all ranks hold the same."""
+
+    step: int = 0  # optimizer steps
+    samples_seen: int = 0  # over all ranks: the position in the stream of samples
+    best_top1: float = 0.0  # percent
+    train_seconds: float = 0.0  # on the training clock, over all the run's sessions
+
+
+@dataclass
+class Trainables:
+    """Everything that training changes, without any engine's wrapper."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None
+
+
+def save_checkpoint(path: Path, parts: Trainables, progress: Progress, config: Config) -> None:
+    """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
+    the old file whole."""
+    contents = {
+        "format": FORMAT,
+        "model": parts.model.state_dict(),
+        "ema": parts.ema.state_dict() if parts.ema is not None else None,
+        "optimizer": parts.optimizer.state_dict(),
+        "scaler": parts.scaler.state_dict(),
+        "progress": asdict(progress),
+        "config": asdict(config),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(
+            error, (OSError, RuntimeError)
+        ):  # torch's writer raises RuntimeError on a full disk
+            raise UserError(
+                f"{path}: the checkpoint could not be written ({error}); the earlier ones are "
+                "intact"
+            ) from error
+        raise
+    _sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints by step, oldest first; the best is not among them."""
+    return sorted(
+        path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)
+    )
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is kept."""
+    return folder / f"step-{step:09d}.pt"
+
+
+def keep_checkpoint(
+    parts: Trainables,
+    progress: Progress,
+    config: Config,
+    world: World,
+    run_folder: Path,
+    figures: dict[str, float],
+) -> None:
+    """Rank 0 writes a checkpoint, makes it best.pt if the last evaluation's `figures` are the best
+    yet, deletes old ones."""
+    is_best = figures.get("top1", -1.0) > progress.best_top1
+    progress.best_top1 = max(progress.best_top1, figures.get("top1", 0.0))
+    if not world.is_first or config.keep_checkpoints == 0:
+        return
+    folder = run_folder / "checkpoints"
+    path = step_path(folder, progress.step)
+    save_checkpoint(path, parts, progress, config)
+    if is_best:
+        _mark_best(folder, path)
+    for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
+        old.unlink()
+
+
+def _mark_best(folder: Path, path: Path) -> None:
+    """Make best.pt a second name of `path`, which costs no space while the original is kept."""
+    temporary = folder / ".best.partial"
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, folder / "best.pt")
+    _sync_folder(folder)
+
+
+def resume(
+    parts: Trainables,
+    config: Config,
+    world: World,
+    run_folder: Path,
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+) -> Progress:
+    """Go on from the checkpoint that --resume means, on all ranks alike; the start of training if
+    there is none."""
+    if config.resume is None:
+        return Progress()
+    path = find_checkpoint(config, run_folder) if world.is_first else None
+    contents = load_on_all_ranks(path, world, from_rank_0)
+    return (
+        restore(contents, parts, config, str(path or config.resume))
+        if contents is not None
+        else Progress()
+    )
+
+
+def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
+    """The file that --resume means, or None for a fresh start (`auto` where nothing was saved yet).
+
+    `auto` passes over a newest file that is damaged and takes the one before it, saying so.
+    """
+    if config.resume is None:
+        return None
+    if config.resume != "auto":
+        path = Path(config.resume).expanduser()
+        if not path.is_file():
+            raise UserError(f"--resume {config.resume}: there is no such file")
+        return path
+    for path in reversed(checkpoints_in(run_folder / "checkpoints")):
+        if _is_whole(path):
+            return path
+        print(f"warning: {path} is damaged; trying the one before it")
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether every checksum in the archive that torch.save wrote holds."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def load_on_all_ranks(
+    path: Path | None, world: World, broadcast: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any] | None:
+    """Rank 0's file, on every rank, whether or not the others can read it; None if rank 0 has no
+    `path`.
+
+    `broadcast` returns rank 0's tensor on all ranks. Only bytes travel, and each rank reads them
+    with weights_only=True: nothing that came over the network is ever unpickled freely.
+    """
+    payload = torch.empty(0, dtype=torch.uint8)
+    if world.is_first and path is not None:
+        payload = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    length = int(broadcast(torch.tensor([len(payload)], dtype=torch.int64)))
+    if length == 0:
+        return None
+    payload = broadcast(payload if world.is_first else torch.empty(length, dtype=torch.uint8))
+    return _read(payload.numpy().tobytes(), str(path))
+
+
+def _read(content: bytes, name: str) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises several kinds, none of which names the file
+        raise UserError(
+            f"{name}: cannot be read as a checkpoint without running code from it "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+
+
+def restore(checkpoint: dict[str, Any], parts: Trainables, config: Config, name: str) -> Progress:
+    """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine."""
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UserError(
+            f"--resume {name}: is not a checkpoint of this project; to start from its weights use "
+            "--weights"
+        )
+    saved = checkpoint["config"]
+    if saved["arch"] != config.arch:
+        raise UserError(
+            f"--resume {name}: holds a {saved['arch']}, and this run trains a {config.arch}; add "
+            f"--arch {saved['arch']}"
+        )
+    if (checkpoint["ema"] is None) != (parts.ema is None) and not config.evaluate:
+        has = "no" if checkpoint["ema"] is None else "a"
+        raise UserError(
+            f"--resume {name}: holds {has} moving average of the weights; start with --model-ema "
+            "as that run did"
+        )
+    _load_state(parts.model, checkpoint["model"], f"--resume {name}")
+    if parts.ema is not None and checkpoint["ema"] is not None:
+        parts.ema.load_state_dict(checkpoint["ema"])
+    if not config.evaluate:
+        try:
+            parts.optimizer.load_state_dict(checkpoint["optimizer"])
+        except ValueError as error:
+            raise UserError(
+                f"--resume {name}: its optimizer state does not fit ({error}); give "
+                "--norm-weight-decay and "
+                "--bias-weight-decay as that run did"
+            ) from None
+    if checkpoint["scaler"] and parts.scaler.is_enabled():
+        parts.scaler.load_state_dict(checkpoint["scaler"])
+    return Progress(**checkpoint["progress"])
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
+    example, or a bare dict."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"--weights {path}: there is no such file")
+    state = _read(file.read_bytes(), f"--weights {path}")
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+            break
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
+        raise UserError(
+            f"--weights {path}: holds no state dict under 'model', 'state_dict' or at its top"
+        )
+    _load_state(
+        model,
+        {key.removeprefix("module."): value for key, value in state.items()},
+        f"--weights {path}",
+    )
+
+
+def _load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
+    expected = model.state_dict()
+    # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
+    # not need it.
+    missing = [
+        key for key in expected if key not in state and not key.endswith("num_batches_tracked")
+    ]
+    unexpected = [key for key in state if key not in expected]
+    shapes = [key for key in expected if key in state and expected[key].shape != state[key].shape]
+    problems = (
+        [f"lacks {missing[0]} (and {len(missing) - 1} more)"] * bool(missing)
+        + [f"has {unexpected[0]} (and {len(unexpected) - 1} more), which the model lacks"]
+        * bool(unexpected)
+        + [
+            f"{key} is {list(state[key].shape)}, expected {list(expected[key].shape)}"
+            for key in shapes[:2]
+        ]
+    )
+    if problems:
+        raise UserError(
+            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
+            "of classes"
+        )
+    model.load_state_dict(state, strict=False)

@@ -1,0 +1,522 @@
+"""All settings of a run: the flags, their defaults, the presets, and what does not fit together.
+
+Imports nothing slow: `--help` and a mistyped flag are answered before torch is loaded.
+"""
+
+import difflib
+import os
+import sys
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import arg
+
+from recipe.errors import UserError, fail
+from recipe.world import World
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Where the images come from and what is done to their pixels."""
+
+    data: str = "digits"
+    """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed),
+    or a folder with train/ and val/ in ImageNet's layout."""
+    train_dir: str | None = None
+    """Training folder, one sub-folder a class; overrides --data."""
+    val_dir: str | None = None
+    """Validation folder, with the same classes; overrides --data."""
+    cache_dir: str = os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/imagenet-horovod-ddp"
+    """Where the digits and the listings of large folders are kept."""
+    workers: Annotated[int | None, arg(aliases=["-j"])] = None
+    """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
+    training process) on the CPU, where training itself keeps the cores busy."""
+    train_crop_size: int = 224
+    """Side of training images, pixels."""
+    val_resize_size: int = 256
+    """Shorter side of validation images before their centre is cropped, pixels."""
+    val_crop_size: int = 224
+    """Side of validation images, pixels."""
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    """How images are resized."""
+    random_crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that a random crop takes: smallest and largest."""
+    hflip_prob: float = 0.5
+    """Probability of a horizontal flip."""
+    auto_augment: Literal["ra", "ta_wide", "autoaugment", "augmix"] | None = None
+    """Automatic augmentation: RandAugment, TrivialAugment (wide), AutoAugment, AugMix."""
+    random_erase: float = 0.0
+    """Probability that a random rectangle is erased."""
+    synthetic_images: int = 12_800
+    """Images an epoch of --data synthetic (1,000 classes)."""
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """What is trained."""
+
+    arch: Annotated[str, arg(aliases=["-a", "--model"])] = "resnet50"
+    """Any torchvision classification model."""
+    pretrained: bool = False
+    """Start from torchvision's best published weights (a download)."""
+    weights: str | None = None
+    """Start from this file: a checkpoint of this project, of pytorch/examples, of torchvision's
+    reference, of Horovod's example, or a bare state dict."""
+    batch_norm: Literal["local", "average", "sync"] = "local"
+    """BatchNorm statistics over ranks. local: each rank its own, rank 0's are evaluated and saved
+    (DDP's default, done once an evaluation instead of once a forward). average: the running
+    statistics are averaged over ranks before each evaluation and checkpoint. sync: SyncBatchNorm,
+    one batch over all ranks (GPU only)."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over all classes."""
+    model_ema: bool = False
+    """Evaluate and keep an exponential moving average of the weights, too."""
+    model_ema_decay: float = 0.9999
+    """Its decay per optimizer step."""
+
+
+@dataclass(frozen=True)
+class OptimizationFlags:
+    """How it is trained. Learning rates are per worker: they are scaled by the number of
+    workers."""
+
+    epochs: int = 90
+    """Passes over the training images."""
+    batch_size: Annotated[int, arg(aliases=["-b"])] = 32
+    """Images per worker and forward pass."""
+    val_batch_size: int = 32
+    """Images per worker and forward pass in validation."""
+    batches_per_allreduce: int = 1
+    """Forward and backward passes whose gradients are accumulated before they are exchanged."""
+    base_lr: float = 0.0125
+    """Learning rate for one worker; multiplied by workers x batches_per_allreduce (Adasum: see
+    docs/recipe.md)."""
+    momentum: float = 0.9
+    """Of SGD."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    wd: Annotated[float, arg(aliases=["--weight-decay"])] = 5e-5
+    """Weight decay."""
+    norm_weight_decay: float | None = None
+    """Weight decay of normalisation layers; default: --wd."""
+    bias_weight_decay: float | None = None
+    """Weight decay of biases outside normalisation layers; default: --wd."""
+    lr_scheduler: Literal["step", "cosine"] = "step"
+    """step: times --lr-gamma at each of --lr-step-epochs. cosine: down to --lr-min at the end."""
+    lr_step_epochs: tuple[int, ...] = (30, 60, 80)
+    """Epochs at which the step schedule goes down."""
+    lr_gamma: float = 0.1
+    """Factor of the step schedule."""
+    lr_min: float = 0.0
+    """Where the cosine schedule ends (after scaling)."""
+    warmup_epochs: Annotated[float, arg(aliases=["--lr-warmup-epochs"])] = 5.0
+    """Epochs of warm-up."""
+    warmup_method: Annotated[Literal["gradual", "linear"], arg(aliases=["--lr-warmup-method"])] = (
+        "gradual"
+    )
+    """gradual: from one worker's rate to the scaled rate (Goyal et al. 2017). linear: from 1 % of
+    the scaled rate."""
+    clip_grad_norm: float | None = None
+    """Largest norm of the gradient of all weights together."""
+    seed: int = 42
+    """Of weights, data order, augmentation and dropout."""
+
+
+@dataclass(frozen=True)
+class SpeedFlags:
+    """Number formats, devices and communication."""
+
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """fp32; tf32 in matrix products (GPU); autocast to bf16; autocast to fp16 with loss scaling."""
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None = None
+    """Apex's name for a precision: O0 is fp32 and O1 is fp16; O2 and O3 have no counterpart
+    here."""
+    channels_last: bool = False
+    """NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md)."""
+    fp16_allreduce: bool = False
+    """Send gradients as fp16."""
+    use_adasum: bool = False
+    """Combine gradients by Adasum instead of averaging them (Horovod only)."""
+    gradient_predivide_factor: float | None = None
+    """Divide gradients by this before they are summed and by the rest afterwards (Horovod only).
+    Default: the number of workers, which is what DDP always does, and which keeps fp16 sums from
+    overflowing."""
+    cuda: bool = True
+    """Use GPUs where there are any."""
+    threads: int | None = None
+    """CPU threads per rank. Default: this rank's share of the cores that it may use."""
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What is written, where it goes on, and when it ends."""
+
+    log_dir: str = "runs"
+    """Holds a folder for each run."""
+    name: str | None = None
+    """The run's folder under --log-dir. Default: time, engine, model and number of workers."""
+    log_interval: int = 10
+    """Steps between two reductions of the training metrics."""
+    resume: str | None = None
+    """A checkpoint's path, or `auto`: the newest whole checkpoint of the run --name, or a fresh
+    start."""
+    checkpoint_steps: int | None = None
+    """Also write a checkpoint every so many steps; one is written after every epoch."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep, beside the best; 0 writes none at all."""
+    evaluate: Annotated[bool, arg(aliases=["-e", "--test-only"])] = False
+    """Only evaluate: --weights, --pretrained or --resume."""
+    desired_acc: float | None = None
+    """End as soon as validation top-1 reaches this, percent."""
+    max_steps: int | None = None
+    """End after this many steps; the schedule stays that of --epochs."""
+
+
+SECTIONS = {
+    "data": DataFlags,
+    "model": ModelFlags,
+    "optimization": OptimizationFlags,
+    "speed": SpeedFlags,
+    "run": RunFlags,
+}
+
+
+@dataclass(frozen=True)
+class Config(
+    RunFlags, SpeedFlags, OptimizationFlags, ModelFlags, DataFlags
+):  # the last base's fields come first
+    """Every setting of a run, flat; written to config.json and into each checkpoint."""
+
+    preset: str = "digits"
+
+
+def digits() -> Config:
+    """The embedded handwritten digits, in under a minute on a CPU core: at least 97 % top-1.
+
+    python ddp_train/train.py
+    """
+    return Config(
+        preset="digits",
+        arch="shufflenet_v2_x0_5",
+        train_crop_size=32,
+        val_resize_size=32,
+        val_crop_size=32,
+        random_crop_scale=(0.7, 1.0),
+        hflip_prob=0.0,
+        epochs=12,
+        base_lr=0.1,
+        warmup_epochs=2.0,
+        wd=5e-5,
+        lr_scheduler="cosine",
+    )
+
+
+def goyal_90() -> Config:
+    """ResNet-50 in 90 epochs as Goyal et al. 2017 scaled it: 75.66-75.88 % on 128 GPUs (horovod
+    issue 191).
+
+    horovodrun -np 128 ... python horovod_train/train.py --data IMAGENET --preset goyal-90
+    """
+    return Config(preset="goyal-90", data="")
+
+
+def tv_v1() -> Config:
+    """torchvision's first recipe: ResNet-50 76.130 % with 8 workers of 32 (torchvision's table of
+    weights, V1).
+
+    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v1
+    """
+    return Config(
+        preset="tv-v1", data="", wd=1e-4, base_lr=0.0125, warmup_epochs=0.0, lr_step_epochs=(30, 60)
+    )
+
+
+def dle_90() -> Config:
+    """NVIDIA DeepLearningExamples' 90 epochs: ResNet-50 77.10 +- 0.06 % in mixed precision, 8
+    workers of 256.
+
+    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-90
+    """
+    return Config(
+        preset="dle-90",
+        data="",
+        batch_size=256,
+        val_batch_size=256,
+        base_lr=0.256,
+        momentum=0.875,
+        wd=1 / 32768,
+        norm_weight_decay=0.0,
+        lr_scheduler="cosine",
+        warmup_epochs=8.0,
+        warmup_method="linear",
+        label_smoothing=0.1,
+        precision="fp16",
+        channels_last=True,
+    )
+
+
+def dle_50() -> Config:
+    """The same in 50 epochs: 75.81 +- 0.08 %.
+
+    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-50
+    """
+    return replace(dle_90(), preset="dle-50", epochs=50)
+
+
+PRESETS = {
+    "digits": digits,
+    "goyal-90": goyal_90,
+    "tv-v1": tv_v1,
+    "dle-50": dle_50,
+    "dle-90": dle_90,
+}
+
+
+def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Config:
+    """Settings from the command line; ends the process with one message, from rank 0, if they do
+    not make sense.
+
+    `engine` is "horovod" or "ddp": a few settings belong to one of them.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        base = _chosen_preset(argv)
+        config = _parse_flags(base, argv, talk=world.is_first)
+        config = _resolve(config)
+        check(config, engine, world.size)
+    except UserError as error:
+        fail(world, f"error: {error}", exit_code=2)
+    except (
+        SystemExit
+    ) as ended:  # tyro has answered --help, or has said what is wrong with the flags
+        fail(world, "", exit_code=int(ended.code or 0))
+    if world.is_first:
+        for line in without_effect(config, base, engine, world.size):
+            print(f"warning: {line}", file=sys.stderr)
+    return config
+
+
+def _chosen_preset(argv: list[str]) -> Config:
+    name = _value_of(argv, "--preset")
+    if name is None:
+        embedded = (
+            _value_of(argv, "--data") in (None, "digits") and _value_of(argv, "--train-dir") is None
+        )
+        name = "digits" if embedded else "goyal-90"
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}"
+        raise UserError(f"--preset {name}: there is no such preset; {hint}")
+    return PRESETS[name]()
+
+
+def _value_of(argv: list[str], flag: str) -> str | None:
+    """The last value that `argv` gives to `flag`, before the real parser runs."""
+    value = None
+    for index, word in enumerate(argv):
+        if word == flag and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif word.startswith(flag + "="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _parse_flags(base: Config, argv: list[str], talk: bool) -> Config:
+    """Parse into one group of flags a section, then into the flat Config."""
+    sections = {
+        title: section(**{item.name: getattr(base, item.name) for item in fields(section)})
+        for title, section in SECTIONS.items()
+    }
+    flags_type = make_dataclass(
+        "Flags",
+        [(title, type(section), field(default=section)) for title, section in sections.items()]
+        + [
+            (
+                "preset",
+                Annotated[str, arg(help="Defaults for all other flags: " + ", ".join(PRESETS))],
+                base.preset,
+            )
+        ],
+        frozen=True,
+    )
+    parsed: Any = tyro.cli(
+        flags_type,
+        args=argv,
+        description=f"Defaults are those of the preset {base.preset}:\n{PRESETS[base.preset].__doc__}",
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=talk,
+    )
+    values = {
+        name: value for title in SECTIONS for name, value in asdict(getattr(parsed, title)).items()
+    }
+    return Config(preset=parsed.preset, **values)
+
+
+OPT_LEVELS = {"O0": "fp32", "O1": "fp16"}
+
+
+def _resolve(config: Config) -> Config:
+    """Replace shorthands by what they stand for."""
+    if config.opt_level in ("O2", "O3"):
+        raise UserError(
+            f"--opt-level {config.opt_level}: keeps the weights themselves in fp16, which "
+            "torch.amp does not do; "
+            "--precision fp16 (Apex's O1) or --precision bf16 trains as fast"
+        )
+    if config.opt_level:
+        config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
+    folder = Path(config.data).expanduser()
+    if config.data not in ("digits", "synthetic", "") and not (config.train_dir and config.val_dir):
+        config = replace(
+            config,
+            train_dir=config.train_dir or str(folder / "train"),
+            val_dir=config.val_dir or str(folder / "val"),
+        )
+    return replace(config, cache_dir=str(Path(config.cache_dir).expanduser()))
+
+
+def check(config: Config, engine: str, world_size: int) -> None:
+    """Raise UserError for values that cannot be meant."""
+    if not config.data and not config.train_dir and not config.evaluate:
+        raise UserError(
+            f"--preset {config.preset}: trains on ImageNet; say where it is with --data DIR"
+        )
+    if bool(config.train_dir) != bool(config.val_dir) and not config.evaluate:
+        given, missing = (
+            ("--train-dir", "--val-dir") if config.train_dir else ("--val-dir", "--train-dir")
+        )
+        raise UserError(
+            f"{given} {config.train_dir or config.val_dir}: {missing} is missing; give both, or "
+            "--data DIR"
+        )
+    for name, smallest in {
+        "epochs": 1, "batch_size": 1, "val_batch_size": 1, "batches_per_allreduce": 1, "log_interval": 1,
+        "train_crop_size": 1, "val_crop_size": 1, "val_resize_size": 1, "threads": 1, "workers": 0,
+        "checkpoint_steps": 1, "keep_checkpoints": 0, "max_steps": 1, "synthetic_images": 1, "seed": 0,
+    }.items():  # fmt: skip
+        value = getattr(config, name)
+        if value is not None and value < smallest:
+            raise UserError(f"--{_flag(name)} {value}: must be at least {smallest}")
+    for name in ("label_smoothing", "hflip_prob", "random_erase", "model_ema_decay", "momentum"):
+        value = getattr(config, name)
+        if not 0 <= value <= 1:
+            raise UserError(
+                f"--{_flag(name)} {value}: is a share or probability; give a number from 0 to 1"
+            )
+    for name in (
+        "base_lr",
+        "wd",
+        "norm_weight_decay",
+        "bias_weight_decay",
+        "warmup_epochs",
+        "lr_min",
+        "clip_grad_norm",
+    ):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise UserError(f"--{_flag(name)} {value}: must not be negative")
+    low, high = config.random_crop_scale
+    if not 0 < low <= high <= 1:
+        raise UserError(
+            f"--random-crop-scale {low} {high}: give shares of the area with 0 < smallest <= "
+            "largest <= 1"
+        )
+    if config.val_crop_size > config.val_resize_size:
+        raise UserError(
+            f"--val-crop-size {config.val_crop_size}: larger than the resized image "
+            f"({config.val_resize_size}); "
+            "raise --val-resize-size"
+        )
+    if config.desired_acc is not None and not 1 < config.desired_acc <= 100:
+        raise UserError(
+            f"--desired-acc {config.desired_acc}: is a percentage; 75 percent is written 75"
+        )
+    if config.nesterov and config.momentum == 0:
+        raise UserError("--nesterov: needs --momentum above 0")
+    if config.resume == "auto" and not config.name:
+        raise UserError("--resume auto: needs the --name of the run that is to go on")
+    if config.pretrained and config.weights:
+        raise UserError(
+            f"--weights {config.weights}: --pretrained names other weights; give one of the two"
+        )
+    if config.evaluate and not (config.weights or config.pretrained or config.resume):
+        raise UserError(
+            "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
+            "--resume"
+        )
+    if config.use_adasum:
+        _check_adasum(config, engine, world_size)
+
+
+def _check_adasum(config: Config, engine: str, world_size: int) -> None:
+    if engine != "horovod":
+        raise UserError("--use-adasum: only Horovod has it; start horovod_train/train.py")
+    if world_size & (world_size - 1):
+        raise UserError(
+            f"--use-adasum: halves the world again and again, which {world_size} workers do not "
+            "allow; use a power of two"
+        )
+    if config.precision == "fp16" or config.clip_grad_norm is not None:
+        flag = "--clip-grad-norm" if config.clip_grad_norm is not None else "--precision fp16"
+        raise UserError(
+            f"{flag}: cannot be combined with --use-adasum, which steps inside the backward pass"
+        )
+    if config.gradient_predivide_factor is not None:
+        raise UserError(
+            "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average"
+        )
+
+
+def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
+    """What was asked for and does nothing here, in sentences; compared with the preset `base`."""
+    changed = {
+        item.name
+        for item in fields(config)
+        if getattr(config, item.name) != getattr(base, item.name)
+    }
+    lines = []
+
+    def note(name: str, reason: str, condition: bool = True) -> None:
+        if name in changed and condition:
+            lines.append(f"--{_flag(name)} has no effect: {reason}")
+
+    note(
+        "gradient_predivide_factor",
+        "DDP always divides by the number of workers before the sum",
+        engine == "ddp",
+    )
+    note("fp16_allreduce", "one worker sends nothing", world_size == 1)
+    note("use_adasum", "one worker has nothing to combine", world_size == 1)
+    note("lr_step_epochs", "--lr-scheduler is cosine", config.lr_scheduler == "cosine")
+    note("lr_gamma", "--lr-scheduler is cosine", config.lr_scheduler == "cosine")
+    note("lr_min", "--lr-scheduler is step", config.lr_scheduler == "step")
+    note("warmup_method", "--warmup-epochs is 0", config.warmup_epochs == 0)
+    note("model_ema_decay", "--model-ema is not given", not config.model_ema)
+    note("synthetic_images", "--data is not synthetic", config.data != "synthetic")
+    note("checkpoint_steps", "--keep-checkpoints is 0", config.keep_checkpoints == 0)
+    for name in (
+        "workers",
+        "random_erase",
+        "auto_augment",
+        "hflip_prob",
+        "random_crop_scale",
+        "interpolation",
+    ):
+        note(name, "--data synthetic reads no images", config.data == "synthetic")
+    if config.evaluate:
+        for name in (
+            "epochs",
+            "batch_size",
+            "base_lr",
+            "desired_acc",
+            "max_steps",
+            "checkpoint_steps",
+        ):
+            note(name, "--evaluate does not train")
+    return lines
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

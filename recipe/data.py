@@ -1,0 +1,199 @@
+"""From folders to batches: what each rank reads, in which order, and how it reaches the device."""
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from recipe.config import Config
+from recipe.digits import prepare_digits
+from recipe.image_folder import Listing, check_train_and_val, list_images
+from recipe.images import augment, read_image, train_transform, val_transform
+from recipe.order import SampleStream, permutation, validation_indices
+from recipe.world import World
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
+SYNTHETIC_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run; `train` and `val` are None for synthetic data."""
+
+    train: Listing | None
+    val: Listing | None
+    num_train: int
+    num_val: int
+    num_classes: int
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether batches are made up once, on the device."""
+        return self.train is None
+
+
+def open_data(config: Config) -> Data:
+    """List and check the folders; writes the embedded digits on first use.
+
+    Raises UserError for everything that is wrong with a folder, before any training starts.
+    """
+    if config.data == "synthetic":
+        return Data(
+            None,
+            None,
+            config.synthetic_images,
+            min(config.synthetic_images, 1000),
+            SYNTHETIC_CLASSES,
+        )
+    cache = Path(config.cache_dir)
+    if config.train_dir and config.val_dir:
+        train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
+    else:
+        digits = prepare_digits(cache)
+        train_dir, val_dir = digits / "train", digits / "val"
+    train, val = list_images(train_dir, cache), list_images(val_dir, cache)
+    check_train_and_val(train, val)
+    return Data(train, val, len(train), len(val), len(train.classes))
+
+
+def samples_per_step(config: Config, world: World) -> int:
+    """The global batch: images between two optimizer steps, over all ranks."""
+    return config.batch_size * config.batches_per_allreduce * world.size
+
+
+class TrainImages(Dataset):
+    """Augmented training images; an item's key is (epoch, index), which alone decides its
+    pixels."""
+
+    def __init__(self, listing: Listing, config: Config) -> None:
+        self.listing, self.seed = listing, config.seed
+        self.transform = train_transform(
+            config.train_crop_size,
+            scale=config.random_crop_scale,
+            interpolation=config.interpolation,
+            flip_probability=config.hflip_prob,
+            auto_augment=config.auto_augment,
+            erase_probability=config.random_erase,
+        )
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        epoch, index = key
+        image = read_image(self.listing.path(index))
+        return augment(image, self.transform, self.seed, epoch, index), int(
+            self.listing.labels[index]
+        )
+
+
+class ValImages(Dataset):
+    """Validation images: resized, and their centre cropped."""
+
+    def __init__(self, listing: Listing, config: Config) -> None:
+        self.listing = listing
+        self.transform = val_transform(
+            config.val_resize_size, config.val_crop_size, interpolation=config.interpolation
+        )
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(read_image(self.listing.path(index))), int(self.listing.labels[index])
+
+
+def training_batches(
+    data: Data,
+    config: Config,
+    world: World,
+    device: torch.device,
+    workers: int,
+    start: int,
+    stop: int,
+) -> Iterator[Batch]:
+    """This rank's batches from stream position `start` until `stop`, both in samples over all
+    ranks.
+
+    One iterator for the whole of training: the loader's workers start once, and read ahead across
+    epochs.
+    """
+    stream = SampleStream(data.num_train, config.seed)
+    batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
+    if data.train is None:
+        yield from _synthetic_batches(
+            config.batch_size, config.train_crop_size, sum(1 for _ in batches), device
+        )
+    else:
+        yield from _loader(TrainImages(data.train, config), batches, device, workers)
+
+
+def validation_batches(
+    data: Data, config: Config, world: World, device: torch.device, workers: int
+) -> Iterator[Batch]:
+    """This rank's share of the validation images; over all ranks each image comes exactly once."""
+    indices = validation_indices(data.num_val, world.rank, world.size)
+    size = config.val_batch_size
+    batches = [list(indices[first : first + size]) for first in range(0, len(indices), size)]
+    if data.val is None:
+        yield from _synthetic_batches(size, config.val_crop_size, len(batches), device)
+    else:
+        yield from _loader(ValImages(data.val, config), batches, device, workers)
+
+
+def _loader(dataset: Dataset, batches, device: torch.device, workers: int) -> Iterator[Batch]:
+    return iter(
+        DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            # Neither MPI nor CUDA survives a fork of the process that uses it.
+            multiprocessing_context="forkserver" if workers else None,
+        )
+    )
+
+
+def _synthetic_batches(
+    batch_size: int, image_size: int, count: int, device: torch.device
+) -> Iterator[Batch]:
+    """The same random batch again and again, already on the device: training speed without any
+    input."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, 3, image_size, image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
+    targets = torch.randint(0, SYNTHETIC_CLASSES, (batch_size,), generator=generator).to(device)
+    for _ in range(count):
+        yield images, targets
+
+
+@functools.cache
+def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """ImageNet's channel means and standard deviations on a scale of 0 to 255, float [3, 1, 1]."""
+    mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(3, 1, 1) * 255
+    std = torch.tensor([0.229, 0.224, 0.225], device=device).view(3, 1, 1) * 255
+    return mean, std
+
+
+def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
+    """Move a batch as uint8, then normalise it there: float [N, 3, H, W] and int64 [N].
+
+    With --channels-last only the images change their layout: the convolutions then run in NHWC and
+    still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
+    """
+    images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+    mean, std = _mean_and_std(device)
+    if config.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images.float().sub_(mean).div_(std), targets
+
+
+def data_order_sha256(data: Data, config: Config) -> str:
+    """Digest of which images are trained on in which order, pixels aside: names, labels, and epoch
+    0's permutation."""
+    digest = hashlib.sha256(permutation(data.num_train, config.seed, 0).tobytes())
+    if data.train is not None:
+        digest.update(data.train.paths.tobytes())
+        digest.update(data.train.labels.tobytes())
+    return digest.hexdigest()

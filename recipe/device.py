@@ -1,0 +1,122 @@
+"""Which device and how many CPU threads a rank gets: one rule for both engines."""
+
+import os
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.world import World
+
+MAX_CORES = 4096
+NAME_BYTES = 64
+MAX_DEFAULT_WORKERS = 16
+
+
+def choose_device(config: Config, world: World) -> torch.device:
+    """CUDA device `local_rank` where this host has a GPU for each of its ranks, else the CPU.
+
+    Raises UserError when there are GPUs but fewer than local ranks: two ranks on one GPU would
+    either fail inside NCCL or train at half speed without a word.
+    """
+    if not config.cuda or not torch.cuda.is_available():
+        if config.precision == "tf32":
+            raise UserError(
+                "--precision tf32: a GPU's number format, and this run is on the CPU; use fp32 or "
+                "bf16"
+            )
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < world.local_size:
+        raise UserError(
+            f"{world.local_size} ranks on {world.host}, which has {num_gpus} GPU(s): start at "
+            f"most {num_gpus} ranks "
+            "here, or pass --no-cuda to train on the CPU"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    # One statement for both settings, so that fp32 means fp32 whatever the defaults of the
+    # installed torch are.
+    torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+    return device
+
+
+def core_row(world: World) -> torch.Tensor:
+    """This rank's host name and the cores that it may use, for the ranks to exchange: int64
+    [NAME_BYTES + MAX_CORES]."""
+    row = torch.zeros(NAME_BYTES + MAX_CORES, dtype=torch.int64)
+    name = world.host.encode()[:NAME_BYTES]
+    row[: len(name)] = torch.tensor(list(name))
+    row[[NAME_BYTES + core for core in os.sched_getaffinity(0)]] = 1
+    return row
+
+
+def share_of_cores(rows: torch.Tensor, rank: int) -> int:
+    """Threads for `rank`, given every rank's `core_row` [ranks, ...]: its cores, each divided among
+    those who may use it.
+
+    Right whether the launcher bound ranks to cores (mpirun's default for two ranks), to sockets
+    (its default for more), or not at all (horovodrun, torchrun). At least 1.
+    """
+    same_host = (rows[:, :NAME_BYTES] == rows[rank, :NAME_BYTES]).all(dim=1)
+    masks = rows[same_host, NAME_BYTES:]
+    cores = (rows[rank, NAME_BYTES:] / masks.sum(dim=0).clamp(min=1)).sum().item()
+    return max(1, int(min(cores, cpu_quota_cores() / len(masks)) + 1e-6))
+
+
+def host_names(rows: torch.Tensor) -> list[str]:
+    """The hosts' names in rank order, each once, from every rank's `core_row`."""
+    return list(
+        dict.fromkeys(bytes(row.tolist()).rstrip(b"\0").decode() for row in rows[:, :NAME_BYTES])
+    )
+
+
+def cpu_quota_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Cores' worth of CPU time that the container's cgroup (v2) grants, which no affinity mask
+    shows; inf if unlimited."""
+    if not cpu_max.is_file():
+        return float("inf")
+    quota, period = cpu_max.read_text().split()
+    return float("inf") if quota == "max" else int(quota) / int(period)
+
+
+def own_row(world: World, values: torch.Tensor) -> torch.Tensor:
+    """`values` [n] in this rank's row of an otherwise empty [world.size, n]: summed over ranks, it
+    gathers."""
+    rows = values.new_zeros(world.size, len(values))
+    rows[world.rank] = values
+    return rows
+
+
+def loader_workers(config: Config, device: torch.device, threads: int) -> int:
+    """Loader processes for this rank: --workers, or its share of the cores where a GPU leaves them
+    free."""
+    if config.workers is not None:
+        return config.workers
+    return min(threads, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """This rank's peak: of allocated GPU memory on CUDA, of resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its children so far, user and system, in seconds."""
+    children = psutil.Process().children(recursive=True)
+    own = os.times()
+    total = own.user + own.system
+    for child in children:
+        try:
+            times = child.cpu_times()
+            total += times.user + times.system
+        except psutil.NoSuchProcess:
+            pass
+    return total

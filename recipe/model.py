@@ -1,0 +1,167 @@
+"""The network, what it is optimized with, and its moving average; nothing here knows of other
+ranks."""
+
+import contextlib
+import difflib
+import zlib
+from collections.abc import Iterator
+
+import torch
+import torchvision
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from recipe.config import Config
+from recipe.errors import UserError
+
+NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LocalResponseNorm,
+)
+
+
+def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
+    """Any torchvision classification model with `num_classes` outputs, its weights drawn from
+    --seed.
+
+    With --pretrained only the rank that may `download` gets the published weights: the engine
+    broadcasts them.
+    """
+    names = torchvision.models.list_models(module=torchvision.models)
+    if config.arch not in names:
+        close = difflib.get_close_matches(config.arch, names, n=3)
+        raise UserError(
+            f"--arch {config.arch}: torchvision has no such classification model; "
+            + (
+                f"did you mean {', '.join(close)}?"
+                if close
+                else "see torchvision.models.list_models()"
+            )
+        )
+    extra = {"aux_logits": False} if config.arch in ("googlenet", "inception_v3") else {}
+    torch.manual_seed(config.seed)
+    if not (config.pretrained and download):
+        return torchvision.models.get_model(
+            config.arch, weights=None, num_classes=num_classes, **extra
+        )
+    published = torchvision.models.get_model_weights(config.arch).DEFAULT
+    if len(published.meta["categories"]) != num_classes:
+        raise UserError(
+            f"--pretrained: {config.arch}'s published weights tell "
+            f"{len(published.meta['categories'])} classes apart, "
+            f"and the data has {num_classes}; train from scratch, or give --weights of a matching "
+            "checkpoint"
+        )
+    try:
+        model = torchvision.models.get_model(config.arch, weights=published)
+    except OSError as error:
+        raise UserError(
+            f"--pretrained: {published.url} could not be downloaded ({error}); give its file with "
+            "--weights"
+        ) from None
+    if extra:
+        model.aux_logits = False
+    return model
+
+
+def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
+    """Weights with --wd, normalisation layers' with --norm-weight-decay, other biases with
+    --bias-weight-decay.
+
+    Horovod names an optimizer's parameters by their position, so the order is the model's own on
+    both engines.
+    """
+    decays = {
+        "weights": config.wd,
+        "norms": config.wd if config.norm_weight_decay is None else config.norm_weight_decay,
+        "biases": config.wd if config.bias_weight_decay is None else config.bias_weight_decay,
+    }
+    groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in decays}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            kind = (
+                "norms" if isinstance(module, NORMS) else "biases" if name == "bias" else "weights"
+            )
+            groups[kind].append(parameter)
+    return [
+        {"params": groups[kind], "weight_decay": decay}
+        for kind, decay in decays.items()
+        if groups[kind]
+    ]
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """SGD; its learning rate is set before every step."""
+    return torch.optim.SGD(
+        parameter_groups(model, config),
+        lr=config.base_lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+    )
+
+
+def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager:
+    """The number format of forward passes."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def build_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
+    """Loss scaling for fp16; does nothing at all for the other formats, so that the loop has one
+    path."""
+    return torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+
+
+def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
+    """Exponential moving average of the weights; BatchNorm statistics are the model's own."""
+    if not config.model_ema:
+        return None
+    return AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(config.model_ema_decay), use_buffers=False
+    )
+
+
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` (the moving average) the BatchNorm statistics of `source` (the model)."""
+    for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
+        mine.copy_(theirs)
+
+
+def batch_norm_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The running means and variances of all BatchNorm layers, in the model's order."""
+    return [
+        buffer
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+    ]
+
+
+@contextlib.contextmanager
+def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All BatchNorm statistics as one vector, for the ranks to exchange in one message; written
+    back at the end."""
+    buffers = batch_norm_buffers(model)
+    flat = torch.cat([buffer.flatten() for buffer in buffers]) if buffers else torch.zeros(1)
+    yield flat
+    for buffer, values in zip(
+        buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)
+    ):
+        buffer.copy_(values.view_as(buffer))
+
+
+def seed_step(config: Config, step: int, rank: int) -> None:
+    """Seed dropout and all else that draws on the device, anew for each step.
+
+    A run that goes on from a checkpoint then draws what it would have drawn, and no generator state
+    need be saved.
+    """
+    torch.manual_seed(zlib.crc32(f"{config.seed} {step} {rank}".encode()))

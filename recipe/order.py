@@ -1,0 +1,57 @@
+"""The order of the training images: one endless stream of samples, the same for any number of
+ranks."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Sample = tuple[int, int]  # (epoch, index of the image in the listing)
+
+
+@functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch, never further
+def permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
+    """The images of one epoch in their order: int64 [num_images]."""
+    return np.random.default_rng([seed, epoch]).permutation(num_images)
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Permutations of `num_images` images, one an epoch, end to end.
+
+    A position is a count of samples since the start of training, over all ranks. A global batch is
+    simply the next samples of the stream, across the end of an epoch if need be, so each image is
+    seen exactly once an epoch at any world size, no batch is short, none is padded, and a run goes
+    on at another world size where it stopped.
+    """
+
+    num_images: int
+    seed: int
+
+    def samples(self, positions: np.ndarray) -> list[Sample]:
+        """(epoch, index) at each of `positions` (int64, ascending)."""
+        epochs, offsets = np.divmod(positions, self.num_images)
+        return [
+            (int(epoch), int(index))
+            for epoch in np.unique(epochs)
+            for index in permutation(self.num_images, self.seed, int(epoch))[
+                offsets[epochs == epoch]
+            ]
+        ]
+
+    def batches(
+        self, start: int, stop: int, batch_size: int, rank: int, size: int
+    ) -> Iterator[list[Sample]]:
+        """This rank's batches from position `start` until `stop` is reached or passed.
+
+        Of each `batch_size * size` samples rank r takes every `size`-th, beginning with the r-th.
+        """
+        for position in range(start, stop, batch_size * size):
+            yield self.samples(position + rank + size * np.arange(batch_size))
+
+
+def validation_indices(num_images: int, rank: int, size: int) -> range:
+    """This rank's share of the validation images: all ranks together hold each image exactly
+    once."""
+    return range(rank, num_images, size)

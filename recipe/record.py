@@ -1,0 +1,401 @@
+"""The run folder: what a run was, what it measured, and how it ended.
+
+    runs/<name>/config.json        every setting
+                environment.json   engine, launcher, transport, hosts, versions metrics.jsonl
+                the truth: one object a line, `kind` is step, epoch, eval or event summary.json
+                written last: its presence means that the run is complete checkpoints/  tensorboard/
+
+Only rank 0 writes. All the other ranks hold a Recorder, too, since the step metrics are summed over
+ranks.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from recipe.checkpoint import Progress
+from recipe.config import Config
+from recipe.data import Batch, Data, samples_per_step
+from recipe.device import cpu_seconds
+from recipe.errors import UserError
+from recipe.metrics import Sums, means
+from recipe.world import World
+
+# Steps after a start or a resume that do not count for throughput: caches fill and kernels are
+# chosen.
+WARM_UP_STEPS = 5
+
+
+def run_folder(config: Config, world: World, engine: str) -> Path:
+    """Where this run is written."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path(config.log_dir).expanduser() / (
+        config.name or f"{stamp}-{engine}-{config.arch}-{world.size}w"
+    )
+
+
+class WaitTimer:
+    """Batches from an iterator, and the seconds that were spent waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches, self.seconds = batches, 0.0
+
+    def __iter__(self) -> "WaitTimer":
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self.batches)
+        self.seconds += time.perf_counter() - started
+        return batch
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class StepClock:
+    """Durations of steps without holding the device up: CUDA events there, the system's clock on a
+    CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+        self.restart()
+
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def restart(self) -> None:
+        """Leave out what happened since the last step: an evaluation, a checkpoint."""
+        self.last = self._now()
+
+    def tick(self) -> None:
+        """End a step."""
+        now = self._now()
+        self.marks.append((self.last, now))
+        self.last = now
+
+    def take(self) -> list[float]:
+        """Seconds of each step since the last call; on CUDA this waits for the device."""
+        marks, self.marks = self.marks, []
+        if not self.on_cuda:
+            return [end - start for start, end in marks]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in marks]
+
+
+class Recorder:
+    """Collects the steps' metrics on the device, and on rank 0 writes the run folder and the
+    console lines."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        data: Data,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        self.config, self.world, self.data, self.progress = config, world, data, progress
+        self.folder = folder
+        self.steps_per_epoch = data.num_train / samples_per_step(config, world)
+        self.clock = StepClock(device)
+        self.pending: list[
+            tuple[Sums, float, float, int, int]
+        ] = []  # sums, rate, data wait, step, samples seen
+        self.epoch_sums = torch.zeros(4, dtype=torch.float64)
+        self.epoch_seconds = 0.0
+        self.throughput_images = self.throughput_seconds = 0.0
+        self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
+        self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
+        self.environment: dict[str, Any] = {}
+        self.fingerprint: dict[str, Any] = {}
+        self.cpu_seconds_before = 0.0
+        self.learning_rate = 0.0
+        self.started = time.perf_counter()
+        self.earlier_train_seconds = progress.train_seconds
+        self.file: Any = None
+        self.board: Any = None
+        self.bar: tqdm | None = None
+        if world.is_first:
+            self._open()
+
+    def _open(self) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and self.progress.step == 0 and self.config.resume != "auto":
+            raise UserError(
+                f"{self.folder}: already holds a run; choose another --name, or go on with it by "
+                "--resume auto"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            kept = _lines_until(metrics, self.progress.step) if self.progress.step else []
+            self._take_up_epoch(kept)
+            replace_file(metrics, "".join(kept))
+            self.file = metrics.open("a", buffering=1)
+            replace_file(
+                self.folder / "config.json", json.dumps(asdict(self.config), indent=2) + "\n"
+            )
+            (self.folder / "summary.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: the run cannot be written there ({error.strerror}); choose "
+                "another --log-dir"
+            ) from None
+        from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
+
+        self.board = SummaryWriter(
+            str(self.folder / "tensorboard"), purge_step=self.progress.step or None
+        )
+
+    def _take_up_epoch(self, lines: list[str]) -> None:
+        """Count the steps of the epoch that a resumed run is in the middle of, so that its figures
+        cover all of it."""
+        epoch = self.progress.samples_seen // self.data.num_train
+        images = samples_per_step(self.config, self.world)
+        for step in map(json.loads, lines):
+            if step["kind"] == "step" and step["epoch"] == epoch:
+                figures = [step["loss"], step["top1"] / 100, step["top5"] / 100, 1.0]
+                self.epoch_sums += images * torch.tensor(figures, dtype=torch.float64)
+                self.epoch_seconds += step["seconds"]
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def say(self, line: str) -> None:
+        """A console line, from rank 0, above the progress bar if there is one."""
+        if self.world.is_first:
+            tqdm.write(line) if self.bar is not None else print(line, flush=True)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Something that happened: start, resume, checkpoint, end."""
+        self._write("event", name=name, time_utc=utc_now(), step=self.progress.step, **details)
+
+    def begin(self, environment: dict[str, Any], fingerprint: dict[str, Any]) -> None:
+        """Write down what the run runs on, and tell it."""
+        self.environment, self.fingerprint = environment, fingerprint
+        if not self.world.is_first:
+            return
+        replace_file(self.folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+        config, world = self.config, self.world
+        self.say(
+            f"{environment['engine']} {environment['version']} over {environment['transport']}, "
+            f"{world.size} worker(s) on "
+            f"{len(environment['hosts'])} host(s) by {world.launcher}, "
+            f"{environment['device_name']}, "
+            f"{environment['threads']} CPU thread(s) each"
+        )
+        self.say(
+            f"{config.arch} in {config.precision}, {self.data.num_train:,} training and "
+            f"{self.data.num_val:,} validation "
+            f"images of {self.data.num_classes} classes, global batch "
+            f"{samples_per_step(config, world)}, "
+            f"{self.steps_per_epoch:,.1f} steps an epoch; run folder {self.folder}"
+        )
+        if self.progress.step:
+            self.say(f"going on after step {self.progress.step}")
+        self.event("resume" if self.progress.step else "start", resumed_from=self.config.resume)
+
+    @property
+    def train_seconds(self) -> float:
+        """The training clock: seconds since training began, evaluation and checkpoints included."""
+        return self.earlier_train_seconds + time.perf_counter() - self.started
+
+    def start_clock(self) -> None:
+        """Training begins now."""
+        self.started = time.perf_counter()
+        self.cpu_seconds_before = cpu_seconds()
+        self.clock.restart()
+        if self.world.is_first and sys.stderr.isatty():
+            total = math.ceil(self.config.epochs * self.steps_per_epoch)
+            self.bar = tqdm(
+                total=total,
+                initial=self.progress.step,
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def step(self, sums: Sums, learning_rate: float, data_seconds: float) -> None:
+        """A step has ended; its sums stay on the device until `pending_sums` is asked for."""
+        self.clock.tick()
+        self.progress.train_seconds = self.train_seconds
+        self.learning_rate = learning_rate
+        self.pending.append(
+            (sums, learning_rate, data_seconds, self.progress.step, self.progress.samples_seen)
+        )
+        if self.bar is not None:
+            self.bar.update()
+
+    def pending_sums(self) -> torch.Tensor:
+        """This rank's sums of the steps not yet written: float64 [steps, 4], to be summed over
+        ranks."""
+        return torch.stack([sums for sums, *_ in self.pending])
+
+    def write_steps(self, sums_over_ranks: torch.Tensor) -> None:
+        """Write the pending steps; raises UserError if the loss is no longer finite."""
+        all_sums = sums_over_ranks.cpu()
+        images_per_step = samples_per_step(self.config, self.world)
+        for row, (_, rate, data_seconds, step, samples_seen), seconds in zip(
+            all_sums, self.pending, self.clock.take(), strict=True
+        ):
+            epoch = (samples_seen - 1) // self.data.num_train
+            figures = means(row)
+            if not math.isfinite(figures["loss"]):
+                raise UserError(
+                    f"the loss is {figures['loss']} at step {step} (learning rate {rate:.4g}): "
+                    "training has diverged; lower "
+                    "--base-lr, lengthen --warmup-epochs or set --clip-grad-norm"
+                )
+            self._write(
+                "step", epoch=epoch, step=step, samples_seen=samples_seen, **figures, learning_rate=rate,
+                seconds=seconds, data_seconds=data_seconds, images_per_second=images_per_step / seconds,
+            )  # fmt: skip
+            self.epoch_seconds += seconds
+            self.step_seconds += seconds
+            if step > self.first_step + WARM_UP_STEPS:
+                self.throughput_images += images_per_step
+                self.throughput_seconds += seconds
+        self.epoch_sums += all_sums.sum(dim=0)
+        self.pending.clear()
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{rate:.3g}")
+
+    def restart_clock(self) -> None:
+        """Keep what happened since the last step out of the next one's duration."""
+        self.clock.restart()
+
+    def end_epoch(self, epoch: int, complete: bool) -> None:
+        """Write the training figures of an epoch (0-based), if it is complete, and start the next
+        one's."""
+        if not complete:
+            return
+        figures = means(self.epoch_sums)
+        speed = float(self.epoch_sums[3]) / self.epoch_seconds
+        self._write(
+            "epoch", epoch=epoch, step=self.progress.step, samples_seen=self.progress.samples_seen, **figures,
+            seconds=self.epoch_seconds, images_per_second=speed,
+        )  # fmt: skip
+        self._draw("train", epoch, figures, seconds=self.epoch_seconds, speed=speed)
+        self.say(
+            f"epoch {epoch + 1:>3}/{self.config.epochs}  train  loss {figures['loss']:.4f}  top-1 "
+            f"{figures['top1']:6.2f} %  "
+            f"top-5 {figures['top5']:6.2f} %  {speed:,.0f} images/s"
+        )
+        self.epoch_sums.zero_()
+        self.epoch_seconds = 0.0
+
+    def evaluation(
+        self, epoch: int, sums: Sums, seconds: float, weights: str = "model"
+    ) -> dict[str, float]:
+        """Write an evaluation, its `sums` already over all ranks, and return its loss, top-1 and
+        top-5."""
+        figures = means(sums)
+        count = int(sums[3])
+        self._write(
+            "eval", epoch=epoch, step=self.progress.step, samples_seen=self.progress.samples_seen, **figures,
+            num_images=count, seconds=seconds, train_seconds_so_far=self.train_seconds, weights=weights,
+        )  # fmt: skip
+        self._draw(
+            "val" if weights == "model" else f"val_{weights}",
+            epoch,
+            figures,
+            seconds,
+            count / seconds,
+        )
+        name = "val  " if weights == "model" else weights
+        self.say(
+            f"epoch {epoch + 1:>3}/{self.config.epochs}  {name}  loss {figures['loss']:.4f}  "
+            f"top-1 {figures['top1']:6.2f} %  "
+            f"top-5 {figures['top5']:6.2f} %"
+        )
+        return figures
+
+    def _draw(
+        self, part: str, epoch: int, figures: dict[str, float], seconds: float, speed: float
+    ) -> None:
+        if self.board is None:
+            return
+        tags = {
+            "Loss": figures["loss"],
+            "Top1": figures["top1"],
+            "Top5": figures["top5"],
+            "Time": seconds,
+            "Throughput": speed,
+        }
+        for tag, value in tags.items():
+            self.board.add_scalar(f"{tag}/{part}", value, epoch + 1)
+        if part == "train":
+            self.board.add_scalar("Lr", self.learning_rate, epoch + 1)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write the summary, which marks the run as complete, and the hyper-parameters beside
+        TensorBoard's scalars."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if not self.world.is_first:
+            return
+        self.event("end")
+        self.file.close()
+        settings = {
+            key: value if isinstance(value, (int, float, str, bool)) else str(value)
+            for key, value in asdict(self.config).items()
+        }
+        results = {
+            key: summary[key]
+            for key in ("top1", "loss", "images_per_second")
+            if summary[key] is not None
+        }
+        self.board.add_hparams(
+            settings, {f"hparam/{key}": value for key, value in results.items()}, run_name="."
+        )
+        self.board.close()
+        replace_file(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Training throughput of all ranks together, without the first steps and evaluation; None
+        if too short."""
+        return self.throughput_images / self.throughput_seconds if self.throughput_seconds else None
+
+
+def _lines_until(metrics: Path, step: int) -> list[str]:
+    """The lines of an interrupted run up to the checkpoint that it goes on from; the rest will be
+    made again."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().splitlines(keepends=True)
+    return [
+        line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step
+    ]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `path` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def utc_now() -> str:
+    """The time as 2026-01-31T12:00:00Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

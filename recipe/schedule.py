@@ -1,0 +1,27 @@
+"""The learning rate at any point of training, a pure function of how many samples have been
+seen."""
+
+import math
+
+from recipe.config import Config
+
+
+def learning_rate(config: Config, epoch: float, scale: float) -> float:
+    """Learning rate at fractional `epoch` (samples seen / training images).
+
+    `scale` is what one worker's --base-lr is multiplied by: the linear scaling rule and the gradual
+    warm-up from one worker's rate are those of Goyal et al. 2017 (arXiv 1706.02677, sections 2.1
+    and 2.2). The cosine comes down over the epochs after warm-up, as in torchvision's reference.
+    """
+    peak = config.base_lr * scale
+    if epoch < config.warmup_epochs:
+        start = (
+            config.base_lr * min(scale, 1.0) if config.warmup_method == "gradual" else 0.01 * peak
+        )
+        return start + (peak - start) * epoch / config.warmup_epochs
+    if config.lr_scheduler == "step":
+        return peak * config.lr_gamma ** sum(epoch >= step for step in config.lr_step_epochs)
+    progress = min(
+        1.0, (epoch - config.warmup_epochs) / max(config.epochs - config.warmup_epochs, 1e-9)
+    )
+    return config.lr_min + (peak - config.lr_min) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,104 @@
+"""Who this process is among those that a launcher started, read from the launcher's own
+variables."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place: `rank` of `size` in all, `local_rank` of `local_size` on this host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str  # torchrun, horovodrun, mpirun, mpich, slurm, or none
+    host: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that prints and writes files."""
+        return self.rank == 0
+
+
+# launcher: its variables for rank, size, local rank and local size. The first whose rank and size
+# are set wins, so the innermost launcher stands first: torchrun may run inside srun, and mpirun
+# inside an sbatch allocation.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "horovodrun": (
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+    ),  # over Gloo; over MPI it is mpirun
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "pals": ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def read_world(environ: Mapping[str, str] = os.environ) -> World:
+    """Read this process's place in the world; alone (rank 0 of 1) when no launcher left its
+    variables."""
+    host = socket.gethostname()
+    for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
+        if rank not in environ or size not in environ:
+            continue
+        local = environ.get(local_size, environ[size])
+        if launcher == "slurm":
+            local = _slurm_local_size(local, int(environ.get("SLURM_NODEID", "0")))
+        return World(
+            rank=int(environ[rank]),
+            size=int(environ[size]),
+            local_rank=int(environ.get(local_rank, environ[rank])),
+            local_size=int(local),
+            launcher=launcher,
+            host=host,
+        )
+    return World(0, 1, 0, 1, "none", host)
+
+
+def _slurm_local_size(tasks_per_node: str, node_id: int) -> str:
+    """Tasks on node `node_id` from Slurm's run-length form: "4(x2),2" means 4, 4 and 2."""
+    counts: list[str] = []
+    for part in tasks_per_node.split(","):
+        count, _, repeat = part.partition("(x")
+        counts += [count] * int(repeat.rstrip(")") or 1)
+    return counts[min(node_id, len(counts) - 1)]
+
+
+def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:
+    """What to tell the user of a process that is one of N to its launcher but of another number to
+    its engine.
+
+    Started so, N processes would each train the whole data set alone, at N times the cost, and
+    overwrite each other's files; nothing would look wrong. Returns None when both agree.
+    """
+    if engine_size == world.size:
+        return None
+    return (
+        f"error: {world.launcher} started this process as one of {world.size}, but the engine "
+        "sees a world of "
+        f"{engine_size}: it would train as {world.size} independent copies. {remedy}"
+    )
+
+
+def isolate_mpi_singleton(world: World) -> None:
+    """Let MPI_Init work in a process that no MPI launcher started; call it before anything
+    initialises MPI.
+
+    Open MPI's singletons start a helper daemon found under the prefix that Open MPI was built with,
+    which does not exist where it was installed from a wheel. A single process needs no daemon.
+    """
+    if world.launcher in ("none", "torchrun"):
+        os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

@@ -1,0 +1,121 @@
+"""Starts the trainers through real launchers, and leaves no process behind, whatever happens."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+TRAINERS = {
+    "ddp": str(ROOT / "ddp_train" / "train.py"),
+    "horovod": str(ROOT / "horovod_train" / "train.py"),
+}
+# The start lines of the README, for any number of ranks on this host.
+LAUNCHERS = {
+    "python": "{python} {trainer}",
+    "torchrun": "torchrun --nproc-per-node {ranks} {trainer}",
+    "horovodrun": "horovodrun -np {ranks} {python} {trainer}",
+    "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
+    "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
+    "mpirun": "mpirun -np {ranks} {python} {trainer}",
+}
+# A training that has all that could differ between engines (BatchNorm, augmentation, momentum, warm-up that ends half
+# way, the end of an epoch inside a step), and takes seconds.
+SMALL = (
+    "--arch resnet18 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 --batch-size 12 --epochs 2 "
+    "--base-lr 0.01 --momentum 0.9 --warmup-epochs 0.5 --lr-scheduler cosine --threads 1 --max-steps 70"
+)
+
+
+@dataclass
+class Finished:
+    """A launched command that has ended."""
+
+    returncode: int
+    output: str
+    seconds: float
+
+
+def launch(
+    launcher: str, engine: str, arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
+) -> Finished:
+    """Start a trainer and wait for its end; fails the test if it hangs or leaves a process behind."""
+    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=ranks)
+    return run([*command.split(), *arguments.split()], timeout, **environ)
+
+
+def run(command: list[str], timeout: float = 240, **environ: str) -> Finished:
+    """Run a command whose whole tree of processes carries a mark, so that none can get away."""
+    mark = uuid.uuid4().hex
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",  # tests run as root in containers
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # 3 and 4 ranks on 2 cores
+        "LAUNCH_MARK": mark,
+        **environ,
+    }
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=environment, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            output.seek(0)
+            raise AssertionError(f"{command} hung for {timeout} s:\n{output.read()}") from None
+        finally:
+            seconds = time.monotonic() - started
+            left = _wait_for_end(mark, 0 if process.poll() is None else 10)
+            for survivor in left:
+                survivor.kill()
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    assert not left, f"{command} left {[survivor.pid for survivor in left]} behind:\n{text}"
+    return Finished(process.returncode, text, seconds)
+
+
+def _wait_for_end(mark: str, seconds: float) -> list[psutil.Process]:
+    """Processes that still carry `mark` after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Live processes whose environment holds LAUNCH_MARK=mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("LAUNCH_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's contents."""
+    return json.loads(path.read_text())
+
+
+def read_lines(run_folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in a run's metrics.jsonl."""
+    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+

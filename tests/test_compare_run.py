@@ -1,0 +1,408 @@
+"""Running a comparison, with a made-up launcher in the place of torchrun and horovodrun."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from compare import run as run_module
+from compare.plan import REMOVED_VARIABLES, Plan
+from compare.run import main, parse_options, seconds_left
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Stands for launcher and trainer at once. It notes each start; what it does then is told by flags
+# behind the `--`: one run fails, hangs, ends without a summary or leaves a process behind.
+LAUNCHER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+value = lambda flag: words[words.index(flag) + 1] if flag in words else None
+folder = Path(value("--log-dir")) / value("--name")
+run = f"{folder.parent.name}/{folder.name}"
+with open(os.environ["STARTS"], "a") as starts:
+    starts.write(f"{run} {value('--seed')} {os.environ.get('OMP_NUM_THREADS')}\\n")
+folder.mkdir(exist_ok=True, parents=True)
+line = json.dumps({"kind": "step", "step": 1}) + "\\n"
+if value("--leave") == run:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"],
+                     start_new_session=True)
+if value("--hang") == run:
+    # As horovodrun on Gloo does it: a worker in a session of its own; neither heeds SIGTERM.
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    subprocess.Popen([sys.executable, "-c", program + "time.sleep(300)"], start_new_session=True)
+    if value("--stubborn"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "hangs").touch()
+    time.sleep(300)
+print("line before the end")
+if value("--fail") == run:
+    sys.exit("the gradients went away")
+if value("--empty") == run:
+    sys.exit(0)
+(folder / "metrics.jsonl").write_text(line * 10)
+(folder / "summary.json").write_text(json.dumps({"images_per_second": 1234.5}))
+"""
+
+DRIVER = """
+import sys
+from compare import plan, run
+plan.Configuration.launch_words = lambda self, workers: [sys.executable, {launcher!r}]
+run.check_tools = lambda plan: None
+run.GRACE_SECONDS = 1.0
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+class Comparing:
+    """A folder in which run.py can be started with the made-up launcher."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "launcher.py").write_text(LAUNCHER)
+        (folder / "driver.py").write_text(DRIVER.format(launcher=str(folder / "launcher.py")))
+        self.starts_file = folder / "starts.txt"
+        self.environment = os.environ | {"STARTS": str(self.starts_file), "OMP_NUM_THREADS": "7"}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "driver.py", *words], cwd=self.folder, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, *words: str) -> tuple[int, str]:
+        process = self.start(*words)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def starts(self) -> list[str]:
+        return self.starts_file.read_text().splitlines() if self.starts_file.exists() else []
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes that come from here and are still there."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("STARTS") == str(self.starts_file)
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                pass
+        return found
+
+    def wait_for(self, path: str) -> None:
+        deadline = time.monotonic() + 30
+        while not list(self.folder.glob(path)):
+            assert time.monotonic() < deadline, f"{path} never came"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def comparing(tmp_path):
+    comparing = Comparing(tmp_path)
+    yield comparing
+    left = comparing.processes()
+    for process in left:
+        process.kill()
+    assert not left, f"left behind: {left}"
+
+
+SMALL = ("--blocks", "2", "--workers", "1", "--no-warm-up", "--out", "out")  # four runs
+
+
+def test_every_run_is_made_once_in_blocks_and_said(comparing):
+    code, output = comparing.run("--blocks", "3", "--no-warm-up")
+    assert code == 0, output
+    starts = comparing.starts()
+    assert len(starts) == len(set(starts)) == 12
+    assert [line[6] for line in starts] == sorted(line[6] for line in starts)  # block by block
+    for block in (1, 2, 3):
+        inside = [line.split()[0] for line in starts if line.startswith(f"block-{block}/")]
+        assert sorted(inside) == [
+            f"block-{block}/{name}-{n}" for name in ("ddp-torchrun", "horovod-mpi") for n in (1, 2)
+        ]
+    (folder,) = comparing.folder.glob("runs/compare-*")
+    assert f"python compare/report.py {folder.relative_to(comparing.folder)}" in output
+    run = folder / "block-1/horovod-mpi-2"
+    assert {path.name for path in run.iterdir()} >= {"output.log", "command.txt", "outcome.json"}
+    assert (run / "output.log").read_text() == "line before the end\n"
+    line = next(line for line in output.splitlines() if line.startswith("[ 1/12]"))
+    assert "block 1" in line and "1,23" in line and "left" in line
+    assert "[12/12] block 3" in output
+
+
+def test_a_block_shares_its_seed_and_blocks_differ(comparing):
+    comparing.run(*SMALL)
+    seeds = {(line.split("/")[0], line.split()[1]) for line in comparing.starts()}
+    assert seeds == {("block-1", "42"), ("block-2", "43")}
+
+
+def test_the_users_own_seed_goes_to_all_blocks(comparing):
+    code, _ = comparing.run(*SMALL, "--", "--seed", "7")
+    assert code == 0
+    assert {line.split()[1] for line in comparing.starts()} == {"7"}
+
+
+def test_threads_of_the_shell_reach_no_run(comparing):
+    comparing.run(*SMALL)
+    assert {line.split()[2] for line in comparing.starts()} == {"None"}
+
+
+def test_the_order_is_that_of_the_seed_and_more_blocks_begin_alike():
+    def order(plan: Plan) -> list[str]:
+        return [run.folder for run in plan.runs()]
+
+    assert order(Plan()) == order(Plan())
+    assert order(Plan(blocks=5))[:12] == order(Plan(blocks=3))
+    orders = {tuple(run.name for run in Plan(blocks=1, seed=seed).runs()) for seed in range(50)}
+    assert len(orders) > 15
+
+
+def test_what_is_done_is_not_run_again(comparing):
+    assert comparing.run(*SMALL)[0] == 0
+    code, output = comparing.run(*SMALL)
+    assert code == 0 and len(comparing.starts()) == 4
+    assert "4 of them are there already" in output
+
+
+def test_more_blocks_extend_a_comparison(comparing):
+    comparing.run(*SMALL)
+    code, _ = comparing.run(*SMALL, "--blocks", "3")
+    assert code == 0
+    assert len(comparing.starts()) == len(set(comparing.starts())) == 6
+    assert json.loads((comparing.folder / "out/plan.json").read_text())["blocks"] == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stubborn", [[], ["--stubborn", "yes"]])
+def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
+    comparing, number, stubborn
+):
+    words = ["--blocks", "2", "--workers", "1", "--no-warm-up"]
+    trainer = ["--hang", "block-2/ddp-torchrun-1", *stubborn]
+    process = comparing.start(*words, "--", *trainer)
+    comparing.wait_for("runs/*/block-2/ddp-torchrun-1/hangs")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in output
+    assert not comparing.processes()
+    before = comparing.starts()
+    assert "of 4 runs are done" in output
+    shown = next(line for line in output.splitlines() if "--out runs/compare-" in line)
+    assert shlex.split(shown)[-len(trainer) :] == trainer
+
+    (folder,) = comparing.folder.glob("runs/compare-*")
+    half = folder / "block-2/ddp-torchrun-1"
+    assert (half / "hangs").exists() and not (half / "outcome.json").exists()
+    # The run would hang again: that it is started at all, and the others are not, is the point.
+    process = comparing.start(*words, "--", *trainer)
+    deadline = time.monotonic() + 30
+    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    again = comparing.starts()[len(before) :]
+    assert [line.split()[0] for line in again] == ["block-2/ddp-torchrun-1"]
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
+
+
+def test_a_killed_run_py_takes_its_launcher_with_it(comparing):
+    process = comparing.start(*SMALL, "--", "--hang", "block-1/ddp-torchrun-1")
+    comparing.wait_for("out/block-1/ddp-torchrun-1/hangs")
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while len(left := comparing.processes()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # The launcher is gone. Its worker ignores SIGTERM here and has lost everyone who knew it.
+    assert len(left) == 1 and "launcher.py" not in " ".join(left[0].cmdline())
+    left[0].kill()
+    code, _ = comparing.run(*SMALL, "--new", "--out", "other")  # and the lock is free
+    assert code == 0
+
+
+def test_new_starts_afresh_and_so_does_another_plan(comparing):
+    words = ["--blocks", "1", "--workers", "1", "--no-warm-up"]
+    code, _ = comparing.run(*words, "--", "--fail", "block-1/ddp-torchrun-1")
+    assert code == 1
+    assert comparing.run(*words)[0] == 0  # other flags for the trainers: another comparison
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 2
+    comparing.run(*words)  # that one was complete: a third
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 3
+    assert len(comparing.starts()) == 6
+
+
+def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
+    words = [*SMALL, "--", "--fail", "block-1/horovod-mpi-1"]
+    code, output = comparing.run(*words)
+    assert code == 1
+    assert "FAILED (exit code 1)" in output
+    assert "| the gradients went away" in output
+    assert "1 of 4 runs failed" in output
+    assert len(comparing.starts()) == 4  # the others were run
+    code, output = comparing.run(*words)
+    assert code == 1
+    assert len(comparing.starts()) == 5
+    aside = comparing.folder / "out/block-1/horovod-mpi-1.failed-1"
+    assert "the gradients went away" in (aside / "output.log").read_text()
+
+
+def test_a_run_without_a_summary_has_failed(comparing):
+    code, output = comparing.run(*SMALL, "--", "--empty", "block-1/horovod-mpi-1")
+    assert code == 1
+    assert "exit code 0, but no summary.json" in output
+
+
+def test_a_run_that_takes_too_long_is_ended(comparing):
+    code, output = comparing.run(
+        *SMALL, "--timeout", "1", "--", "--hang", "block-1/horovod-mpi-1", "--stubborn", "yes"
+    )
+    assert code == 1
+    assert "TIMED OUT after" in output
+    assert len(comparing.starts()) == 4
+    assert not comparing.processes()
+
+
+def test_what_a_launcher_leaves_behind_is_ended_and_said(comparing):
+    code, output = comparing.run(*SMALL, "--", "--leave", "block-1/ddp-torchrun-1")
+    assert code == 0
+    assert "1 process was left behind and killed" in output
+    assert not comparing.processes()
+
+
+def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
+    code, output = comparing.run("--blocks", "1", "--out", "out")
+    assert code == 0
+    assert [line.split()[0] for line in comparing.starts()][:2] == [
+        "warm-up/ddp-torchrun-2", "warm-up/horovod-mpi-2",
+    ]  # fmt: skip
+    assert output.count("thrown away") == 2
+    plan = json.loads((comparing.folder / "out/plan.json").read_text())
+    assert not any("warm-up" in run["folder"] for run in plan["runs"])
+
+
+def test_a_warm_up_that_fails_ends_the_comparison(comparing):
+    code, output = comparing.run("--out", "out", "--", "--fail", "warm-up/horovod-mpi-2")
+    assert code == 1
+    assert len(comparing.starts()) == 2
+    assert "the gradients went away" in output and "nothing was measured" in output
+
+
+def test_two_do_not_write_to_one_comparison(comparing):
+    first = comparing.start(*SMALL, "--", "--hang", "block-1/ddp-torchrun-1")
+    comparing.wait_for("out/block-1/ddp-torchrun-1/hangs")
+    code, output = comparing.run(*SMALL, "--", "--hang", "block-1/ddp-torchrun-1")
+    assert code == 2
+    assert f"out is being written by process {first.pid}" in output
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+
+
+def test_another_plan_in_the_same_folder_is_refused_by_what_differs(comparing):
+    comparing.run(*SMALL)
+    code, output = comparing.run(*SMALL, "--seed", "43")
+    assert code == 2 and "seed: 42 there, 43 now" in output
+    comparing.environment["HOROVOD_CYCLE_TIME"] = "5"
+    code, output = comparing.run(*SMALL)
+    assert code == 2 and "HOROVOD_CYCLE_TIME" in output
+    (comparing.folder / "photos").mkdir()
+    (comparing.folder / "photos/1.jpg").touch()
+    code, output = comparing.run(*SMALL[:-1], "photos")
+    assert code == 2 and "it is no comparison" in output
+    assert len(comparing.starts()) == 4
+
+
+def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
+    code, output = comparing.run("--dry-run", "--blocks", "2", "--", "--leave", "it's nothing")
+    assert code == 0
+    assert not comparing.starts() and not (comparing.folder / "runs").exists()
+    lines = output.splitlines()
+    assert lines[0] == f"unset {' '.join(REMOVED_VARIABLES)}"
+    commands = [line for line in lines if not line.startswith(("unset ", "export "))]
+    assert len(commands) == 2 + 8
+    pasted = subprocess.run(
+        ["sh", "-e"], input=output, text=True, cwd=comparing.folder, env=comparing.environment
+    )
+    assert pasted.returncode == 0
+    assert len(comparing.starts()) == 10
+    assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 4
+
+
+def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = {
+        run.name: shlex.join(run.command(Path("logs"), ("--epochs", "1")))
+        for run in Plan(
+            configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo",
+                            "horovod-mpirun"), workers=(2,), blocks=1,
+        ).runs()
+    }  # fmt: skip
+    end = "--seed 42 --epochs 1"
+    assert commands == {
+        "ddp-torchrun-2": "torchrun --standalone --nproc-per-node 2 ddp_train/train.py "
+        f"--log-dir logs --name ddp-torchrun-2 {end}",
+        "ddp-mpirun-2": "mpirun -np 2 -H localhost:2 --bind-to none python ddp_train/train.py "
+        f"--log-dir logs --name ddp-mpirun-2 {end}",
+        "horovod-mpi-2": "horovodrun --mpi -np 2 python horovod_train/train.py "
+        f"--log-dir logs --name horovod-mpi-2 {end}",
+        "horovod-gloo-2": "horovodrun --gloo -np 2 python horovod_train/train.py "
+        f"--log-dir logs --name horovod-gloo-2 {end}",
+        "horovod-mpirun-2": "mpirun -np 2 -H localhost:2 --bind-to none python "
+        f"horovod_train/train.py --log-dir logs --name horovod-mpirun-2 {end}",
+    }
+
+
+def test_without_horovod_the_command_that_builds_it_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda name: None)
+    assert main(["--dry-run"]) == 2
+    assert "python horovod_train/build_horovod.py" in capsys.readouterr().err
+    if (Path(sys.executable).parent / "torchrun").exists():
+        assert main(["--dry-run", "--configurations", "ddp-torchrun"]) == 0
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--log_dir=x", "--name", "--resume"])
+def test_flags_that_would_break_the_plan_are_refused(flag, capsys):
+    assert main(["--dry-run", "--", flag, "x"]) == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--workers", "0"], ["--blocks", "x"],
+                                   ["--configurations", "horovod"]])  # fmt: skip
+def test_wrong_values_are_named(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_options(words)
+    assert ended.value.code == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def test_the_time_left_is_that_of_the_same_configuration():
+    runs = Plan(blocks=2).runs()
+    slow = [run for run in runs if run.name == "horovod-mpi-2"]
+    done = [(slow[0], 100.0), (runs[0] if runs[0] != slow[0] else runs[1], 10.0)]
+    assert seconds_left(done, [slow[1]]) == 100.0
+
+
+def test_a_broken_plan_file_is_one_message(comparing):
+    comparing.run(*SMALL)
+    (comparing.folder / "out/plan.json").write_text("{")
+    code, output = comparing.run(*SMALL)
+    assert code == 2 and "plan.json cannot be read" in output and "Traceback" not in output
+
+
+def test_help_is_fast():
+    began = time.perf_counter()
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "compare/run.py"), "--help"], capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and "--configurations" in ended.stdout
+    assert time.perf_counter() - began < 2
+
+

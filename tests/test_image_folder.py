@@ -1,0 +1,452 @@
+"""Listing a folder of class folders: what counts as an image, the cache, and the clear refusals."""
+
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe import image_folder
+from recipe.errors import UserError
+from recipe.image_folder import Listing, check_train_and_val, list_images
+
+
+def make(root: Path, *files: str) -> Path:
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    return root
+
+
+def age(root: Path) -> None:
+    """Let all folders below `root` look a minute old, as those of a data set are."""
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        times = folder.stat().st_mtime_ns - 60_000_000_000
+        os.utime(folder, ns=(times, times))
+
+
+def names(listing: Listing) -> list[str]:
+    return [os.fsdecode(path) for path in listing.paths]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Grows by one with each true listing, so that a test can tell it from a cached one."""
+    calls: list[Path] = []
+    scan = image_folder._scan
+
+    def counted(root: Path, classes: list[bytes]) -> image_folder._Scan:
+        calls.append(root)
+        return scan(root, classes)
+
+    monkeypatch.setattr(image_folder, "_scan", counted)
+    return calls
+
+
+# ---- what is listed ----
+
+
+def test_suffixes_hidden_and_stray_files(tmp_path: Path, cache: Path) -> None:
+    root = make(
+        tmp_path / "train",
+        "b/1.JPEG",
+        "b/2.jpg",
+        "b/3.Png",
+        "b/4.WEBP",
+        "b/notes.txt",
+        "b/.5.jpg",
+        "b/jpg",
+        "a/z.jpeg",
+        ".hidden/1.jpg",
+        "a/.thumbs/1.jpg",
+        "stray.jpg",
+    )
+    listing = list_images(root, cache)
+    assert listing.root == root
+    assert listing.classes == ("a", "b")
+    assert names(listing) == ["a/z.jpeg", "b/1.JPEG", "b/2.jpg", "b/3.Png", "b/4.WEBP"]
+    assert listing.labels.tolist() == [0, 1, 1, 1, 1]
+    assert listing.labels.dtype == np.int64
+    assert listing.path(1) == str(root / "b" / "1.JPEG")
+    assert len(listing) == 5
+
+
+def test_sub_folders_of_a_class_belong_to_it(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path, "a/2.jpg", "a/10/1.jpg", "a/10/deep/1.jpg", "b/only/below/1.jpg")
+    listing = list_images(root, cache)
+    assert names(listing) == ["a/10/1.jpg", "a/10/deep/1.jpg", "a/2.jpg", "b/only/below/1.jpg"]
+    assert listing.labels.tolist() == [0, 0, 0, 1]
+
+
+def test_links_to_folders_and_files_are_followed(tmp_path: Path, cache: Path) -> None:
+    store = make(tmp_path / "store", "one/1.jpg", "two/x.jpg")
+    root = make(tmp_path / "train", "b/0.jpg")
+    (root / "a").symlink_to(store / "one")
+    (root / "b" / "1.jpg").symlink_to(store / "two" / "x.jpg")
+    assert names(list_images(root, cache)) == ["a/1.jpg", "b/0.jpg", "b/1.jpg"]
+
+
+def test_relative_root(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "train", "a/1.jpg")
+    monkeypatch.chdir(tmp_path)
+    listing = list_images(Path("train"), cache)
+    monkeypatch.chdir("/")
+    assert os.path.exists(listing.path(0))
+
+
+def test_names_that_are_not_utf8(tmp_path: Path, cache: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/train/na\xefve"
+    os.makedirs(folder)
+    open(folder + b"/\xff.jpg", "wb").close()
+    for _ in range(2):
+        listing = list_images(tmp_path / "train", cache)
+        assert os.path.exists(listing.path(0))
+        assert os.fsencode(listing.classes[0]) == b"na\xefve"
+
+
+NAME = st.text(
+    st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=["Cs"]),
+    min_size=1,
+    max_size=12,
+).filter(lambda name: not name.startswith("."))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(NAME, st.sets(NAME, min_size=1, max_size=5), min_size=1, max_size=5))
+def test_order_and_content_for_any_names(tree: dict[str, set[str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = make(
+            Path(folder) / "set", *(f"{name}/{f}.jpg" for name, fs in tree.items() for f in fs)
+        )
+        fresh = list_images(root, Path(folder) / "cache")
+        age(root)
+        list_images(root, Path(folder) / "cache")
+        cached = list_images(root, Path(folder) / "cache")
+    expected = sorted(
+        ((os.fsencode(c), os.fsencode(f"{c}/{f}.jpg")) for c, fs in tree.items() for f in fs)
+    )
+    for listing in (fresh, cached):
+        assert listing.paths.tolist() == [path for _, path in expected]
+        assert [os.fsencode(listing.classes[label]) for label in listing.labels] == [
+            name for name, _ in expected
+        ]
+
+
+def test_order_does_not_depend_on_the_file_system_or_the_locale(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make(tmp_path / "train", *(f"{c}/{i}.jpg" for c in "bAaÄ_" for i in (10, 9, 1)))
+    expected = list_images(root, cache)
+    assert expected.classes == ("A", "_", "a", "b", "Ä")
+    program = (
+        "import locale, sys; from pathlib import Path; locale.setlocale(locale.LC_ALL, '');"
+        "from recipe.image_folder import list_images;"
+        "print(list_images(Path(sys.argv[1]), Path(sys.argv[2])).paths.tolist())"
+    )
+    output = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", program, str(root), str(tmp_path / "other")],
+        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert output.strip() == str(expected.paths.tolist())
+
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def test_a_million_images_are_two_buffers(tmp_path: Path, cache: Path) -> None:
+    """For loader workers: a listing is as large as its characters, and a copy of it is quick."""
+    listing = Listing(
+        root=tmp_path,
+        classes=tuple(f"n{i:08}" for i in range(1000)),
+        paths=np.tile(np.array([b"n01440764/n01440764_10026.JPEG"]), 1_280_000),
+        labels=np.zeros(1_280_000, dtype=np.int64),
+    )
+    assert listing.paths.dtype.hasobject is False
+    assert len(pickle.dumps(listing, protocol=5)) < 50_000_000
+
+
+# ---- the cache ----
+
+
+def test_second_listing_comes_from_the_cache(
+    tmp_path: Path, cache: Path, scans: list[Path]
+) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "b/sub/2.jpg", "b/3.jpg")
+    age(root)
+    first = list_images(root, cache)
+    second = list_images(root, cache)
+    assert len(scans) == 1
+    assert second.classes == first.classes
+    assert second.paths.tolist() == first.paths.tolist()
+    assert second.labels.tolist() == first.labels.tolist()
+    assert second.labels.dtype == np.int64
+
+
+CHANGES = {
+    "file added": lambda root: make(root, "a/2.jpg"),
+    "file removed": lambda root: (root / "b" / "3.jpg").unlink(),
+    "file renamed": lambda root: (root / "b" / "3.jpg").rename(root / "b" / "4.jpg"),
+    "file added in a sub-folder": lambda root: make(root, "b/sub/9.jpg"),
+    "class added": lambda root: make(root, "c/1.jpg"),
+    "class renamed": lambda root: (root / "a").rename(root / "z"),
+    "class removed": lambda root: ((root / "a" / "1.jpg").unlink(), (root / "a").rmdir()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_is_noticed(tmp_path: Path, cache: Path, change: str) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "b/sub/2.jpg", "b/3.jpg")
+    age(root)
+    list_images(root, cache)
+    CHANGES[change](root)
+    expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
+    assert names(list_images(root, cache)) == expected
+
+
+def test_second_class_is_noticed(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    age(root)
+    list_images(root, cache)
+    make(root, "b/1.jpg")
+    assert names(list_images(root, cache)) == ["a/1.jpg", "b/1.jpg"]
+
+
+def test_change_without_a_new_folder_time_is_noticed_just_after_a_listing(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Coarse clocks: the folder changed, was listed, and changed again within one step."""
+    root = make(tmp_path / "train", "a/1.jpg")
+    status = (root / "a").stat()
+    list_images(root, cache)
+    make(root, "a/2.jpg")
+    os.utime(root / "a", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert names(list_images(root, cache)) == ["a/1.jpg", "a/2.jpg"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"not a zip", None])
+def test_damaged_cache_is_listed_anew(
+    tmp_path: Path, cache: Path, scans: list[Path], damage: bytes | None
+) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    age(root)
+    list_images(root, cache)
+    (file,) = cache.glob("*.npz")
+    file.write_bytes(file.read_bytes()[:-30] if damage is None else damage)
+    assert names(list_images(root, cache)) == ["a/1.jpg"]
+    list_images(root, cache)
+    assert len(scans) == 2  # and the damaged file was replaced
+
+
+def test_cache_holds_no_pickle(tmp_path: Path, cache: Path) -> None:
+    list_images(make(tmp_path / "train", "a/1.jpg"), cache)
+    (file,) = cache.glob("*.npz")
+    with np.load(file, allow_pickle=False) as stored:
+        assert all(stored[name].dtype.hasobject is False for name in stored)
+
+
+def test_two_roots_do_not_share_a_listing(tmp_path: Path, cache: Path) -> None:
+    one, two = make(tmp_path / "1", "a/1.jpg"), make(tmp_path / "2", "a/2.jpg")
+    for _ in range(2):
+        assert names(list_images(one, cache)) == ["a/1.jpg"]
+        assert names(list_images(two, cache)) == ["a/2.jpg"]
+
+
+def test_cache_that_cannot_be_written_gives_a_warning(tmp_path: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert names(list_images(root, tmp_path / "file" / "cache")) == ["a/1.jpg"]
+
+
+def test_full_disk_gives_a_warning(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    root = make(tmp_path / "train", "a/1.jpg")
+    with pytest.warns(UserWarning, match="No space left"):
+        assert names(list_images(root, cache)) == ["a/1.jpg"]
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", *(f"{c}/{i}.jpg" for c in range(20) for i in range(20)))
+    age(root)
+    context = multiprocessing.get_context("fork")
+    start, num_scans, results = context.Barrier(4), context.Value("i", 0), context.SimpleQueue()
+    scan = image_folder._scan
+
+    def counted(root: Path, classes: list[bytes]) -> image_folder._Scan:
+        with num_scans.get_lock():
+            num_scans.value += 1
+        return scan(root, classes)
+
+    def worker() -> None:
+        image_folder._scan = counted
+        start.wait()
+        results.put(len(list_images(root, cache)))
+
+    workers = [context.Process(target=worker) for _ in range(4)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(60)
+    assert [results.get() for _ in workers] == [400] * 4
+    assert num_scans.value == 1
+
+
+def test_no_warning_in_the_ordinary_case(tmp_path: Path, cache: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list_images(make(tmp_path / "train", "a/1.jpg"), cache)
+
+
+# ---- refusals ----
+
+
+def refused(root: Path, cache: Path) -> str:
+    with pytest.raises(UserError) as error:
+        list_images(root, cache)
+    assert str(root) in str(error.value)
+    return str(error.value)
+
+
+def test_folder_missing(tmp_path: Path, cache: Path) -> None:
+    data = make(tmp_path / "imagenet", "train/a/1.jpg").resolve()
+    assert f"did you mean {data}?" in refused(tmp_path / "imagnet" / "train", cache)
+    assert f"did you mean {data / 'train'}" in refused(data / "trainn", cache)
+    assert "no val/ inside" in refused(data / "val", cache)
+    assert f"did you mean --data {data}?" in refused(data / "train" / "train", cache)
+    assert "Check the spelling" in refused(data / "quite-another", cache)
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "Val"])
+def test_validation_folder_under_another_name(tmp_path: Path, cache: Path, name: str) -> None:
+    make(tmp_path, f"{name}/a/1.jpg", "train/a/1.jpg")
+    assert f"did you mean {tmp_path / name} (--val-dir)?" in refused(tmp_path / "val", cache)
+
+
+@pytest.mark.parametrize("inner", ["ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC"])
+def test_folder_of_kaggles_archive(tmp_path: Path, cache: Path, inner: str) -> None:
+    make(tmp_path, f"{inner}/train/n01440764/1.JPEG")
+    assert f"--data {tmp_path / inner}" in refused(tmp_path / "train", cache)
+
+
+def test_archives_not_unpacked(tmp_path: Path, cache: Path) -> None:
+    make(tmp_path, "ILSVRC2012_img_train.tar")
+    assert "tar -xf" in refused(tmp_path / "train", cache)
+    assert "unpack" in refused(tmp_path / "ILSVRC2012_img_train.tar", cache)
+
+
+def test_empty_classes_are_named(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "bare/.keep", "other/1.txt")
+    (root / "c" / "sub").mkdir(parents=True)
+    message = refused(root, cache)
+    assert "3 of its classes without images: bare, c, other" in message
+    (root / "a" / "1.jpg").rename(root / "bare" / "1.jpg")
+    (root / "c" / "sub").rmdir()
+    (root / "c").rmdir()
+    (root / "a").rmdir()
+    message = refused(root, cache)
+    assert "1 of its classes without images: other" in message
+    assert ".txt" in message
+
+
+def test_no_classes(tmp_path: Path, cache: Path) -> None:
+    assert "holds no folders" in refused(tmp_path, cache)
+    make(tmp_path, "1.jpg", "2.jpg")
+    assert "2 images lie in it directly" in refused(tmp_path, cache)
+
+
+def test_flat_validation_folder(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "my val", *(f"ILSVRC2012_val_{i:08}.JPEG" for i in range(1, 4)))
+    message = refused(root, cache)
+    assert f"python -m recipe.prepare_val '{root}' --labels" in message
+    make(root, "n01440764/ILSVRC2012_val_00000004.JPEG")  # half prepared is no better
+    assert "3 images" in refused(root, cache)
+
+
+def test_class_archives_and_the_command_that_unpacks_them(tmp_path: Path, cache: Path) -> None:
+    root = tmp_path / "train"
+    for name in ("n01440764", "n01443537"):
+        make(tmp_path / "in", f"{name}_1.JPEG")
+        root.mkdir(exist_ok=True)
+        tar = ["tar", "-C", str(tmp_path / "in"), "-cf", str(root / f"{name}.tar")]
+        subprocess.run([*tar, f"{name}_1.JPEG"], check=True)
+    message = refused(root, cache)
+    assert "2 classes are still packed" in message
+    command = message[message.index("cd ") :]
+    subprocess.run(["bash", "-c", command], check=True)
+    assert names(list_images(root, cache)) == [
+        "n01440764/n01440764_1.JPEG",
+        "n01443537/n01443537_1.JPEG",
+    ]
+
+
+def test_unpacked_archives_that_were_kept_do_no_harm(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path, "n01440764.tar", "n01440764/1.JPEG")
+    assert names(list_images(root, cache)) == ["n01440764/1.JPEG"]
+
+
+def test_folder_that_holds_train_and_val(tmp_path: Path, cache: Path) -> None:
+    make(tmp_path, "train/a/1.jpg", "val/a/1.jpg")
+    assert f"--data {tmp_path}" in refused(tmp_path, cache)
+    make(tmp_path, "bus/1.jpg")  # then train may well be a class
+    assert list_images(tmp_path, cache).classes == ("bus", "train", "val")
+
+
+def test_broken_links(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    (root / "a" / "2.jpg").symlink_to("/no/such/2.jpg")
+    assert "/no/such/2.jpg" in refused(root, cache)
+    (root / "a" / "2.jpg").unlink()
+    (root / "b").symlink_to("/no/such/folder")
+    assert "/no/such/folder" in refused(root, cache)
+
+
+def test_link_to_a_folder_above(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    (root / "a" / "loop").symlink_to(root / "a")
+    assert "above itself" in refused(root, cache)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_folder_without_rights(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg")
+    (root / "a").chmod(0)
+    try:
+        assert "Check its rights" in refused(root, cache)
+    finally:
+        (root / "a").chmod(0o755)
+
+
+def test_classes_of_train_and_val_must_agree(tmp_path: Path, cache: Path) -> None:
+    train = list_images(make(tmp_path / "t", *(f"{c}/1.jpg" for c in "abcdefg")), cache)
+    same = list_images(make(tmp_path / "s", *(f"{c}/9.png" for c in "abcdefg")), cache)
+    val = list_images(make(tmp_path / "v", *(f"{c}/1.jpg" for c in "gxy")), cache)
+    check_train_and_val(train, same)
+    with pytest.raises(UserError) as error:
+        check_train_and_val(train, val)
+    text = str(error.value)
+    assert "Only in train: a, b, c and 3 more." in text
+    assert "Only in val: x, y." in text
+    assert re.search(r"\(3\).*\(7\)", text)

@@ -1,0 +1,352 @@
+"""Decoding what image folders really hold, and augmentation that its key alone decides."""
+
+import io
+import multiprocessing
+import pickle
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipe.errors import UserError
+from recipe.images import (
+    AUTO_AUGMENTS,
+    INTERPOLATIONS,
+    MEAN_COLOR,
+    augment,
+    read_image,
+    train_transform,
+    val_transform,
+)
+
+WIDTH, HEIGHT = 61, 47
+
+
+def picture(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
+    """A smooth, asymmetric picture: each flip, turn, crop or swap of channels shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack([255 * x / width, 255 * y / height, 128 + 100 * np.sin(x * y / 300)], axis=2)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def array(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+# ---- decoding ----
+
+
+def save(image: Image.Image, path: Path, image_format: str, **options: Any) -> Path:
+    image.save(path, image_format, **options)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Two threads each for tests and loader workers would only fight over the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Any:
+    """A warning for each odd file of 1.28 million would bury everything else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP", "BMP", "TIFF", "PPM"])
+def test_content_counts_not_the_suffix(tmp_path: Path, image_format: str) -> None:
+    options = {"lossless": True} if image_format == "WEBP" else {}
+    image = read_image(save(picture(), tmp_path / "a.JPEG", image_format, **options))
+    assert image.mode == "RGB"
+    assert (array(image) == array(picture())).all()
+
+
+def test_jpeg(tmp_path: Path) -> None:
+    image = read_image(save(picture(), tmp_path / "a.jpg", "JPEG", quality=95))
+    assert (image.mode, image.size) == ("RGB", (WIDTH, HEIGHT))
+    assert abs(array(image) - array(picture())).mean() < 3
+
+
+def test_cmyk_as_adobe_writes_it_and_without_its_marker(tmp_path: Path) -> None:
+    file = save(picture().convert("CMYK"), tmp_path / "a.JPEG", "JPEG", quality=95)
+    content = file.read_bytes()
+    marker = content.index(b"\xff\xee")
+    assert content[marker + 4 : marker + 9] == b"Adobe"
+    with Image.open(file) as stored:
+        assert stored.mode == "CMYK"
+    assert abs(array(read_image(file)) - array(picture())).mean() < 5
+    length = int.from_bytes(content[marker + 2 : marker + 4], "big")
+    file.write_bytes(content[:marker] + content[marker + 2 + length :])
+    assert abs(array(read_image(file)) - array(picture())).mean() < 5
+
+
+def test_grey(tmp_path: Path) -> None:
+    grey = picture().convert("L")
+    image = read_image(save(grey, tmp_path / "a.png", "PNG"))
+    assert image.mode == "RGB"
+    assert (array(image) == array(grey)[:, :, None]).all()
+    assert read_image(save(grey, tmp_path / "a.jpg", "JPEG")).mode == "RGB"
+    black_and_white = grey.convert("1")
+    image = read_image(save(black_and_white, tmp_path / "b.png", "PNG"))
+    assert set(np.unique(array(image))) == {0, 255}
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+def test_16_bit_grey_keeps_its_upper_bits(tmp_path: Path, image_format: str) -> None:
+    levels = np.linspace(0, 65535, WIDTH * HEIGHT).astype(np.uint16).reshape(HEIGHT, WIDTH)
+    image = read_image(save(Image.fromarray(levels), tmp_path / "a.JPEG", image_format))
+    assert (array(image) == (levels >> 8)[:, :, None]).all()
+
+
+def test_transparency_is_dropped(tmp_path: Path) -> None:
+    clear = picture().convert("RGBA")
+    clear.putalpha(Image.new("L", clear.size, 7))
+    assert (array(read_image(save(clear, tmp_path / "a.png", "PNG"))) == array(picture())).all()
+    palette = picture().quantize(16)
+    expected = array(palette.convert("RGB"))
+    for transparency in (3, bytes(range(0, 160, 10))):
+        file = save(palette, tmp_path / "p.png", "PNG", transparency=transparency)
+        assert (array(read_image(file)) == expected).all()
+    grey = read_image(save(picture().convert("LA"), tmp_path / "la.png", "PNG"))
+    assert (array(grey) == array(picture().convert("L"))[:, :, None]).all()
+
+
+def test_exif_orientation_is_ignored(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    turned = read_image(save(picture(), tmp_path / "a.jpg", "JPEG", exif=exif, quality=95))
+    plain = read_image(save(picture(), tmp_path / "b.jpg", "JPEG", quality=95))
+    assert (array(turned) == array(plain)).all()
+
+
+def test_first_frame_of_an_animation(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert read_image(tmp_path / "a.gif").getpixel((4, 4)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+def test_truncated_file_is_a_user_error_that_names_it(tmp_path: Path, image_format: str) -> None:
+    buffer = io.BytesIO()
+    picture().save(buffer, image_format)
+    content = buffer.getvalue()
+    file = tmp_path / "n01440764_1.JPEG"
+    # The last 21 bytes of a PNG are checksums and an end marker: without them no pixel is lost.
+    for length in [*range(0, len(content) - 22, 41), len(content) - 22]:
+        file.write_bytes(content[:length])
+        with pytest.raises(UserError, match=r"n01440764_1\.JPEG: cannot be read"):
+            read_image(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF89a", b"\xff\xd8\xff", b"<html>404</html>"])
+def test_file_that_is_no_image(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.jpg: cannot be read"):
+        read_image(tmp_path / "a.jpg")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="since the folder was listed"):
+        read_image(tmp_path / "a.jpg")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_image(tmp_path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**63), st.integers(1, 40), st.sampled_from(["JPEG", "PNG", "GIF", "TIFF"]))
+def test_damaged_bytes_raise_nothing_but_user_errors(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, num_bytes: int, image_format: str
+) -> None:
+    buffer = io.BytesIO()
+    picture().save(buffer, image_format)
+    content = np.frombuffer(buffer.getvalue(), dtype=np.uint8).copy()
+    rng = np.random.default_rng(seed)
+    content[rng.integers(0, len(content), num_bytes)] = rng.integers(0, 256, num_bytes)
+    file = tmp_path_factory.getbasetemp() / f"damaged.{image_format}"
+    file.write_bytes(content.tobytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            assert read_image(file).mode == "RGB"
+        except UserError as error:
+            assert str(file) in str(error)
+
+
+# ---- transforms ----
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+def test_train_transform_gives_uint8(interpolation: str, auto_augment: str | None) -> None:
+    transform = train_transform(
+        24, interpolation=interpolation, auto_augment=auto_augment, erase_probability=0.5
+    )
+    for index in range(5):
+        out = augment(picture(), transform, seed=0, epoch=0, index=index)
+        assert (out.shape, out.dtype) == ((3, 24, 24), torch.uint8)
+
+
+def test_crop_flip_and_scale() -> None:
+    whole = train_transform(HEIGHT, scale=(1, 1), ratio=(1, 1), flip_probability=0)
+    square = picture(HEIGHT, HEIGHT)
+    expected = torch.from_numpy(np.array(square)).permute(2, 0, 1)
+    assert torch.equal(augment(square, whole, 1, 2, 3), expected)
+    flipped = train_transform(HEIGHT, scale=(1, 1), ratio=(1, 1), flip_probability=1)
+    assert torch.equal(augment(square, flipped, 1, 2, 3), expected.flip(2))
+    half = train_transform(HEIGHT, scale=(1, 1), ratio=(1, 1), flip_probability=0.5)
+    is_flipped = [not torch.equal(augment(square, half, 0, 0, i), expected) for i in range(400)]
+    assert 160 < sum(is_flipped) < 240
+
+
+def test_erasing_fills_a_rectangle_with_the_mean_color() -> None:
+    image = Image.new("RGB", (64, 64), (255, 0, 0))
+    always = train_transform(32, erase_probability=1)
+    out = augment(image, always, 0, 0, 0)
+    mean = torch.tensor(MEAN_COLOR, dtype=torch.uint8)[:, None, None]
+    is_erased = (out == mean).all(dim=0)
+    assert 0.01 < is_erased.float().mean() < 0.4
+    rows, columns = is_erased.any(dim=1), is_erased.any(dim=0)
+    assert is_erased.sum() == rows.sum() * columns.sum()
+    assert (out[:, ~is_erased] == torch.tensor([[255], [0], [0]])).all()
+    own = augment(image, train_transform(32, erase_probability=1, erase_color=(1, 2, 3)), 0, 0, 0)
+    assert own[:, is_erased].unique(dim=1).flatten().tolist() == [1, 2, 3]
+    mean_after_normalisation = (np.array(MEAN_COLOR) / 255 - [0.485, 0.456, 0.406]) / 0.225
+    assert abs(mean_after_normalisation).max() < 0.01
+
+
+def test_val_transform_resizes_the_short_side_and_crops_the_centre() -> None:
+    out = val_transform(32, 24)(picture(96, 64))
+    assert (out.shape, out.dtype) == ((3, 24, 24), torch.uint8)
+    resized = array(picture(96, 64).resize((48, 32), Image.Resampling.BILINEAR))
+    assert (out.permute(1, 2, 0).numpy() == resized[4:28, 12:36]).all()
+    assert torch.equal(val_transform(32, 24)(picture(96, 64)), out)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: train_transform(0),
+        lambda: train_transform(8, scale=(0.5, 0.2)),
+        lambda: train_transform(8, scale=(0, 1)),
+        lambda: train_transform(8, ratio=(2, 1)),
+        lambda: train_transform(8, flip_probability=1.5),
+        lambda: train_transform(8, erase_probability=-0.1),
+        lambda: train_transform(8, interpolation="cubic"),
+        lambda: train_transform(8, auto_augment="randaugment"),
+        lambda: train_transform(8, auto_augment="ra", ra_magnitude=31),
+        lambda: train_transform(8, auto_augment="augmix", augmix_severity=0),
+        lambda: val_transform(8, 9),
+        lambda: val_transform(8, 0),
+        lambda: val_transform(8, 8, interpolation="bicubisch"),
+    ],
+)
+def test_wrong_settings_are_user_errors(make: Any) -> None:
+    with pytest.raises(UserError):
+        make()
+
+
+# ---- one key, one result ----
+
+
+def full_transform(auto_augment: str | None) -> Any:
+    return train_transform(16, auto_augment=auto_augment, erase_probability=0.5)
+
+
+class Keys(Dataset[Tensor]):
+    def __init__(self, auto_augment: str | None) -> None:
+        self.transform = full_transform(auto_augment)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.rand(index)  # whatever a worker drew before must not matter
+        return augment(picture(), self.transform, seed=3, epoch=4, index=index)
+
+
+@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+def test_same_pixels_whatever_was_drawn_before(auto_augment: str | None) -> None:
+    transform = full_transform(auto_augment)
+    expected = [augment(picture(), transform, 3, 4, index) for index in range(30)]
+    for index in reversed(range(30)):
+        torch.manual_seed(index)
+        torch.randn(index)  # an odd count leaves half a pair of normals in the generator
+        random.seed(index)
+        np.random.seed(index)
+        assert torch.equal(augment(picture(), transform, 3, 4, index), expected[index])
+
+
+@pytest.mark.parametrize("auto_augment", [None, "ta_wide"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_same_pixels_in_loader_workers(auto_augment: str | None, num_workers: int) -> None:
+    keys = Keys(auto_augment)
+    expected = torch.stack([keys[index] for index in range(len(keys))])
+    context = multiprocessing.get_context("fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of fork beside torch's threads
+        loader = DataLoader(
+            keys, batch_size=2, num_workers=num_workers, multiprocessing_context=context
+        )
+        assert torch.equal(torch.cat(list(loader)), expected)
+
+
+@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+def test_transforms_travel_to_a_worker_that_was_not_forked(auto_augment: str | None) -> None:
+    keys = Keys(auto_augment)
+    assert torch.equal(pickle.loads(pickle.dumps(keys))[5], keys[5])
+
+
+def test_each_part_of_the_key_counts() -> None:
+    transform = full_transform(None)
+    keys = [(s, e, i) for s in range(4) for e in range(4) for i in range(4)]
+    outs = {augment(picture(), transform, *key).numpy().tobytes() for key in keys}
+    assert len(outs) == len(keys)
+    huge = augment(picture(), transform, 2**63, 10**6, 2**40)
+    assert not torch.equal(huge, augment(picture(), transform, 0, 10**6, 2**40))
+
+
+@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+def test_other_random_streams_are_left_alone(auto_augment: str | None) -> None:
+    """Torch's is put back; Python's and numpy's are not touched, so nothing can depend on them."""
+    transform = full_transform(auto_augment)
+    torch.randn(1)
+    before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state(legacy=False))
+    for index in range(30):
+        augment(picture(), transform, 1, 2, index)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert repr(np.random.get_state(legacy=False)) == before[2]
+
+
+def test_stream_is_put_back_after_an_error() -> None:
+    def broken(image: Image.Image) -> Tensor:
+        torch.rand(3)
+        raise ZeroDivisionError
+
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        augment(picture(), broken, 1, 2, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_keys_are_pinned() -> None:
+    """A changed derivation of the seed would give a resumed run other pixels than it began with."""
+
+    def draw(image: Image.Image) -> Tensor:
+        return torch.randint(2**31, (2,))
+
+    assert augment(picture(), draw, 42, 7, 1_281_166).tolist() == [1245197526, 230925710]

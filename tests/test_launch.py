@@ -1,0 +1,115 @@
+"""Every launcher that users have starts the trainers, and every mistake ends in one clear message."""
+
+from pathlib import Path
+
+import pytest
+from launching import SMALL, launch, read_json, read_lines, run
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+
+STARTS = [
+    ("python", "horovod", 1),
+    ("python", "ddp", 1),
+    ("horovodrun", "horovod", 2),
+    ("horovodrun --gloo", "horovod", 2),
+    ("horovodrun --mpi", "horovod", 2),
+    ("mpirun", "horovod", 2),
+    ("torchrun", "ddp", 2),
+    ("mpirun", "ddp", 2),
+    ("torchrun", "ddp", 3),
+    ("mpirun", "horovod", 3),
+]
+TRANSPORTS = {"horovodrun": "MPI", "horovodrun --gloo": "Gloo", "horovodrun --mpi": "MPI", "mpirun": "MPI", "python": "MPI"}
+
+
+@pytest.mark.parametrize(("launcher", "engine", "ranks"), STARTS)
+def test_launcher(launcher: str, engine: str, ranks: int, tmp_path: Path) -> None:
+    short = SMALL.replace("--max-steps 70", "--max-steps 3")
+    finished = launch(launcher, engine, f"{short} --log-dir {tmp_path} --name run", ranks)
+    assert finished.returncode == 0, finished.output
+    environment = read_json(tmp_path / "run" / "environment.json")
+    assert environment["engine"] == engine
+    assert environment["world_size"] == ranks
+    assert environment["transport"] == ("Gloo" if engine == "ddp" else TRANSPORTS[launcher])
+    assert environment["threads"] == 1
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["steps"] == 3
+    assert summary["samples_seen"] == 3 * 12 * ranks
+    (evaluation,) = read_lines(tmp_path / "run", "eval")
+    assert evaluation["num_images"] == 359, "each validation image counts once, at any number of ranks"
+    steps = read_lines(tmp_path / "run", "step")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert {"epoch", "samples_seen", "loss", "learning_rate", "images_per_second"} <= steps[0].keys()
+
+
+@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")])
+class TestMistakes:
+    """One message from one rank, exit code not 0, no process left (`launch` checks), within seconds."""
+
+    def test_mistyped_flag(self, launcher: str, engine: str) -> None:
+        finished = launch(launcher, engine, "--batchsize 3", timeout=60)
+        assert finished.returncode != 0
+        assert finished.output.count("Perhaps you meant") == 1
+        assert "--batch-size" in finished.output
+        assert "Traceback" not in _before_the_launchers_words(finished.output)
+
+    def test_missing_folder(self, launcher: str, engine: str, tmp_path: Path) -> None:
+        finished = launch(launcher, engine, f"--data {tmp_path}/nowhere", timeout=60)
+        assert finished.returncode != 0
+        assert finished.output.count("no such folder") == 1
+        assert "Traceback" not in _before_the_launchers_words(finished.output)
+
+    def test_one_rank_raises(self, launcher: str, engine: str, tmp_path: Path) -> None:
+        """Only rank 1 fails, while rank 0 waits for it in a collective."""
+        (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
+        finished = launch(
+            launcher, engine, f"{SMALL} --log-dir {tmp_path}/runs", timeout=120, PYTHONPATH=str(tmp_path)
+        )
+        assert finished.returncode != 0
+        assert finished.output.count("rank 1 is out of order") == 1
+        assert "[rank 1 on " in finished.output
+        assert "Connection closed" not in finished.output, "the victim spoke, too"
+
+
+# Runs in each Python process at its start: makes rank 1 raise in its fifth step.
+BREAK_RANK_1 = """
+import os, sys
+if "1" in (os.environ.get("RANK"), os.environ.get("HOROVOD_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    import threading, builtins
+    real_import = builtins.__import__
+    def patched(name, *args, **kwargs):
+        module = real_import(name, *args, **kwargs)
+        if name == "recipe.model" and "seed_step" in vars(module) and not hasattr(module, "real_seed_step"):
+            module.real_seed_step = module.seed_step
+            def seed_step(config, step, rank):
+                if step == 5:
+                    raise RuntimeError("rank 1 is out of order")
+                module.real_seed_step(config, step, rank)
+            module.seed_step = seed_step
+        return module
+    builtins.__import__ = patched
+"""
+
+
+def _before_the_launchers_words(output: str) -> str:
+    """What the ranks wrote: torchrun and horovodrun end with tracebacks of their own when a rank fails."""
+    for sign in ("torch/distributed/elastic", "Terminating remaining workers", "bin/horovodrun", "bin/torchrun"):
+        output = output.split(sign)[0]
+    return output
+
+
+def test_horovod_under_torchrun_is_not_two_lone_copies(tmp_path: Path) -> None:
+    finished = run(
+        ["torchrun", "--nproc-per-node", "2", "horovod_train/train.py", *SMALL.split(), "--log-dir", str(tmp_path)], 120
+    )
+    assert finished.returncode != 0
+    assert finished.output.count("2 independent copies") == 1
+    assert not list(tmp_path.iterdir()), "nothing was trained or written"
+
+
+def test_ddp_under_horovodrun_gloo_says_what_to_use(tmp_path: Path) -> None:
+    finished = launch("horovodrun --gloo", "ddp", f"{SMALL} --log-dir {tmp_path}", timeout=120)
+    assert finished.returncode != 0
+    assert finished.output.count("start ddp_train/train.py with torchrun") == 1
+
+

