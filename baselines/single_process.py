@@ -2,7 +2,7 @@
 
     python baselines/single_process.py
 
-What both train.py do on one worker must come out bit by bit the same as here; a test holds them to it.
+What both train.py do on one worker must come out bit by bit as here; a test holds them to it.
 """
 
 from recipe.config import Config, parse_args
@@ -13,12 +13,11 @@ if __name__ == "__main__":
     world = read_world()
     config = parse_args("single", world)
 
-import math
-
 import torch
 from torch import nn
 
-from recipe.data import open_data, samples_per_step, to_device, training_batches, validation_batches
+from recipe.data import open_data, remaining_steps, samples_per_step
+from recipe.data import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, share_of_cores
 from recipe.environment import weights_sha256
 from recipe.errors import UserError
@@ -28,9 +27,12 @@ from recipe.schedule import learning_rate
 
 
 def main(config: Config, world: World) -> None:
-    """Train as `config` says, print each epoch's validation, and end with a digest of the weights."""
+    """Train as `config` says, print each epoch's validation and, last, a digest of the weights."""
     if world.size > 1:
-        raise UserError(f"{world.launcher} started {world.size} processes: this script is a single one; start it with python")
+        raise UserError(
+            f"{world.launcher} started {world.size} processes: this script is for a single one; "
+            "start it with python"
+        )
     data = open_data(config)
     device = choose_device(config, world)
     threads = config.threads or share_of_cores(core_row(world)[None], rank=0)
@@ -42,15 +44,16 @@ def main(config: Config, world: World) -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
 
     step_samples = samples_per_step(config, world)
-    num_steps = math.ceil(config.epochs * data.num_train / step_samples)
-    num_steps = min(num_steps, config.max_steps or num_steps)
+    num_steps = remaining_steps(config, world, data, step=0, samples_seen=0)
     batches = training_batches(data, config, world, device, workers, 0, num_steps * step_samples)
     model.train()
     for step in range(num_steps):
         seed_step(config, step, rank=0)
         position = step * step_samples
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, position / data.num_train, config.batches_per_allreduce)
+            group["lr"] = learning_rate(
+                config, position / data.num_train, config.batches_per_allreduce
+            )
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
             with autocast(config, device):
@@ -65,8 +68,15 @@ def main(config: Config, world: World) -> None:
 
         epoch = position // data.num_train
         if (position + step_samples) // data.num_train > epoch or step + 1 == num_steps:
-            figures = means(evaluate(model, validation_batches(data, config, world, device, workers), config, device))
-            print(f"epoch {epoch + 1:>3}/{config.epochs}  val  loss {figures['loss']:.4f}  top-1 {figures['top1']:.2f} %")
+            figures = means(
+                evaluate(
+                    model, validation_batches(data, config, world, device, workers), config, device
+                )
+            )
+            print(
+                f"epoch {epoch + 1:>3}/{config.epochs}  val  loss {figures['loss']:.4f}  "
+                f"top-1 {figures['top1']:.2f} %"
+            )
     print(f"weights {weights_sha256(model)}")
 
 

@@ -13,7 +13,12 @@ from compare.records import Comparison, RunRecord
 # were written. Everything else that a run says of itself must be equal.
 VARIED = {"engine", "launcher", "transport", "log_dir", "name"}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
-EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores", "git_commit")
+EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores")
+# Flags that tell what was compared; the page shows the others folded away.
+CHIEF_FLAGS = (
+    "arch", "batch_size", "batches_per_allreduce", "precision", "batch_norm", "epochs", "threads",
+    "seed",
+)  # fmt: skip
 ABSENT = "absent"
 
 
@@ -45,7 +50,7 @@ class Fact:
 
     field: str
     workers: int
-    is_flag: bool  # stands in config.json only
+    is_flag: bool  # one of the lesser flags
     unequal_blocks: tuple[int, ...]
     values: tuple[tuple[str, Any], ...]  # configuration and value, of the first (unequal) block
     varies_over_blocks: bool
@@ -85,39 +90,57 @@ class Verdict:
         """Say the verdict in hyperfine's manner, or why there is none."""
         at = f"At {count(self.workers, 'worker')}"
         if self.differences:
-            return f"{at} no verdict: the runs differ in more than the engine."
+            return (
+                f"{at} no verdict on {self.first_label} and {self.second_label}: the runs "
+                "differ in more than the engine."
+            )
         if self.speed is None:
-            return (f"{at} no verdict: no block holds a complete run of both "
-                    f"{self.first_label} and {self.second_label}.")  # fmt: skip
+            return (
+                f"{at} no verdict: no block holds a complete run of both "
+                f"{self.first_label} and {self.second_label}."
+            )
         blocks = count(self.speed.blocks, "block")
         if self.speed.low is None:
-            return (f"{at} {self.first_label} trained at {ratio_text(self.speed)} times the speed "
-                    f"of {self.second_label} in {blocks}: too few for an interval, which needs "
-                    f"{MIN_BLOCKS}, so no difference is shown.")  # fmt: skip
+            return (
+                f"{at} {self.first_label} trained at {ratio_text(self.speed)} times the speed "
+                f"of {self.second_label} in {blocks}: too few for an interval, which needs "
+                f"{MIN_BLOCKS}, so no difference is shown."
+            )
         if not self.speed.shows_difference:
-            return (f"{at} no difference was shown between {self.first_label} and "
-                    f"{self.second_label}: speed ratio {ratio_text(self.speed)}, "
-                    f"{interval_text(self.speed)}, {blocks}.")  # fmt: skip
+            return (
+                f"{at} no difference was shown between {self.first_label} and "
+                f"{self.second_label}: speed ratio {ratio_text(self.speed)}, "
+                f"{interval_text(self.speed)}, {blocks}."
+            )
         faster, slower, speed = self.first_label, self.second_label, self.speed
         if speed.ratio < 1:
             faster, slower, speed = slower, faster, speed.inverse()
-        return (f"{at} {faster} trained {ratio_text(speed)} times faster than {slower}, "
-                f"{interval_text(speed)}, {blocks}.")  # fmt: skip
+        return (
+            f"{at} {faster} trained {ratio_text(speed)} times faster than {slower}, "
+            f"{interval_text(speed)}, {blocks}."
+        )
 
     def cpu_sentence(self) -> str:
         """Say which of the two used less CPU time; empty when there is no verdict."""
         if self.differences or self.cpu is None:
             return ""
         if self.cpu.low is None:
-            return f"CPU time per image, first to second: {ratio_text(self.cpu)}."
+            return (
+                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image "
+                f"of {self.second_label}."
+            )
         if not self.cpu.shows_difference:
-            return (f"No difference in CPU time per image was shown: ratio "
-                    f"{ratio_text(self.cpu)}, {interval_text(self.cpu)}.")  # fmt: skip
+            return (
+                f"No difference in CPU time per image was shown: ratio "
+                f"{ratio_text(self.cpu)}, {interval_text(self.cpu)}."
+            )
         more, less, cpu = self.first_label, self.second_label, self.cpu
         if cpu.ratio < 1:
             more, less, cpu = less, more, cpu.inverse()
-        return (f"{more} used {ratio_text(cpu)} times the CPU time per image of {less}, "
-                f"{interval_text(cpu)}.")  # fmt: skip
+        return (
+            f"{more} used {ratio_text(cpu)} times the CPU time per image of {less}, "
+            f"{interval_text(cpu)}."
+        )
 
     def training_sentence(self) -> str:
         """Say whether both did the same training, by their final weights and their losses."""
@@ -128,8 +151,10 @@ class Verdict:
             return f"Final weights bit-equal in {equal} of {count(blocks, 'block')}."
         text = f"Final weights bit-equal in only {equal} of {count(blocks, 'block')}"
         if gap := self.loss_gap:
-            return (f"{text}; the training losses differ by at most {gap.largest:.2g} "
-                    f"(step {gap.step} of {gap.steps}, block {gap.block}).")  # fmt: skip
+            return (
+                f"{text}; the training losses differ by at most {gap.largest:.2g} "
+                f"(step {gap.step} of {gap.steps}, block {gap.block})."
+            )
         return f"{text}; they have no training step in common."
 
 
@@ -154,8 +179,15 @@ def interval_text(estimate: Estimate) -> str:
 
 
 def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
-    """Return everything of a run that must be equal; True marks what only its flags tell."""
-    facts = {field: (value, False) for field, value in run.summary["fingerprint"].items()}
+    """Return everything of a run that must be equal; True marks what is one of its lesser flags.
+
+    Not the git commit: run.py watches the trainers' sources themselves, and whoever commits a text
+    between two blocks has not changed the training.
+    """
+    facts = {
+        field: (value, field in run.config and field not in CHIEF_FLAGS)
+        for field, value in run.summary["fingerprint"].items()
+    }
     for field in EQUAL_IN_SUMMARY:
         facts.setdefault(field, (run.summary[field], False))
     for field in EQUAL_IN_ENVIRONMENT:
@@ -178,33 +210,38 @@ def compare_facts(runs: Iterable[RunRecord]) -> list[Fact]:
     compared = []
     for field in fields:
         values = {
-            block: [(run.configuration, facts[run.folder].get(field, (ABSENT, False))[0])
-                    for run in members]
+            block: [
+                (run.configuration, facts[run.folder].get(field, (ABSENT, False))[0])
+                for run in members
+            ]
             for block, members in sorted(blocks.items())
-        }  # fmt: skip
-        unequal = tuple(block for block, pairs in values.items()
-                        if any(value != pairs[0][1] for _, value in pairs))  # fmt: skip
+        }
+        unequal = tuple(
+            block
+            for block, pairs in values.items()
+            if any(value != pairs[0][1] for _, value in pairs)
+        )
         shown = values[unequal[0] if unequal else min(values)]
         firsts = [pairs[0][1] for pairs in values.values()]
         is_flag = all(told[field][1] for told in facts.values() if field in told)
         workers = next(iter(blocks.values()))[0].workers
         compared.append(
-            Fact(field, workers, is_flag, unequal, tuple(shown),
-                 any(value != firsts[0] for value in firsts))
-        )  # fmt: skip
+            Fact(
+                field,
+                workers,
+                is_flag,
+                unequal,
+                tuple(shown),
+                any(value != firsts[0] for value in firsts),
+            )
+        )
     return compared
 
 
 def compared_pairs(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the pairs of configurations to judge: every DDP against every Horovod; where there
-    is one engine alone, the first configuration against each other one."""
-    engines = {run.configuration: run.engine for run in comparison.runs}
-    names = list(comparison.plan["configurations"])
-    ddp = [name for name in names if engines.get(name) == "ddp"]
-    horovod = [name for name in names if engines.get(name) == "horovod"]
-    if ddp and horovod:
-        return [(first, second) for first in ddp for second in horovod]
-    return [(names[0], other) for other in names[1:]]
+    """Return the pairs of configurations to judge: each one against the first of the plan."""
+    first, *others = comparison.plan["configurations"]
+    return [(first, other) for other in others]
 
 
 def all_workers(comparison: Comparison) -> list[int]:
@@ -239,9 +276,7 @@ def judge_pair(comparison: Comparison, first: str, second: str, workers: int) ->
         cpu = estimate(pairs, "cpu_seconds_per_image")
     equal = tuple(a.summary["weights_sha256"] == b.summary["weights_sha256"] for a, b in pairs)
     if not all(equal):
-        gap = largest_loss_gap(
-            pair for pair, same in zip(pairs, equal, strict=True) if not same
-        )  # fmt: skip
+        gap = largest_loss_gap(pair for pair, same in zip(pairs, equal, strict=True) if not same)
     return Verdict(
         workers,
         first,
@@ -287,8 +322,11 @@ def table_rows(comparison: Comparison) -> list[Row]:
     rows = []
     for workers in all_workers(comparison):
         for configuration in comparison.plan["configurations"]:
-            cell = [run for run in comparison.runs
-                    if (run.configuration, run.workers) == (configuration, workers)]  # fmt: skip
+            cell = [
+                run
+                for run in comparison.runs
+                if (run.configuration, run.workers) == (configuration, workers)
+            ]
             complete = [run for run in cell if run.is_complete]
             if complete:
                 rows.append(table_row(comparison, complete, len(cell)))
@@ -340,9 +378,12 @@ def weights_text(comparison: Comparison, runs: list[RunRecord]) -> str:
     """Say in how many blocks all other configurations ended with the same weights."""
     equal = compared = 0
     for run in runs:
-        others = [other for other in comparison.complete
-                  if (other.block, other.workers) == (run.block, run.workers)
-                  and other.configuration != run.configuration]  # fmt: skip
+        others = [
+            other
+            for other in comparison.complete
+            if (other.block, other.workers) == (run.block, run.workers)
+            and other.configuration != run.configuration
+        ]
         if others:
             compared += 1
             digest = run.summary["weights_sha256"]
@@ -362,11 +403,14 @@ def troubles(comparison: Comparison) -> list[str]:
         if what == "failed" and run.exit_code is not None:
             what += f" with exit code {run.exit_code}"
         where = "" if run.status == "not run" else f"; see {run.folder / 'output.log'}"
-        lines.append(f"block {run.block}, {run.configuration}, "
-                     f"{count(run.workers, 'worker')}: {what}{where}")  # fmt: skip
+        lines.append(
+            f"block {run.block}, {run.configuration}, {count(run.workers, 'worker')}: {what}{where}"
+        )
     for folder in comparison.earlier_failures:
-        lines.append(f"{folder.parent.name}, {folder.name}: failed, and was run again; "
-                     f"see {folder / 'output.log'}")  # fmt: skip
+        lines.append(
+            f"{folder.parent.name}, {folder.name}: failed, and was run again; "
+            f"see {folder / 'output.log'}"
+        )
     return lines
 
 
@@ -381,6 +425,12 @@ def three_digits(value: float) -> str:
     """Print a positive number with at least three digits, zeros at the end included, so that a
     column of like numbers stands in line."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def loss_text(loss: float | None) -> str:
+    if loss is None:
+        return "–"
+    return f"{loss:.4f}" if loss < 1000 else f"{loss:.2e}"  # of a training that diverged
 
 
 def short(value: Any) -> str:

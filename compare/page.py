@@ -17,6 +17,7 @@ from compare.findings import (
     compare_facts,
     count,
     difference_text,
+    loss_text,
     short,
     three_digits,
     troubles,
@@ -38,8 +39,12 @@ def render_page(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "count": count, "three_digits": three_digits, "breakable": breakable,
-    }  # fmt: skip
+        "count": count,
+        "loss_text": loss_text,
+        "three_digits": three_digits,
+        "breakable": breakable,
+        "unbroken": unbroken,
+    }
     facts = {
         workers: compare_facts(run for run in comparison.complete if run.workers == workers)
         for workers in all_workers(comparison)
@@ -72,6 +77,11 @@ def render_page(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]
 def breakable(name: str) -> Markup:
     """Let a long name break after its underscores: a phone's column is narrow."""
     return Markup(escape(name).replace("_", Markup("_<wbr>")))
+
+
+def unbroken(command: str) -> Markup:
+    """Keep each word of a command whole where a line ends: `--seed` has no break after a dash."""
+    return Markup(" ").join(Markup("<span>{}</span>").format(word) for word in command.split(" "))
 
 
 def page_title(comparison: Comparison) -> str:
@@ -119,8 +129,14 @@ def fact_lines(facts: dict[int, list[Fact]]) -> list[dict[str, Any]]:
             else:
                 cells.append({"text": difference_text(fact).split(": ", 1)[1], "equal": False})
         one = len({cell["text"] for cell in cells}) == 1 and all(c["equal"] for c in cells)
-        lines.append({"field": field, "cells": cells[:1] if one else cells, "one": one,
-                      "equal": all(cell["equal"] for cell in cells)})  # fmt: skip
+        lines.append(
+            {
+                "field": field,
+                "cells": cells[:1] if one else cells,
+                "one": one,
+                "equal": all(cell["equal"] for cell in cells),
+            }
+        )
     return sorted(lines, key=lambda line: line["equal"])  # unequal ones first, else as told
 
 
@@ -163,8 +179,10 @@ def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
         )
         for run in comparison.complete
     }
-    return [(f"{name}, {count(n, 'worker')}", launcher, transport, threads)
-            for name, launcher, transport, threads, n in sorted(found)]  # fmt: skip
+    return [
+        (f"{name}, {count(n, 'worker')}", launcher, transport, threads)
+        for name, launcher, transport, threads, n in sorted(found)
+    ]
 
 
 def reproduce_lines(comparison: Comparison) -> list[str]:
@@ -209,7 +227,7 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
         )
     threads = {run.workers: run.environment["threads"] for run in comparison.complete}
     if run.environment["device"] == "cpu" and len(set(threads.values())) > 1:
-        told = ", ".join(f"{n} x {threads[n]} threads" for n in sorted(threads))
+        told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
         lines.append(
             f"Scaling to more machines. All workers share {count(run.environment['cores'], 'core')}"
             f" ({told}): the column “scaling” tells how well those cores were used, not "
@@ -223,10 +241,10 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     for verdict in verdicts:
         if verdict.speed and verdict.speed.low and verdict.speed.high:
             half = 100 * ((verdict.speed.high / verdict.speed.low) ** 0.5 - 1)
+            percent = f"{half:.2g}" if half < 10 else f"{half:.0f}"
             lines.append(
                 f"Small differences. With {count(verdict.speed.blocks, 'block')} at "
                 f"{plots.workers_text(verdict.workers)}, {verdict.first} and {verdict.second} "
-                f"would have to differ by more than about {half:.2g} % to be told apart."
+                f"would have to differ by more than about {percent} % to be told apart."
             )
     return lines
-

@@ -114,8 +114,9 @@ class Plan:
         training; each block has another one. Blocks with one seed would repeat one training, bit
         by bit, and show a top-1 without any spread, as if it were certain.
         """
-        own_seed = any(word == "--seed" or word.startswith("--seed=")
-                       for word in self.trainer_arguments)  # fmt: skip
+        own_seed = any(
+            word == "--seed" or word.startswith("--seed=") for word in self.trainer_arguments
+        )
         runs = []
         for block in range(1, self.blocks + 1):
             cells = [(name, workers) for name in self.configurations for workers in self.workers]

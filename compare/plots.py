@@ -16,11 +16,12 @@ import matplotlib
 
 matplotlib.use("svg")  # before pyplot is imported: no display, and nothing else is loaded
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from compare.findings import Verdict, all_workers
 from compare.records import Comparison, RunRecord
@@ -96,14 +97,20 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         for y, verdict in enumerate(shown):
             speed = verdict.speed
             assert speed is not None
-            axes.plot(speed.ratios, [y + 0.22] * speed.blocks, "o", color=MUTED, markersize=3,
-                      markerfacecolor="none", markeredgewidth=0.8)  # fmt: skip
+            axes.plot(
+                speed.ratios,
+                [y + 0.22] * speed.blocks,
+                "o",
+                color=MUTED,
+                markersize=3,
+                markerfacecolor="none",
+                markeredgewidth=0.8,
+            )
             if speed.low is not None and speed.high is not None:
                 axes.plot([speed.low, speed.high], [y, y], color=INK, linewidth=1.6)
             axes.plot([speed.ratio], [y], "D", color=INK, markersize=5)
             name = f"{verdict.workers} worker{'s' if verdict.workers > 1 else ''}"
-            rows.append(name if len(pairs) == 1
-                        else f"{verdict.first} / {verdict.second}, {name}")  # fmt: skip
+            rows.append(name if len(pairs) == 1 else f"{verdict.second}, {name}")
         axes.axvline(1, color=MUTED, linewidth=1, dashes=(3, 2))
         axes.set_yticks(range(len(shown)), rows)
         axes.set_ylim(len(shown) - 0.45, -0.55)
@@ -118,13 +125,14 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         if len(pairs) == 1:
             axes.set_xlabel(f"speed of {first} / speed of {second}")
             axes.text(0, 1.02, f"{second} faster", transform=axes.transAxes, color=MUTED)
-            axes.text(1, 1.02, f"{first} faster", transform=axes.transAxes, color=MUTED,
-                      ha="right")  # fmt: skip
+            axes.text(1, 1.02, f"{first} faster", transform=axes.transAxes, color=MUTED, ha="right")
         else:
-            axes.set_xlabel("ratio of speeds")
+            axes.set_xlabel(f"speed of {first} / its speed")
         title = "Speed ratio and its 95 % interval"
-        caption = ("Diamond and line: mean ratio and 95 % interval. Rings: one ratio for each "
-                   "block. At the dashed line both are equally fast.")  # fmt: skip
+        caption = (
+            "Diamond and line: mean ratio and 95 % interval. Rings: one ratio for each "
+            "block. At the dashed line both are equally fast."
+        )
         alternative = f"{title}. " + " ".join(verdict.sentence() for verdict in shown)
         return Plot(title, caption, as_svg(figure, "verdict", alternative))
 
@@ -148,13 +156,33 @@ def plot_throughput(comparison: Comparison) -> Plot:
             # Side by side rather than on top of each other.
             shift = (names.index(name) - (len(names) - 1) / 2) * 0.045 * (max(all_n) - min(all_n))
             for n in workers:
-                axes.plot([n + shift] * len(speeds[n]), speeds[n], MARKERS[index % 5],
-                          color=colour, markersize=4, alpha=0.55, markeredgewidth=0)  # fmt: skip
-            axes.plot([n + shift for n in workers], middle, color=colour, linewidth=1.8,
-                      linestyle=DASHES[index % 5], marker=MARKERS[index % 5], markersize=5.5,
-                      label=name)  # fmt: skip
-            axes.plot([n + shift for n in workers], [middle[0] * n / workers[0] for n in workers],
-                      color=MUTED, linewidth=0.9, dashes=(1.5, 2), zorder=1)  # fmt: skip
+                axes.plot(
+                    [n + shift] * len(speeds[n]),
+                    speeds[n],
+                    MARKERS[index % 5],
+                    color=colour,
+                    markersize=4,
+                    alpha=0.55,
+                    markeredgewidth=0,
+                )
+            axes.plot(
+                [n + shift for n in workers],
+                middle,
+                color=colour,
+                linewidth=1.8,
+                linestyle=DASHES[index % 5],
+                marker=MARKERS[index % 5],
+                markersize=5.5,
+                label=name,
+            )
+            axes.plot(
+                [n + shift for n in workers],
+                [middle[0] * n / workers[0] for n in workers],
+                color=MUTED,
+                linewidth=0.9,
+                dashes=(1.5, 2),
+                zorder=1,
+            )
             pairs = zip(workers, middle, strict=True)
             told.append(f"{name}: " + ", ".join(f"{value:,.0f} at {n}" for n, value in pairs))
         axes.set_xticks(all_n)
@@ -171,25 +199,35 @@ def plot_throughput(comparison: Comparison) -> Plot:
             "Training images a second, all workers together, without the first steps and without "
             "evaluation. Large marks: median; small: each run. Dotted: as many times the speed as "
             "workers.",
-            as_svg(figure, "throughput", "Median training throughput in images a second. "
-                   + "; ".join(told) + "."),
-        )  # fmt: skip
+            as_svg(
+                figure,
+                "throughput",
+                "Median training throughput in images a second. " + "; ".join(told) + ".",
+            ),
+        )
 
 
 def plot_step_times(comparison: Comparison) -> Plot:
     """Draw how the times of single steps are distributed, a box for each run's steps."""
     told = []
     with plt.rc_context(STYLE):
-        cells = [(workers, name) for workers in all_workers(comparison)
-                 for name in comparison.plan["configurations"]
-                 if any((run.configuration, run.workers) == (name, workers)
-                        for run in comparison.complete)]  # fmt: skip
+        cells = [
+            (workers, name)
+            for workers in all_workers(comparison)
+            for name in comparison.plan["configurations"]
+            if any(
+                (run.configuration, run.workers) == (name, workers) for run in comparison.complete
+            )
+        ]
         figure, axes = new_figure(height=0.85 + 0.5 * len(cells))
         for y, (workers, name) in enumerate(cells):
             index = comparison.plan["configurations"].index(name)
             colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
-            runs = [run for run in comparison.complete
-                    if (run.configuration, run.workers) == (name, workers)]  # fmt: skip
+            runs = [
+                run
+                for run in comparison.complete
+                if (run.configuration, run.workers) == (name, workers)
+            ]
             middles = []
             for order, run in enumerate(runs):
                 seconds = sorted(1000 * line["seconds"] for line in run.metrics("step"))
@@ -201,8 +239,14 @@ def plot_step_times(comparison: Comparison) -> Plot:
                     for part in (0.05, 0.25, 0.5, 0.75, 0.95)
                 )
                 axes.plot([low, high], [at, at], color=colour, linewidth=0.9)
-                axes.plot([first, third], [at, at], color=colour, linewidth=3.4, alpha=0.55,
-                          solid_capstyle="butt")  # fmt: skip
+                axes.plot(
+                    [first, third],
+                    [at, at],
+                    color=colour,
+                    linewidth=3.4,
+                    alpha=0.55,
+                    solid_capstyle="butt",
+                )
                 axes.plot([middle], [at], MARKERS[index % 5], color=colour, markersize=3.6)
                 middles.append(middle)
             if middles:
@@ -255,8 +299,11 @@ def plot_learning(comparison: Comparison, runs: list[RunRecord], workers: int) -
     engines_coincide = len({run.configuration for run in runs}) > 1 and len(same) == len(
         {run.block for run in runs}
     )
-    note = (" All final weights of a block are bit-equal: the curves of the configurations "
-            "coincide." if engines_coincide else "")  # fmt: skip
+    note = (
+        " All final weights of a block are bit-equal: the curves of the configurations coincide."
+        if engines_coincide
+        else ""
+    )
     at = workers_text(workers)
     plots = []
     for field, name, unit in (("loss", "Loss", "cross-entropy"), ("top1", "Top-1", "top-1, %")):
@@ -271,23 +318,28 @@ def plot_learning(comparison: Comparison, runs: list[RunRecord], workers: int) -
                 if test:
                     told.append(f"{run.configuration} block {run.block}: {test[-1][1]:.4g}")
             if field == "loss":
-                axes.set_ylim(bottom=0)
+                scale_losses(axes)
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
             axes.set_xlabel("epoch")
             axes.set_ylabel(unit)
             kinds = [
-                Line2D([], [], color=MUTED, linewidth=1.2, dashes=(1, 1.4), label="training"),
+                Line2D([], [], color=MUTED, linewidth=1.2, dashes=(2, 1.4), label="training"),
                 Line2D([], [], color=MUTED, linewidth=1.5, label="validation"),
             ]
             add_legend(figure, [*series_handles(comparison, runs), *kinds])
             title = f"{name} by epoch, {at}"
-            plots.append(Plot(
-                title,
-                "Every block is drawn; dotted lines are training figures (of augmented images), "
-                f"the others validation.{note}",
-                as_svg(figure, f"{field}-{workers}",
-                       f"{title}. Last validation values: {'; '.join(told)}."),
-            ))  # fmt: skip
+            plots.append(
+                Plot(
+                    title,
+                    "Every block is drawn; short dashes are training figures (of augmented "
+                    f"images), the others validation.{note}",
+                    as_svg(
+                        figure,
+                        f"{field}-{workers}",
+                        f"{title}. Last validation values: {'; '.join(told)}.",
+                    ),
+                )
+            )
     with plt.rc_context(STYLE):
         figure, axes = new_figure()
         told = []
@@ -295,20 +347,35 @@ def plot_learning(comparison: Comparison, runs: list[RunRecord], workers: int) -
             test = [(line["train_seconds_so_far"], line["top1"]) for line in evaluations(run)]
             draw_run(axes, comparison, run, test, width=1.3, alpha=0.85, marked=len(test) <= 30)
             if test:
-                told.append(f"{run.configuration} block {run.block}: "
-                            f"{test[-1][1]:.4g} % after {test[-1][0]:.4g} s")  # fmt: skip
+                told.append(
+                    f"{run.configuration} block {run.block}: "
+                    f"{test[-1][1]:.4g} % after {test[-1][0]:.4g} s"
+                )
         axes.set_xlim(left=0)
         axes.set_xlabel("seconds since training began, evaluation included")
         axes.set_ylabel("validation top-1, %")
         add_legend(figure, series_handles(comparison, runs))
         title = f"Top-1 against time, {at}"
-        plots.append(Plot(
-            title,
-            "Validation top-1 on the training clock, which evaluation and checkpoints are on. "
-            "One line a run.",
-            as_svg(figure, f"time-{workers}", f"{title}. {'; '.join(told)}."),
-        ))  # fmt: skip
+        plots.append(
+            Plot(
+                title,
+                "Validation top-1 on the training clock, which evaluation and checkpoints are on. "
+                "One line a run.",
+                as_svg(figure, f"time-{workers}", f"{title}. {'; '.join(told)}."),
+            )
+        )
     return plots
+
+
+def scale_losses(axes: Axes) -> None:
+    """Begin at zero; use a logarithm where one bad epoch would press all others to the floor."""
+    values = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata())]
+    if values and min(values) > 0 and max(values) / min(values) > 30:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def new_figure(height: float = 2.9) -> tuple[Figure, Axes]:
@@ -333,9 +400,15 @@ def series_handles(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Li
     for name in present_configurations(runs, comparison):
         index = comparison.plan["configurations"].index(name)
         handles.append(
-            Line2D([], [], color=SERIES_COLOURS[index % 5], linestyle=DASHES[index % 5],
-                   linewidth=line_width(index, 1.5), label=name)
-        )  # fmt: skip
+            Line2D(
+                [],
+                [],
+                color=SERIES_COLOURS[index % 5],
+                linestyle=DASHES[index % 5],
+                linewidth=line_width(index, 1.5),
+                label=name,
+            )
+        )
     return handles
 
 
@@ -362,8 +435,8 @@ def draw_run(
         color=SERIES_COLOURS[index % 5],
         linewidth=width if dotted else line_width(index, width),
         alpha=alpha if dotted else alpha * (0.55 if index == 0 else 1.0),
-        # Dots of equal curves stand beside each other, since each series begins elsewhere.
-        linestyle=(1.7 * index, (1, 2.4)) if dotted else DASHES[index % 5],
+        # Dashes of equal curves stand beside each other, since each series begins elsewhere.
+        linestyle=(2.8 * index, (2, 3.6)) if dotted else DASHES[index % 5],
         marker=MARKERS[index % 5] if marked else "",
         markersize=3,
         zorder=2 + index,
@@ -407,9 +480,7 @@ def as_svg(figure: Figure, name: str, alternative: str) -> str:
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", svg, count=2)
-    svg = svg.replace(
-        "<svg", f'<svg role="img" aria-label="{escape(alternative)}"', 1
-    )
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(alternative)}"', 1)
     colours = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}
     colours |= {colour: f"var(--series-{i})" for i, colour in enumerate(SERIES_COLOURS)}
     recolour: Callable[[re.Match[str]], str] = lambda match: colours[match[0]]  # noqa: E731

@@ -91,9 +91,11 @@ class Comparison:
         return [run for run in self.runs if run.is_complete]
 
     def find(self, block: int, configuration: str, workers: int) -> RunRecord:
-        return next(run for run in self.runs
-                    if (run.block, run.configuration, run.workers)
-                    == (block, configuration, workers))  # fmt: skip
+        return next(
+            run
+            for run in self.runs
+            if (run.block, run.configuration, run.workers) == (block, configuration, workers)
+        )
 
 
 def newest_comparison(runs: Path) -> Path:
@@ -110,12 +112,22 @@ def newest_comparison(runs: Path) -> Path:
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison. A missing or unfinished run is told by its status, a broken one raises."""
     if not folder.is_dir():
-        raise RecordError(f"{folder} is not a folder: give the path of a comparison, as in "
-                          "`python compare/report.py runs/compare-...`")  # fmt: skip
+        raise RecordError(
+            f"{folder} is not a folder: give the path of a comparison, as in "
+            "`python compare/report.py runs/compare-...`"
+        )
     plan_path = folder / "plan.json"
     plan = read_object(plan_path)
-    for field in ("created_utc", "seed", "blocks", "configurations", "workers",
-                  "trainer_arguments", "environment", "runs"):  # fmt: skip
+    for field in (
+        "created_utc",
+        "seed",
+        "blocks",
+        "configurations",
+        "workers",
+        "trainer_arguments",
+        "environment",
+        "runs",
+    ):
         require(plan, field, plan_path)
     runs = []
     for planned in plan["runs"]:

@@ -18,6 +18,7 @@ from compare.findings import (
     Verdict,
     difference_text,
     judge,
+    loss_text,
     table_rows,
     three_digits,
     troubles,
@@ -58,13 +59,25 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("comparison", type=Path, nargs="?", metavar="DIR",
-        help="a comparison's folder (default: the newest one under runs/)")  # fmt: skip
-    add("--html", type=Path, metavar="FILE",
-        help="where the page is written (default: report.html in DIR)")  # fmt: skip
+    add(
+        "comparison",
+        type=Path,
+        nargs="?",
+        metavar="DIR",
+        help="a comparison's folder (default: the newest one under runs/)",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="where the page is written (default: report.html in DIR)",
+    )
     add("--no-html", action="store_true", help="print the table and the verdict only")
-    add("--json", action="store_true",
-        help="print JSON instead of the table; a page is written only with --html")  # fmt: skip
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON instead of the table; a page is written only with --html",
+    )
     options = parser.parse_args(argv)
     if options.html and options.no_html:
         parser.error("--html and --no-html exclude each other")
@@ -77,8 +90,9 @@ def terminal_report(comparison: Comparison, rows: list[Row], verdicts: list[Verd
     for verdict in verdicts:
         lines = [verdict.sentence()]
         lines += [f"  {difference_text(fact)}" for fact in verdict.differences]
-        lines += [f"  {text}" for text in (verdict.training_sentence(), verdict.cpu_sentence())
-                  if text]  # fmt: skip
+        lines += [
+            f"  {text}" for text in (verdict.training_sentence(), verdict.cpu_sentence()) if text
+        ]
         parts.append("\n".join(lines))
     if lines := troubles(comparison):
         parts.append("\n".join(["Not in these figures:", *(f"  {line}" for line in lines)]))
@@ -89,8 +103,18 @@ def terminal_table(rows: list[Row]) -> str:
     import tabulate
 
     tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
-    headers = ["configuration", "workers", "images/s", "scaling", "CPU ms\n/image", "top-1 %",
-               "top-5 %", "loss", "weights", "blocks"]  # fmt: skip
+    headers = [
+        "configuration",
+        "workers",
+        "images/s",
+        "scaling",
+        "CPU ms\n/image",
+        "top-1 %",
+        "top-5 %",
+        "loss",
+        "weights",
+        "blocks",
+    ]
     cells = [
         [
             row.configuration,
@@ -100,13 +124,14 @@ def terminal_table(rows: list[Row]) -> str:
             three_digits(row.cpu_ms_per_image),
             "–" if row.top1 is None else f"{row.top1:.2f}",
             "–" if row.top5 is None else f"{row.top5:.2f}",
-            "–" if row.loss is None else f"{row.loss:.4f}",
+            loss_text(row.loss),
             row.weights,
-            str(row.blocks) if row.blocks == row.planned_blocks
+            str(row.blocks)
+            if row.blocks == row.planned_blocks
             else f"{row.blocks} of {row.planned_blocks}",
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     align = ("left", *["right"] * 7, "left", "right")
     return tabulate.tabulate(
         cells, headers, tablefmt="simple", disable_numparse=True, colalign=align

@@ -10,7 +10,6 @@ a crash or a reboot, goes on where the comparison stopped.
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import fcntl
 import importlib.util
@@ -19,16 +18,12 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from compare.launch import Outcome, start_and_wait, utc_now, write_json
 from compare.plan import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -38,28 +33,16 @@ from compare.plan import (
     Run,
     plan_differences,
     plan_record,
-    run_environment,
     set_variables,
+    trainers_sha256,
 )
 
-GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 TAIL_LINES = 20  # of a failed run's output that are shown
-RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
 
 
 class UserError(Exception):
     """Something that the user can set right; shown without a traceback."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    status: str  # "completed", "failed", "timed out"
-    exit_code: int | None
-    seconds: float
-    leftover_processes: int  # that the launcher left behind, and that were killed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,25 +89,58 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     default = Plan()
     names = " ".join(DEFAULT_CONFIGURATIONS)
     add = parser.add_argument
-    add("--configurations", nargs="+", metavar="NAME", choices=CONFIGURATIONS,
+    add(
+        "--configurations",
+        nargs="+",
+        metavar="NAME",
+        choices=CONFIGURATIONS,
         default=list(default.configurations),
-        help=f"of {', '.join(CONFIGURATIONS)} (default: {names})")  # fmt: skip
-    add("--workers", nargs="+", type=positive, default=list(default.workers), metavar="N",
-        help="numbers of worker processes (default: 1 2)")  # fmt: skip
-    add("--blocks", type=positive, default=default.blocks, metavar="N",
+        help=f"of {', '.join(CONFIGURATIONS)} (default: {names})",
+    )
+    add(
+        "--workers",
+        nargs="+",
+        type=positive,
+        default=list(default.workers),
+        metavar="N",
+        help="numbers of worker processes (default: 1 2)",
+    )
+    add(
+        "--blocks",
+        type=positive,
+        default=default.blocks,
+        metavar="N",
         help=f"repetitions: each block runs each configuration once (default: {default.blocks}; "
-        "an interval needs 3)")  # fmt: skip
-    add("--seed", type=int, default=default.seed, metavar="N",
-        help="orders the runs, and block b trains with seed N + b - 1 "
-        f"(default: {default.seed})")  # fmt: skip
-    add("--timeout", type=positive, default=1800, metavar="SECONDS",
-        help="a run that takes longer is ended and counts as failed (default: 1800)")  # fmt: skip
-    add("--out", type=Path, metavar="DIR",
+        "an interval needs 3)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help=f"orders the runs, and block b trains with seed N + b - 1 (default: {default.seed})",
+    )
+    add(
+        "--timeout",
+        type=positive,
+        default=1800,
+        metavar="SECONDS",
+        help="a run that takes longer is ended and counts as failed (default: 1800)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
         help="the comparison's folder, made or gone on with (default: runs/compare-<UTC time>, or "
-        "the newest one there if it holds this plan unfinished)")  # fmt: skip
+        "the newest one there if it holds this plan unfinished)",
+    )
     add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
-    add("--no-warm-up", dest="warm_up", action="store_false",
-        help="leave out the short run of each engine before the first measured one")  # fmt: skip
+    add(
+        "--no-warm-up",
+        dest="warm_up",
+        action="store_false",
+        help="leave out the short run of each engine before the first measured one",
+    )
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
     options = parser.parse_args(own)
     options.runs = Path("runs")
@@ -219,6 +235,7 @@ def locked(folder: Path) -> Iterator[None]:
 def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
     write_plan(plan, folder)
+    sources = trainers_sha256()
     runs = plan.runs()
     waiting = [run for run in runs if not is_complete(folder / run.folder)]
     print(f"{len(runs)} runs in {plan.blocks} blocks, into {folder}")
@@ -232,6 +249,12 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
             return 1
         durations = recorded_seconds(folder, runs)
         for run in waiting:
+            if trainers_sha256() != sources:
+                raise UserError(
+                    "the sources of the recipe or the trainers were changed while the comparison "
+                    "was running: the runs would not be of one training. Put them back and go on, "
+                    "or start another with --new"
+                )
             position = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
             label = f"{position} block {run.block}  {run_label(run, plan)}"
             outcome = start_and_wait(run, folder, plan.trainer_arguments, options.timeout, label)
@@ -246,8 +269,10 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         print(f"    {continue_command(folder, argv)}")
         return 130
     if failed:
-        print(f"{len(failed)} of {len(runs)} runs failed: their output is kept, and no verdict is "
-              "drawn from them. To try them again:")  # fmt: skip
+        print(
+            f"{len(failed)} of {len(runs)} runs failed: their output is kept, and no verdict is "
+            "drawn from them. To try them again:"
+        )
         print(f"    {continue_command(folder, argv)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
     return 1 if failed else 0
@@ -302,7 +327,7 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
     lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
     lines += [f'export {name}="{value}"' for name, value in variables.items()]
-    for run in (plan.warm_up_runs() if with_warm_up else []):
+    for run in plan.warm_up_runs() if with_warm_up else []:
         lines.append(shlex.join(run.command(folder / "warm-up", plan.trainer_arguments)))
     for run in plan.runs():
         log_dir = (folder / run.folder).parent
@@ -331,136 +356,6 @@ def warm_up(plan: Plan, folder: Path) -> bool:
             return False
         print_line(f"{label}   {outcome.seconds:.0f} s, thrown away")
     return True
-
-
-def start_and_wait(
-    run: Run,
-    comparison: Path,
-    trainer_arguments: tuple[str, ...],
-    timeout: float,
-    label: str,
-    log_dir: Path | None = None,
-    end_after_steps: int | None = None,
-) -> Outcome:
-    """Start one run in a clean folder, wait for its end and write how it ended."""
-    log_dir = log_dir or (comparison / run.folder).parent
-    folder = log_dir / run.name
-    clear_folder(folder, keep_failure=end_after_steps is None)
-    command = run.command(log_dir, trainer_arguments)
-    (folder / "command.txt").write_text(shlex.join(command) + "\n")
-    mark = f"{os.getpid()}-{time.time_ns()}"
-    environment = run_environment() | {RUN_MARK: mark}
-    began = time.monotonic()
-    with (folder / "output.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True, preexec_fn=end_with_parent,
-        )  # fmt: skip
-        try:
-            status = wait(process, folder, began + timeout, label, end_after_steps)
-        finally:
-            # Also after a normal end: what a launcher leaves behind would slow the next run.
-            left = end_processes(process, mark)
-    seconds = time.monotonic() - began
-    exit_code = process.returncode
-    if status == "ended" and exit_code == 0 and (folder / "summary.json").exists():
-        status = "completed"
-    elif status == "ended":
-        status = "failed"
-    if status == "warm":
-        status = "completed"
-    outcome = Outcome(status, exit_code, round(seconds, 3), left)
-    write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
-    return outcome
-
-
-def end_with_parent() -> None:
-    """In the new process, before it becomes the launcher: end it too if run.py is killed."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-
-
-def clear_folder(folder: Path, keep_failure: bool) -> None:
-    """Make an empty folder; what an interruption left is deleted, what failed is put aside."""
-    if keep_failure and (folder / "outcome.json").exists():
-        attempt = 1
-        while (aside := folder.with_name(f"{folder.name}.failed-{attempt}")).exists():
-            attempt += 1
-        folder.rename(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def wait(
-    process: subprocess.Popen[bytes],
-    folder: Path,
-    deadline: float,
-    label: str,
-    end_after_steps: int | None,
-) -> str:
-    """Wait for the launcher's end, the deadline, or the steps that a warm-up is to make."""
-    began = time.monotonic()
-    while process.poll() is None:
-        now = time.monotonic()
-        if now > deadline:
-            return "timed out"
-        if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
-            return "warm"
-        if sys.stdout.isatty():
-            print(f"\r{label}   running for {now - began:.0f} s", end="\033[K", flush=True)
-        time.sleep(0.1)
-    return "ended"
-
-
-def count_steps(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    return sum('"kind": "step"' in line or '"kind":"step"' in line for line in metrics.open())
-
-
-def end_processes(process: subprocess.Popen[bytes], mark: str) -> int:
-    """End every process of a run; return how many the launcher had left behind.
-
-    The launcher's group is not enough: horovodrun on Gloo puts each worker into a session of its
-    own. So whatever carries the run's mark in its environment is found and killed as well.
-    """
-    interrupts = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, signal.SIG_IGN) for number in interrupts]
-    try:
-        if process.poll() is None:
-            signal_group(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        # A launcher that has just ended may have workers that are about to.
-        _, alive = psutil.wait_procs(marked_processes(mark), timeout=1.0)
-        signal_group(process.pid, signal.SIGKILL)
-        for survivor in alive:
-            with contextlib.suppress(psutil.Error):
-                survivor.kill()
-        process.wait()
-        psutil.wait_procs(alive, timeout=GRACE_SECONDS)
-        for late in marked_processes(mark):  # started while the others were ended
-            with contextlib.suppress(psutil.Error):
-                late.kill()
-        return len(alive)
-    finally:
-        for number, handler in zip(interrupts, handlers, strict=True):
-            signal.signal(number, handler)
-
-
-def signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def marked_processes(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_MARK) == mark:
-                found.append(process)
-    return found
 
 
 def is_complete(folder: Path) -> bool:
@@ -529,10 +424,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def utc_now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
@@ -541,13 +432,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    draft.replace(path)
 
 
 if __name__ == "__main__":

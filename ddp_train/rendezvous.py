@@ -39,8 +39,11 @@ def meeting_point(world: World) -> dict[str, Any]:
 def slurm_address(environ: os._Environ[str] | dict[str, str]) -> str:
     """The step's first node, and a port that all its ranks can work out from the job's and the
     step's number."""
-    nodes = environ["SLURM_STEP_NODELIST"]  # such as n[003-006,9],gpu1
-    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"[^\[,]+(\[[^\]]*\])?", nodes).group())  # type: ignore[union-attr]
+    nodes = environ["SLURM_STEP_NODELIST"]  # such as rack[1-2]n[003-006,9],gpu1
+    # The list up to its first comma outside brackets, and of each bracket the first number.
+    node = re.match(r"(\[[^\]]*\]|[^\[,])+", nodes)
+    assert node is not None, nodes
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", node[0])
     port = 20_000 + (int(environ["SLURM_JOB_ID"]) * 101 + int(environ["SLURM_STEP_ID"])) % 12_000
     return f"tcp://{first}:{port}"
 
@@ -56,7 +59,10 @@ def _store_through_mpi(world: World) -> dist.Store:
             "or start with torchrun"
         ) from None
     comm = MPI.COMM_WORLD
-    remedy = "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or start with torchrun"
+    remedy = (
+        "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or start "
+        "with torchrun"
+    )
     if message := lone_copy_message(world, comm.size, remedy):
         raise UserError(message)
     address: tuple[str, int] | None = None

@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET
 
-Its twin is horovod_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all that the two engines
-ask for differently. What does not know which engine moves the gradients is in recipe/.
+Its twin is horovod_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all
+that the two engines ask for differently. What knows no engine is in recipe/.
 """
 
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.world import World, read_world
 
-if __name__ == "__main__":  # before torch is loaded, so that --help and a mistyped flag are answered at once
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
     config = parse_args("ddp", world)
 
@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.rendezvous import meeting_point
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
-from recipe.data import open_data, samples_per_step, to_device, training_batches, validation_batches
+from recipe.data import open_data, remaining_steps, samples_per_step
+from recipe.data import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.environment import describe, fingerprint, summarize, usage_row
 from recipe.metrics import batch_sums, evaluate
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
-from recipe.model import copy_buffers, flat_batch_norm, seed_step
+from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed_step
 from recipe.record import Recorder, WaitTimer, run_folder
 from recipe.schedule import learning_rate
 
@@ -41,7 +42,7 @@ def main(config: Config, world: World) -> None:
     data = open_data(config)
     device = choose_device(config, world)
 
-    # -- The engine: who takes part, and what carries the messages -----------------------------------------------------
+    # -- The engine: who takes part, and what carries the messages ---------------------------------
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, **meeting_point(world))
     transport = {"nccl": "NCCL", "gloo": "Gloo"}[backend]
@@ -56,28 +57,30 @@ def main(config: Config, world: World) -> None:
         dist.broadcast(values := values.to(device), src=0)
         return values.cpu()
 
-    # Each launcher binds ranks to cores and limits their threads in its own way, so the ranks work out their shares.
+    # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
     cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
 
-    # -- The model, and what trains it ---------------------------------------------------------------------------------
+    # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
         load_weights(model, config.weights)  # the other ranks get them from this one, below
     model.to(device)
     if config.batch_norm == "sync":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = replace_batch_norm(model, nn.SyncBatchNorm)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
 
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
-    # Wrapping broadcasts rank 0's weights. During backward, each bucket of gradients is averaged over the ranks (divided
-    # by their number, then summed) as soon as it is full.
+    # Wrapping broadcasts rank 0's weights. During backward each bucket of gradients is averaged
+    # over the ranks, divided by their number and then summed, as soon as it is full.
     network = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says, not in each forward
+    network.broadcast_buffers = (
+        False  # BatchNorm's statistics travel as --batch-norm says, not in each forward
+    )
     if config.fp16_allreduce:
         network.register_comm_hook(None, fp16_compress_hook)
 
@@ -93,7 +96,7 @@ def main(config: Config, world: World) -> None:
     )
 
     def align_batch_norm() -> None:
-        """Give all ranks the same BatchNorm statistics, as --batch-norm says; with `sync` they have them already."""
+        """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
         if config.batch_norm != "sync":
             with flat_batch_norm(model) as statistics:
                 if config.batch_norm == "average":
@@ -102,7 +105,7 @@ def main(config: Config, world: World) -> None:
                     statistics.copy_(from_rank_0(statistics))
 
     def validate(epoch: int) -> dict[str, float]:
-        """Loss, top-1 and top-5 over the whole validation set, each image counted once; the EMA's where there is one."""
+        """Loss, top-1 and top-5 over all validation images; of the EMA where there is one."""
         align_batch_norm()
         if ema is not None:
             copy_buffers(model, ema.module)
@@ -114,15 +117,13 @@ def main(config: Config, world: World) -> None:
                 figures = recorder.evaluation(epoch, sums, time.perf_counter() - started, weights)
         return figures
 
-    # -- Training ------------------------------------------------------------------------------------------------------
+    # -- Training ----------------------------------------------------------------------------------
     step_samples = samples_per_step(config, world)
-    num_steps = 0 if config.evaluate else math.ceil((config.epochs * data.num_train - progress.samples_seen) / step_samples)
-    if config.max_steps is not None:
-        num_steps = min(num_steps, config.max_steps - progress.step)
-    stop = progress.samples_seen + num_steps * step_samples
-    batches = WaitTimer(training_batches(data, config, world, device, workers, progress.samples_seen, stop))
-    finished = num_steps <= 0
-    figures = validate(progress.samples_seen // data.num_train) if finished else {}
+    start = progress.samples_seen
+    stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
+    batches = WaitTimer(training_batches(data, config, world, device, workers, start, stop))
+    finished = start == stop
+    figures = validate(start // data.num_train) if finished else {}
     recorder.start_clock()
     network.train()
     while not finished:
@@ -135,7 +136,9 @@ def main(config: Config, world: World) -> None:
         for batch_number in range(1, config.batches_per_allreduce + 1):
             images, targets = to_device(next(batches), config, device)
             # Gradients add up on each rank; only the last backward pass of the step sends them.
-            with nullcontext() if batch_number == config.batches_per_allreduce else network.no_sync():
+            with (
+                nullcontext() if batch_number == config.batches_per_allreduce else network.no_sync()
+            ):
                 with autocast(config, device):
                     outputs = network(images)
                     loss = criterion(outputs, targets)

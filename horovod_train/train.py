@@ -2,15 +2,15 @@
 
     horovodrun -np 8 -H node0:4,node1:4 python horovod_train/train.py --data IMAGENET
 
-Its twin is ddp_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all that the two engines
-ask for differently. What does not know which engine moves the gradients is in recipe/.
+Its twin is ddp_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all
+that the two engines ask for differently. What knows no engine is in recipe/.
 """
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, fail, one_message
 from recipe.world import World, isolate_mpi_singleton, lone_copy_message, read_world
 
-if __name__ == "__main__":  # before torch is loaded, so that --help and a mistyped flag are answered at once
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
     config = parse_args("horovod", world)
 
@@ -23,15 +23,17 @@ from torch import nn
 try:
     import horovod.torch as hvd
 except ImportError as error:
-    fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: python horovod_train/build_horovod.py")
+    build = "python horovod_train/build_horovod.py"
+    fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
 
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
-from recipe.data import open_data, samples_per_step, to_device, training_batches, validation_batches
+from recipe.data import open_data, remaining_steps, samples_per_step
+from recipe.data import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.environment import describe, fingerprint, summarize, usage_row
 from recipe.metrics import batch_sums, evaluate
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
-from recipe.model import copy_buffers, flat_batch_norm, seed_step
+from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed_step
 from recipe.record import Recorder, WaitTimer, run_folder
 from recipe.schedule import learning_rate
 
@@ -41,12 +43,14 @@ def main(config: Config, world: World) -> None:
     data = open_data(config)
     device = choose_device(config, world)
 
-    # -- The engine: who takes part, and what carries the messages -----------------------------------------------------
+    # -- The engine: who takes part, and what carries the messages ---------------------------------
     isolate_mpi_singleton(world)
     hvd.init()
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)
-    transport = "NCCL" if device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
+    transport = "MPI" if hvd.mpi_enabled() else "Gloo"
+    if device.type == "cuda" and hvd.nccl_built():
+        transport = "NCCL"
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, the same on each."""
@@ -56,30 +60,31 @@ def main(config: Config, world: World) -> None:
         """Rank 0's values, on each rank."""
         return hvd.broadcast(values.to(device), root_rank=0, name="from_rank_0").cpu()
 
-    # Each launcher binds ranks to cores and limits their threads in its own way, so the ranks work out their shares.
+    # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
     cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
 
-    # -- The model, and what trains it ---------------------------------------------------------------------------------
+    # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
         load_weights(model, config.weights)  # the other ranks get them from this one, below
     model.to(device)
     if config.batch_norm == "sync":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = replace_batch_norm(model, hvd.SyncBatchNorm)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
 
-    # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the others' batches by
-    # itself, but for those that NCCL averages within a host first.
+    # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the
+    # others' batches by itself, but for those that NCCL averages within a host first.
     lr_scale = config.batches_per_allreduce * world.size
     if config.use_adasum:
         lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
-    # Broadcast rank 0's weights. During backward, the wrapped optimizer has gradients averaged over the ranks, fused into
-    # buffers as they get ready: divided by --gradient-predivide-factor, summed, divided by the rest. The default factor,
-    # all of the world size before the sum, is DDP's arithmetic and keeps fp16 sums from overflowing.
+    # During backward the wrapped optimizer has gradients averaged over the ranks, fused as they get
+    # ready: divided by a factor, summed, divided by the rest. To divide by all before the sum, our
+    # default, is DDP's arithmetic, and keeps fp16 sums from overflowing.
+    predivide = config.gradient_predivide_factor or world.size
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -87,7 +92,7 @@ def main(config: Config, world: World) -> None:
         compression=hvd.Compression.fp16 if config.fp16_allreduce else hvd.Compression.none,
         backward_passes_per_step=config.batches_per_allreduce,
         op=hvd.Adasum if config.use_adasum else hvd.Average,
-        gradient_predivide_factor=1.0 if config.use_adasum else config.gradient_predivide_factor or world.size,
+        gradient_predivide_factor=1.0 if config.use_adasum else predivide,
     )
     network = model
 
@@ -103,7 +108,7 @@ def main(config: Config, world: World) -> None:
     )
 
     def align_batch_norm() -> None:
-        """Give all ranks the same BatchNorm statistics, as --batch-norm says; with `sync` they have them already."""
+        """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
         if config.batch_norm != "sync":
             with flat_batch_norm(model) as statistics:
                 if config.batch_norm == "average":
@@ -112,7 +117,7 @@ def main(config: Config, world: World) -> None:
                     statistics.copy_(from_rank_0(statistics))
 
     def validate(epoch: int) -> dict[str, float]:
-        """Loss, top-1 and top-5 over the whole validation set, each image counted once; the EMA's where there is one."""
+        """Loss, top-1 and top-5 over all validation images; of the EMA where there is one."""
         align_batch_norm()
         if ema is not None:
             copy_buffers(model, ema.module)
@@ -124,15 +129,13 @@ def main(config: Config, world: World) -> None:
                 figures = recorder.evaluation(epoch, sums, time.perf_counter() - started, weights)
         return figures
 
-    # -- Training ------------------------------------------------------------------------------------------------------
+    # -- Training ----------------------------------------------------------------------------------
     step_samples = samples_per_step(config, world)
-    num_steps = 0 if config.evaluate else math.ceil((config.epochs * data.num_train - progress.samples_seen) / step_samples)
-    if config.max_steps is not None:
-        num_steps = min(num_steps, config.max_steps - progress.step)
-    stop = progress.samples_seen + num_steps * step_samples
-    batches = WaitTimer(training_batches(data, config, world, device, workers, progress.samples_seen, stop))
-    finished = num_steps <= 0
-    figures = validate(progress.samples_seen // data.num_train) if finished else {}
+    start = progress.samples_seen
+    stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
+    batches = WaitTimer(training_batches(data, config, world, device, workers, start, stop))
+    finished = start == stop
+    figures = validate(start // data.num_train) if finished else {}
     recorder.start_clock()
     network.train()
     while not finished:
@@ -144,7 +147,7 @@ def main(config: Config, world: World) -> None:
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
-            # Gradients add up on each rank; the optimizer counts backward passes and sends them after the last.
+            # Gradients add up on each rank; the optimizer counts backward passes before it sends.
             with autocast(config, device):
                 outputs = network(images)
                 loss = criterion(outputs, targets)
@@ -154,7 +157,7 @@ def main(config: Config, world: World) -> None:
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
         else:
-            optimizer.synchronize()  # the averages must be there before they are unscaled and clipped
+            optimizer.synchronize()  # the averages, before they are unscaled and clipped
             scaler.unscale_(optimizer)
             if config.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)

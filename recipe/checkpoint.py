@@ -1,23 +1,25 @@
 """Checkpoints: whole or not at all, free of wrappers, so that either engine goes on from the
 other's at any world size."""
 
+import argparse
 import io
 import os
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.model import without_auxiliary_heads
 from recipe.world import World
 
 FORMAT = 1
@@ -55,32 +57,24 @@ def save_checkpoint(path: Path, parts: Trainables, progress: Progress, config: C
         "progress": asdict(progress),
         "config": asdict(config),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    # Always the same name, so that a killed run leaves one such file behind at most.
+    temporary = path.with_name(".checkpoint.partial")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
             torch.save(contents, file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(
-            error, (OSError, RuntimeError)
-        ):  # torch's writer raises RuntimeError on a full disk
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, (OSError, RuntimeError)):  # the latter is torch's on a full disk
             raise UserError(
-                f"{path}: the checkpoint could not be written ({error}); the earlier ones are "
-                "intact"
+                f"{path}: the checkpoint could not be written ({_first_line(error)}); the earlier "
+                "ones are intact"
             ) from error
         raise
     _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:
@@ -123,8 +117,11 @@ def keep_checkpoint(
     save_checkpoint(path, parts, progress, config)
     if is_best:
         _mark_best(folder, path)
-    for old in checkpoints_in(folder)[: -config.keep_checkpoints]:
-        old.unlink()
+    # Those of later steps were left by a run that this one has gone back behind, or are damaged.
+    kept = [file for file in checkpoints_in(folder) if file <= path][-config.keep_checkpoints :]
+    for file in checkpoints_in(folder):
+        if file not in kept:
+            file.unlink()
 
 
 def _mark_best(folder: Path, path: Path) -> None:
@@ -183,7 +180,7 @@ def _is_whole(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+    except Exception:  # damage can look like encryption, an unknown method, a wrong length, ...
         return False
 
 
@@ -206,14 +203,36 @@ def load_on_all_ranks(
     return _read(payload.numpy().tobytes(), str(path))
 
 
+# Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
+HARMLESS: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    type(np.dtype("float32")),
+    type(np.dtype("float64")),
+    type(np.dtype("int64")),
+    (np.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
+    (np.float64(0).__reduce__()[0], "numpy._core.multiarray.scalar"),
+]
+
+
 def _read(content: bytes, name: str) -> Any:
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(HARMLESS):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds, none of which names the file
+        refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        if refused:
+            raise UserError(
+                f"{name}: holds a Python object ({refused[1]}), and to read it would be to run "
+                "code from the file; save it again with tensors and plain values only"
+            ) from None
         raise UserError(
-            f"{name}: cannot be read as a checkpoint without running code from it "
-            f"({str(error).splitlines()[0]})"
+            f"{name}: is damaged, or is no file that torch.save wrote ({_first_line(error)})"
         ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def restore(checkpoint: dict[str, Any], parts: Trainables, config: Config, name: str) -> Progress:
@@ -229,6 +248,11 @@ def restore(checkpoint: dict[str, Any], parts: Trainables, config: Config, name:
             f"--resume {name}: holds a {saved['arch']}, and this run trains a {config.arch}; add "
             f"--arch {saved['arch']}"
         )
+    if saved["seed"] != config.seed and not config.evaluate:
+        raise UserError(
+            f"--resume {name}: was trained with --seed {saved['seed']}; with another seed some "
+            "images of its epoch would come twice and some not at all"
+        )
     if (checkpoint["ema"] is None) != (parts.ema is None) and not config.evaluate:
         has = "no" if checkpoint["ema"] is None else "a"
         raise UserError(
@@ -239,17 +263,27 @@ def restore(checkpoint: dict[str, Any], parts: Trainables, config: Config, name:
     if parts.ema is not None and checkpoint["ema"] is not None:
         parts.ema.load_state_dict(checkpoint["ema"])
     if not config.evaluate:
-        try:
-            parts.optimizer.load_state_dict(checkpoint["optimizer"])
-        except ValueError as error:
-            raise UserError(
-                f"--resume {name}: its optimizer state does not fit ({error}); give "
-                "--norm-weight-decay and "
-                "--bias-weight-decay as that run did"
-            ) from None
+        _load_optimizer(parts.optimizer, checkpoint["optimizer"], f"--resume {name}")
     if checkpoint["scaler"] and parts.scaler.is_enabled():
         parts.scaler.load_state_dict(checkpoint["scaler"])
     return Progress(**checkpoint["progress"])
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], name: str) -> None:
+    """Take up the momentum of `state`; --momentum, --wd and the like stay what this run's flags
+    say, and what its config.json tells."""
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise UserError(
+            f"{name}: its optimizer state does not fit ({_first_line(error)}); check --arch"
+        ) from None
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -269,11 +303,8 @@ def load_weights(model: nn.Module, path: str) -> None:
         raise UserError(
             f"--weights {path}: holds no state dict under 'model', 'state_dict' or at its top"
         )
-    _load_state(
-        model,
-        {key.removeprefix("module."): value for key, value in state.items()},
-        f"--weights {path}",
-    )
+    state = {key.removeprefix("module."): value for key, value in state.items()}
+    _load_state(model, without_auxiliary_heads(state), f"--weights {path}")
 
 
 def _load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> None:

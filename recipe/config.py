@@ -4,12 +4,14 @@ Imports nothing slow: `--help` and a mistyped flag are answered before torch is 
 """
 
 import difflib
+import inspect
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
+import docstring_parser
 import tyro
 from tyro.conf import arg
 
@@ -264,6 +266,7 @@ def dle_50() -> Config:
     return replace(dle_90(), preset="dle-50", epochs=50)
 
 
+NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data, the last for "not told"
 PRESETS = {
     "digits": digits,
     "goyal-90": goyal_90,
@@ -287,9 +290,7 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         check(config, engine, world.size)
     except UserError as error:
         fail(world, f"error: {error}", exit_code=2)
-    except (
-        SystemExit
-    ) as ended:  # tyro has answered --help, or has said what is wrong with the flags
+    except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
     if world.is_first:
         for line in without_effect(config, base, engine, world.size):
@@ -315,35 +316,29 @@ def _value_of(argv: list[str], flag: str) -> str | None:
     """The last value that `argv` gives to `flag`, before the real parser runs."""
     value = None
     for index, word in enumerate(argv):
-        if word == flag and index + 1 < len(argv):
+        name, equals, rest = word.partition("=")
+        if name.replace("_", "-") != flag:  # the real parser takes --train_dir, too
+            continue
+        if equals:
+            value = rest
+        elif index + 1 < len(argv):
             value = argv[index + 1]
-        elif word.startswith(flag + "="):
-            value = word.partition("=")[2]
     return value
 
 
 def _parse_flags(base: Config, argv: list[str], talk: bool) -> Config:
     """Parse into one group of flags a section, then into the flat Config."""
-    sections = {
-        title: section(**{item.name: getattr(base, item.name) for item in fields(section)})
-        for title, section in SECTIONS.items()
-    }
-    flags_type = make_dataclass(
-        "Flags",
-        [(title, type(section), field(default=section)) for title, section in sections.items()]
-        + [
-            (
-                "preset",
-                Annotated[str, arg(help="Defaults for all other flags: " + ", ".join(PRESETS))],
-                base.preset,
-            )
-        ],
-        frozen=True,
-    )
+    sections: list[Any] = [
+        (title, section, field(default_factory=section))
+        for title, section in ((title, _with_defaults(SECTIONS[title], base)) for title in SECTIONS)
+    ]
+    preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
+    preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
+    about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
     parsed: Any = tyro.cli(
-        flags_type,
+        make_dataclass("Flags", [*sections, preset], frozen=True),
         args=argv,
-        description=f"Defaults are those of the preset {base.preset}:\n{PRESETS[base.preset].__doc__}",
+        description=f"Defaults are those of --preset {base.preset}:\n\n{about}",
         config=(tyro.conf.OmitArgPrefixes,),
         console_outputs=talk,
     )
@@ -353,7 +348,26 @@ def _parse_flags(base: Config, argv: list[str], talk: bool) -> Config:
     return Config(preset=parsed.preset, **values)
 
 
-OPT_LEVELS = {"O0": "fp32", "O1": "fp16"}
+def _with_defaults(section: type, base: Config) -> type:
+    """`section` with the values of `base` as defaults and the docs of its fields as help.
+
+    tyro would find the docs by itself, but it keeps the line breaks of the source in them.
+    """
+    types = get_type_hints(section, include_extras=True)
+    docs = {
+        item.arg_name: " ".join((item.description or "").split())
+        for item in docstring_parser.parse_from_object(section).params
+    }
+    flags: list[Any] = [
+        (name, Annotated[types[name], arg(help=docs[name])], getattr(base, name))
+        for name in (item.name for item in fields(section))
+    ]
+    return make_dataclass(
+        section.__name__, flags, frozen=True, namespace={"__doc__": section.__doc__}
+    )
+
+
+OPT_LEVELS: dict[str, Literal["fp32", "fp16"]] = {"O0": "fp32", "O1": "fp16"}
 
 
 def _resolve(config: Config) -> Config:
@@ -361,28 +375,58 @@ def _resolve(config: Config) -> Config:
     if config.opt_level in ("O2", "O3"):
         raise UserError(
             f"--opt-level {config.opt_level}: keeps the weights themselves in fp16, which "
-            "torch.amp does not do; "
-            "--precision fp16 (Apex's O1) or --precision bf16 trains as fast"
+            "torch.amp does not do; use --precision fp16 (Apex's O1) or --precision bf16"
         )
     if config.opt_level:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
-    folder = Path(config.data).expanduser()
-    if config.data not in ("digits", "synthetic", "") and not (config.train_dir and config.val_dir):
-        config = replace(
-            config,
-            train_dir=config.train_dir or str(folder / "train"),
-            val_dir=config.val_dir or str(folder / "val"),
-        )
-    return replace(config, cache_dir=str(Path(config.cache_dir).expanduser()))
+    train_dir, val_dir = config.train_dir, config.val_dir
+    if config.data not in NOT_FOLDERS:
+        train_dir = train_dir or os.path.join(config.data, "train")
+        val_dir = val_dir or os.path.join(config.data, "val")
+    return replace(
+        config,
+        train_dir=train_dir and os.path.expanduser(train_dir),
+        val_dir=val_dir and os.path.expanduser(val_dir),
+        cache_dir=os.path.expanduser(config.cache_dir),
+    )
+
+
+SMALLEST = {
+    "epochs": 1,
+    "batch_size": 1,
+    "val_batch_size": 1,
+    "batches_per_allreduce": 1,
+    "log_interval": 1,
+    "train_crop_size": 1,
+    "val_crop_size": 1,
+    "val_resize_size": 1,
+    "threads": 1,
+    "workers": 0,
+    "checkpoint_steps": 1,
+    "keep_checkpoints": 0,
+    "max_steps": 1,
+    "synthetic_images": 1,
+    "seed": 0,
+}
+SHARES = ("label_smoothing", "hflip_prob", "random_erase", "model_ema_decay", "momentum")
+NOT_NEGATIVE = (
+    "base_lr",
+    "wd",
+    "norm_weight_decay",
+    "bias_weight_decay",
+    "warmup_epochs",
+    "lr_min",
+    "lr_gamma",
+)
 
 
 def check(config: Config, engine: str, world_size: int) -> None:
     """Raise UserError for values that cannot be meant."""
-    if not config.data and not config.train_dir and not config.evaluate:
+    if not config.data and not config.train_dir and not config.val_dir:
         raise UserError(
-            f"--preset {config.preset}: trains on ImageNet; say where it is with --data DIR"
+            f"--preset {config.preset}: is a recipe for ImageNet; say where it is with --data DIR"
         )
-    if bool(config.train_dir) != bool(config.val_dir) and not config.evaluate:
+    if bool(config.train_dir) != bool(config.val_dir):
         given, missing = (
             ("--train-dir", "--val-dir") if config.train_dir else ("--val-dir", "--train-dir")
         )
@@ -390,32 +434,24 @@ def check(config: Config, engine: str, world_size: int) -> None:
             f"{given} {config.train_dir or config.val_dir}: {missing} is missing; give both, or "
             "--data DIR"
         )
-    for name, smallest in {
-        "epochs": 1, "batch_size": 1, "val_batch_size": 1, "batches_per_allreduce": 1, "log_interval": 1,
-        "train_crop_size": 1, "val_crop_size": 1, "val_resize_size": 1, "threads": 1, "workers": 0,
-        "checkpoint_steps": 1, "keep_checkpoints": 0, "max_steps": 1, "synthetic_images": 1, "seed": 0,
-    }.items():  # fmt: skip
+    for name, smallest in SMALLEST.items():
         value = getattr(config, name)
         if value is not None and value < smallest:
             raise UserError(f"--{_flag(name)} {value}: must be at least {smallest}")
-    for name in ("label_smoothing", "hflip_prob", "random_erase", "model_ema_decay", "momentum"):
+    for name in SHARES:
         value = getattr(config, name)
         if not 0 <= value <= 1:
             raise UserError(
                 f"--{_flag(name)} {value}: is a share or probability; give a number from 0 to 1"
             )
-    for name in (
-        "base_lr",
-        "wd",
-        "norm_weight_decay",
-        "bias_weight_decay",
-        "warmup_epochs",
-        "lr_min",
-        "clip_grad_norm",
-    ):
+    for name in NOT_NEGATIVE:
         value = getattr(config, name)
-        if value is not None and value < 0:
-            raise UserError(f"--{_flag(name)} {value}: must not be negative")
+        if value is not None and not 0 <= value < math.inf:  # which a nan is not, either
+            raise UserError(f"--{_flag(name)} {value}: give a number that is not negative")
+    for name in ("clip_grad_norm", "gradient_predivide_factor"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{_flag(name)} {value}: give a number above 0")
     low, high = config.random_crop_scale
     if not 0 < low <= high <= 1:
         raise UserError(
@@ -425,8 +461,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
     if config.val_crop_size > config.val_resize_size:
         raise UserError(
             f"--val-crop-size {config.val_crop_size}: larger than the resized image "
-            f"({config.val_resize_size}); "
-            "raise --val-resize-size"
+            f"({config.val_resize_size}); raise --val-resize-size"
         )
     if config.desired_acc is not None and not 1 < config.desired_acc <= 100:
         raise UserError(
@@ -468,6 +503,32 @@ def _check_adasum(config: Config, engine: str, world_size: int) -> None:
         )
 
 
+OF_REAL_IMAGES = (
+    "workers",
+    "random_erase",
+    "auto_augment",
+    "hflip_prob",
+    "random_crop_scale",
+    "interpolation",
+    "val_resize_size",
+)
+OF_TRAINING = (
+    "epochs",
+    "batch_size",
+    "batches_per_allreduce",
+    "base_lr",
+    "momentum",
+    "wd",
+    "warmup_epochs",
+    "clip_grad_norm",
+    "label_smoothing",
+    "fp16_allreduce",
+    "desired_acc",
+    "max_steps",
+    "checkpoint_steps",
+)
+
+
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
     """What was asked for and does nothing here, in sentences; compared with the preset `base`."""
     changed = {
@@ -481,39 +542,26 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         if name in changed and condition:
             lines.append(f"--{_flag(name)} has no effect: {reason}")
 
-    note(
-        "gradient_predivide_factor",
-        "DDP always divides by the number of workers before the sum",
-        engine == "ddp",
-    )
+    predivide = "gradient_predivide_factor"
+    note(predivide, "DDP always divides by the number of workers before the sum", engine == "ddp")
+    note(predivide, "one worker divides by 1", engine != "ddp" and world_size == 1)
     note("fp16_allreduce", "one worker sends nothing", world_size == 1)
     note("use_adasum", "one worker has nothing to combine", world_size == 1)
+    note("batch_norm", "one worker's statistics are all there are", world_size == 1)
     note("lr_step_epochs", "--lr-scheduler is cosine", config.lr_scheduler == "cosine")
     note("lr_gamma", "--lr-scheduler is cosine", config.lr_scheduler == "cosine")
     note("lr_min", "--lr-scheduler is step", config.lr_scheduler == "step")
     note("warmup_method", "--warmup-epochs is 0", config.warmup_epochs == 0)
     note("model_ema_decay", "--model-ema is not given", not config.model_ema)
-    note("synthetic_images", "--data is not synthetic", config.data != "synthetic")
+    synthetic = config.data == "synthetic" and not config.train_dir
+    note("synthetic_images", "--data is not synthetic", not synthetic)
+    named = config.data in NOT_FOLDERS and bool(config.train_dir)
+    note("data", "--train-dir and --val-dir say where the images are", named)
     note("checkpoint_steps", "--keep-checkpoints is 0", config.keep_checkpoints == 0)
-    for name in (
-        "workers",
-        "random_erase",
-        "auto_augment",
-        "hflip_prob",
-        "random_crop_scale",
-        "interpolation",
-    ):
-        note(name, "--data synthetic reads no images", config.data == "synthetic")
-    if config.evaluate:
-        for name in (
-            "epochs",
-            "batch_size",
-            "base_lr",
-            "desired_acc",
-            "max_steps",
-            "checkpoint_steps",
-        ):
-            note(name, "--evaluate does not train")
+    for name in OF_REAL_IMAGES:
+        note(name, "--data synthetic reads no images", synthetic)
+    for name in OF_TRAINING:
+        note(name, "--evaluate does not train", config.evaluate)
     return lines
 
 

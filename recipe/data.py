@@ -2,7 +2,11 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +45,7 @@ def open_data(config: Config) -> Data:
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
-    if config.data == "synthetic":
+    if config.data == "synthetic" and not config.train_dir:
         return Data(
             None,
             None,
@@ -63,6 +67,15 @@ def open_data(config: Config) -> Data:
 def samples_per_step(config: Config, world: World) -> int:
     """The global batch: images between two optimizer steps, over all ranks."""
     return config.batch_size * config.batches_per_allreduce * world.size
+
+
+def remaining_steps(config: Config, world: World, data: Data, step: int, samples_seen: int) -> int:
+    """Optimizer steps until all epochs have been seen whole, or --max-steps is reached."""
+    if config.evaluate:
+        return 0
+    left = config.epochs * data.num_train - samples_seen
+    steps = math.ceil(left / samples_per_step(config, world))
+    return max(0, steps if config.max_steps is None else min(steps, config.max_steps - step))
 
 
 class TrainImages(Dataset):
@@ -123,7 +136,7 @@ def training_batches(
     batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
     if data.train is None:
         yield from _synthetic_batches(
-            config.batch_size, config.train_crop_size, sum(1 for _ in batches), device
+            config.batch_size, config.train_crop_size, map(len, batches), device
         )
     else:
         yield from _loader(TrainImages(data.train, config), batches, device, workers)
@@ -137,35 +150,59 @@ def validation_batches(
     size = config.val_batch_size
     batches = [list(indices[first : first + size]) for first in range(0, len(indices), size)]
     if data.val is None:
-        yield from _synthetic_batches(size, config.val_crop_size, len(batches), device)
+        yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
         yield from _loader(ValImages(data.val, config), batches, device, workers)
 
 
-def _loader(dataset: Dataset, batches, device: torch.device, workers: int) -> Iterator[Batch]:
+def _loader(
+    dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
+) -> Iterator[Batch]:
+    context = None
+    if workers:
+        # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
+        # torch once forks each worker in a moment, the many of each evaluation, too.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["recipe.data"])
     return iter(
         DataLoader(
             dataset,
             batch_sampler=batches,
             num_workers=workers,
             pin_memory=device.type == "cuda",
-            # Neither MPI nor CUDA survives a fork of the process that uses it.
-            multiprocessing_context="forkserver" if workers else None,
+            multiprocessing_context=context,
+            worker_init_fn=_end_with_parent if workers else None,
         )
     )
 
 
+def _end_with_parent(worker: int) -> None:
+    """End this worker as soon as the trainer is gone, however that ended.
+
+    torch's workers look for the end of their parent process; a forkserver's never ends before them,
+    and so they would stay for good after a trainer that was killed or left by os._exit.
+    """
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def wait() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _synthetic_batches(
-    batch_size: int, image_size: int, count: int, device: torch.device
+    batch_size: int, image_size: int, counts: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
-    """The same random batch again and again, already on the device: training speed without any
-    input."""
+    """The same random batch again and again, or the first images of it, already on the device:
+    training speed without any input."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, 3, image_size, image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
     targets = torch.randint(0, SYNTHETIC_CLASSES, (batch_size,), generator=generator).to(device)
-    for _ in range(count):
-        yield images, targets
+    for count in counts:
+        yield images[:count], targets[:count]
 
 
 @functools.cache

@@ -25,16 +25,20 @@ def choose_device(config: Config, world: World) -> torch.device:
     if not config.cuda or not torch.cuda.is_available():
         if config.precision == "tf32":
             raise UserError(
-                "--precision tf32: a GPU's number format, and this run is on the CPU; use fp32 or "
-                "bf16"
+                "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 "
+                "or bf16"
+            )
+        if config.batch_norm == "sync":
+            raise UserError(
+                "--batch-norm sync: neither torch nor Horovod has SyncBatchNorm for the CPU; use "
+                "average"
             )
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if num_gpus < world.local_size:
         raise UserError(
             f"{world.local_size} ranks on {world.host}, which has {num_gpus} GPU(s): start at "
-            f"most {num_gpus} ranks "
-            "here, or pass --no-cuda to train on the CPU"
+            f"most {num_gpus} here, or pass --no-cuda to train on the CPU"
         )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
@@ -109,14 +113,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its children so far, user and system, in seconds."""
-    children = psutil.Process().children(recursive=True)
-    own = os.times()
-    total = own.user + own.system
-    for child in children:
+    """CPU time of this process and all its descendants so far, user and system, in seconds.
+
+    The time of those that have ended is counted where their parent has waited for them: loader
+    workers end with each evaluation.
+    """
+    own = psutil.Process()
+    total = 0.0
+    for process in [own, *own.children(recursive=True)]:
         try:
-            times = child.cpu_times()
-            total += times.user + times.system
+            total += sum(process.cpu_times()[:4])  # user, system, and both of ended children
         except psutil.NoSuchProcess:
             pass
     return total

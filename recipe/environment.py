@@ -22,11 +22,13 @@ from recipe.record import Recorder, utc_now
 from recipe.schedule import learning_rate
 from recipe.world import World
 
-# Settings that say where files are, not what is computed: the data itself is in data_order_sha256.
+# Settings that say where files are, not what is computed: the data itself is in data_order_sha256,
+# and what --weights brought in initial_weights_sha256.
 NOT_WORK = {item.name for item in fields(RunFlags)} | {
     "train_dir",
     "val_dir",
     "data",
+    "weights",
     "cache_dir",
     "cuda",
     "preset",
@@ -72,9 +74,8 @@ def describe(
 
 def cpu_model() -> str:
     """The processor's name."""
-    for line in (
-        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    ):
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
@@ -144,9 +145,7 @@ def fingerprint(
 
 def usage_row(recorder: Recorder, model: nn.Module, device: torch.device) -> torch.Tensor:
     """What this rank used, and a digest of its weights, for the ranks to exchange: float64 [3]."""
-    digest = int(
-        weights_sha256(model, buffers=False)[:12], 16
-    )  # 48 bits: a float64 holds them exactly
+    digest = int(weights_sha256(model, buffers=False)[:12], 16)  # 48 bits: exact in a float64
     used = cpu_seconds() - recorder.cpu_seconds_before
     return torch.tensor([used, peak_memory_bytes(device), digest], dtype=torch.float64)
 
@@ -193,5 +192,6 @@ def weights_sha256(model: nn.Module, buffers: bool = True) -> str:
     digest = hashlib.sha256()
     for name, value in (model.state_dict() if buffers else dict(model.named_parameters())).items():
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        values = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(values.numpy().tobytes())
     return digest.hexdigest()

@@ -1,9 +1,11 @@
 """How a run ends when something is wrong: one clear message, from one rank, and exit code not 0."""
 
 import os
+import socket
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -17,6 +19,19 @@ OTHER_RANK_DELAY_S = 2.0
 # A rank that lost its peer is a victim: the rank that failed speaks first. It speaks up only if
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
+LATE_RANKS_S = 1.0
+# Together they tell one job on a host from another, whichever launcher started it.
+JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
 LOST_PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -37,6 +52,11 @@ class UserError(ValueError):
     what to do."""
 
 
+def sentence(error: UserError) -> str:
+    """The message of `error`, without the traceback that a DataLoader's worker wraps it in."""
+    return str(error).rpartition(f"{UserError.__module__}.{UserError.__qualname__}: ")[2].strip()
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` is the consequence of another rank's end rather than a cause of its own."""
     return type(error).__name__ == "HorovodInternalError" or (
@@ -50,14 +70,34 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins. The launcher then ends the rest.
     """
-    if world.rank != 0:
+    if message and world.rank != 0:
         time.sleep(OTHER_RANK_DELAY_S)
-        message = message and f"[rank {world.rank} on {world.host}] {message}"
+        message = f"[rank {world.rank} on {world.host}] {message}"
     if message:
-        print(message, file=sys.stderr)
+        turn = _take_the_word() if world.size > 1 else None
+        if world.size > 1 and turn is None:
+            time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
+        else:
+            print(message, file=sys.stderr, flush=True)
+            # Late ranks with the same error find the word taken, for as long as this one lives.
+            time.sleep(LATE_RANKS_S if world.size > 1 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _take_the_word() -> socket.socket | None:
+    """The right to speak for this job on this host, held by one process at a time; None if taken.
+
+    An abstract Unix socket, whose name vanishes with the process that holds it.
+    """
+    job = "/".join(os.environ.get(name, "") for name in JOB_VARIABLES)
+    turn = socket.socket(socket.AF_UNIX)
+    try:
+        turn.bind(f"\0imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}")
+    except OSError:
+        return None
+    return turn
 
 
 @contextmanager
@@ -66,7 +106,7 @@ def one_message(world: World) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        fail(world, f"error: {error}")
+        fail(world, f"error: {sentence(error)}")
     except KeyboardInterrupt:
         fail(
             world,

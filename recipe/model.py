@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torchvision
@@ -41,30 +42,74 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
                 else "see torchvision.models.list_models()"
             )
         )
-    extra = {"aux_logits": False} if config.arch in ("googlenet", "inception_v3") else {}
+    published = None
+    if config.pretrained:
+        published = torchvision.models.get_model_weights(config.arch).DEFAULT
+        if len(published.meta["categories"]) != num_classes:
+            raise UserError(
+                f"--pretrained: {config.arch}'s published weights tell "
+                f"{len(published.meta['categories'])} classes apart, and the data has "
+                f"{num_classes}; train from scratch, or give --weights of a matching checkpoint"
+            )
     torch.manual_seed(config.seed)
-    if not (config.pretrained and download):
-        return torchvision.models.get_model(
-            config.arch, weights=None, num_classes=num_classes, **extra
-        )
-    published = torchvision.models.get_model_weights(config.arch).DEFAULT
-    if len(published.meta["categories"]) != num_classes:
-        raise UserError(
-            f"--pretrained: {config.arch}'s published weights tell "
-            f"{len(published.meta['categories'])} classes apart, "
-            f"and the data has {num_classes}; train from scratch, or give --weights of a matching "
-            "checkpoint"
-        )
     try:
-        model = torchvision.models.get_model(config.arch, weights=published)
-    except OSError as error:
+        model = torchvision.models.get_model(
+            config.arch, weights=None, num_classes=num_classes, **_settings(config)
+        )
+    except (AssertionError, ValueError) as error:
         raise UserError(
-            f"--pretrained: {published.url} could not be downloaded ({error}); give its file with "
-            "--weights"
+            f"--arch {config.arch}: cannot be built for images of --train-crop-size "
+            f"{config.train_crop_size} ({error})"
         ) from None
-    if extra:
-        model.aux_logits = False
+    if published is not None and download:
+        try:
+            state = published.get_state_dict(progress=False, check_hash=True)
+        except (OSError, RuntimeError) as error:  # the latter for a wrong checksum
+            raise UserError(
+                f"--pretrained: {published.url} could not be downloaded ({error}); give its file "
+                "with --weights"
+            ) from None
+        try:
+            model.load_state_dict(without_auxiliary_heads(state))
+        except RuntimeError:
+            raise UserError(
+                f"--pretrained: {config.arch}'s published weights are for images of another size "
+                f"than --train-crop-size {config.train_crop_size}"
+            ) from None
     return model
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What a few architectures must be told to fit the recipe and the published weights."""
+    size = config.train_crop_size
+    if config.arch in ("googlenet", "inception_v3"):
+        # Their published weights came from TensorFlow, and with it another normalisation.
+        return {"aux_logits": False, "transform_input": True, "init_weights": True}
+    if not config.arch.startswith(("vit_", "maxvit")):
+        return {}
+    if size != config.val_crop_size:
+        raise UserError(
+            f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
+            f"and --val-crop-size {config.val_crop_size} the same value"
+        )
+    return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
+
+
+def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` without the second classifiers that GoogLeNet and Inception have in training."""
+    heads = ("aux1.", "aux2.", "AuxLogits.")
+    return {key: value for key, value in state.items() if not key.startswith(heads)}
+
+
+def replace_batch_norm(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """`module` with each BatchNorm replaced by the engine's synchronised `kind`, its state kept."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        new: Any = kind(module.num_features, module.eps, module.momentum, module.affine)
+        new.load_state_dict(module.state_dict())
+        return new.to(next(module.parameters()).device)
+    for name, child in module.named_children():
+        setattr(module, name, replace_batch_norm(child, kind))
+    return module
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
@@ -86,9 +131,8 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            kind = (
-                "norms" if isinstance(module, NORMS) else "biases" if name == "bias" else "weights"
-            )
+            is_bias = name == "bias" or name.endswith("_bias")  # attention has an in_proj_bias
+            kind = "norms" if isinstance(module, NORMS) else "biases" if is_bias else "weights"
             groups[kind].append(parameter)
     return [
         {"params": groups[kind], "weight_decay": decay}

@@ -115,6 +115,9 @@ class Recorder:
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder = folder
+        if config.evaluate and (folder / "metrics.jsonl").exists():
+            # The record of the training that is evaluated stays as it is.
+            self.folder = folder / datetime.now().strftime("evaluation-%Y%m%d-%H%M%S")
         self.steps_per_epoch = data.num_train / samples_per_step(config, world)
         self.clock = StepClock(device)
         self.pending: list[
@@ -131,6 +134,7 @@ class Recorder:
         self.learning_rate = 0.0
         self.started = time.perf_counter()
         self.earlier_train_seconds = progress.train_seconds
+        self.earlier_summary: str | None = None
         self.file: Any = None
         self.board: Any = None
         self.bar: tqdm | None = None
@@ -138,8 +142,8 @@ class Recorder:
             self._open()
 
     def _open(self) -> None:
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists() and self.progress.step == 0 and self.config.resume != "auto":
+        metrics, summary = self.folder / "metrics.jsonl", self.folder / "summary.json"
+        if metrics.exists() and not self._goes_on_here():
             raise UserError(
                 f"{self.folder}: already holds a run; choose another --name, or go on with it by "
                 "--resume auto"
@@ -153,7 +157,9 @@ class Recorder:
             replace_file(
                 self.folder / "config.json", json.dumps(asdict(self.config), indent=2) + "\n"
             )
-            (self.folder / "summary.json").unlink(missing_ok=True)
+            if summary.exists():
+                self.earlier_summary = summary.read_text()
+                summary.unlink()
         except OSError as error:
             raise UserError(
                 f"{self.folder}: the run cannot be written there ({error.strerror}); choose "
@@ -161,20 +167,36 @@ class Recorder:
             ) from None
         from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
+        # Its steps are epochs, counted from 1: what an interrupted run drew of those that are to be
+        # made again goes.
+        epoch = self.progress.samples_seen // self.data.num_train
         self.board = SummaryWriter(
-            str(self.folder / "tensorboard"), purge_step=self.progress.step or None
+            str(self.folder / "tensorboard"), purge_step=epoch + 1 if self.progress.step else None
         )
+
+    def _goes_on_here(self) -> bool:
+        """Whether --resume means a checkpoint of this folder, and not another run's."""
+        if self.config.resume in ("auto", None):
+            return self.config.resume == "auto"
+        path = Path(self.config.resume or "").expanduser().resolve()
+        return path.is_relative_to(self.folder.resolve())
 
     def _take_up_epoch(self, lines: list[str]) -> None:
         """Count the steps of the epoch that a resumed run is in the middle of, so that its figures
         cover all of it."""
         epoch = self.progress.samples_seen // self.data.num_train
-        images = samples_per_step(self.config, self.world)
+        samples_before = 0
         for step in map(json.loads, lines):
-            if step["kind"] == "step" and step["epoch"] == epoch:
+            if step["kind"] != "step":
+                continue
+            if step["epoch"] == epoch:
+                images = (
+                    step["samples_seen"] - samples_before
+                )  # the world may have had another size
                 figures = [step["loss"], step["top1"] / 100, step["top5"] / 100, 1.0]
                 self.epoch_sums += images * torch.tensor(figures, dtype=torch.float64)
                 self.epoch_seconds += step["seconds"]
+            samples_before = step["samples_seen"]
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.file is not None:
@@ -257,7 +279,8 @@ class Recorder:
         for row, (_, rate, data_seconds, step, samples_seen), seconds in zip(
             all_sums, self.pending, self.clock.take(), strict=True
         ):
-            epoch = (samples_seen - 1) // self.data.num_train
+            # A step belongs to the epoch that it begins in, in the epoch's figures as well.
+            epoch = (samples_seen - images_per_step) // self.data.num_train
             figures = means(row)
             if not math.isfinite(figures["loss"]):
                 raise UserError(
@@ -266,9 +289,16 @@ class Recorder:
                     "--base-lr, lengthen --warmup-epochs or set --clip-grad-norm"
                 )
             self._write(
-                "step", epoch=epoch, step=step, samples_seen=samples_seen, **figures, learning_rate=rate,
-                seconds=seconds, data_seconds=data_seconds, images_per_second=images_per_step / seconds,
-            )  # fmt: skip
+                "step",
+                epoch=epoch,
+                step=step,
+                samples_seen=samples_seen,
+                **figures,
+                learning_rate=rate,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                images_per_second=images_per_step / seconds,
+            )
             self.epoch_seconds += seconds
             self.step_seconds += seconds
             if step > self.first_step + WARM_UP_STEPS:
@@ -291,9 +321,14 @@ class Recorder:
         figures = means(self.epoch_sums)
         speed = float(self.epoch_sums[3]) / self.epoch_seconds
         self._write(
-            "epoch", epoch=epoch, step=self.progress.step, samples_seen=self.progress.samples_seen, **figures,
-            seconds=self.epoch_seconds, images_per_second=speed,
-        )  # fmt: skip
+            "epoch",
+            epoch=epoch,
+            step=self.progress.step,
+            samples_seen=self.progress.samples_seen,
+            **figures,
+            seconds=self.epoch_seconds,
+            images_per_second=speed,
+        )
         self._draw("train", epoch, figures, seconds=self.epoch_seconds, speed=speed)
         self.say(
             f"epoch {epoch + 1:>3}/{self.config.epochs}  train  loss {figures['loss']:.4f}  top-1 "
@@ -311,9 +346,16 @@ class Recorder:
         figures = means(sums)
         count = int(sums[3])
         self._write(
-            "eval", epoch=epoch, step=self.progress.step, samples_seen=self.progress.samples_seen, **figures,
-            num_images=count, seconds=seconds, train_seconds_so_far=self.train_seconds, weights=weights,
-        )  # fmt: skip
+            "eval",
+            epoch=epoch,
+            step=self.progress.step,
+            samples_seen=self.progress.samples_seen,
+            **figures,
+            num_images=count,
+            seconds=seconds,
+            train_seconds_so_far=self.train_seconds,
+            weights=weights,
+        )
         self._draw(
             "val" if weights == "model" else f"val_{weights}",
             epoch,
@@ -369,7 +411,11 @@ class Recorder:
             settings, {f"hparam/{key}": value for key, value in results.items()}, run_name="."
         )
         self.board.close()
-        replace_file(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        text = json.dumps(summary, indent=2) + "\n"
+        if self.progress.step == self.first_step and not self.config.evaluate:
+            # A run that was complete already: its figures of speed are not this short session's.
+            text = self.earlier_summary or text
+        replace_file(self.folder / "summary.json", text)
 
     @property
     def images_per_second(self) -> float | None:

@@ -15,7 +15,7 @@ class World:
     size: int
     local_rank: int
     local_size: int
-    launcher: str  # torchrun, horovodrun, mpirun, mpich, slurm, or none
+    launcher: str  # a key of LAUNCHERS, or none
     host: str
 
     @property
@@ -24,17 +24,14 @@ class World:
         return self.rank == 0
 
 
-# launcher: its variables for rank, size, local rank and local size. The first whose rank and size
-# are set wins, so the innermost launcher stands first: torchrun may run inside srun, and mpirun
-# inside an sbatch allocation.
+# launcher: its variables for rank, size, local rank and local size. The first whose rank, size and
+# local rank are set wins, so the innermost launcher stands first: torchrun may run inside srun, and
+# mpirun inside an sbatch allocation. (`srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE, but not the
+# local rank that MPICH's own mpiexec sets: it is Slurm's.)
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "horovodrun": (
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        "HOROVOD_LOCAL_RANK",
-        "HOROVOD_LOCAL_SIZE",
-    ),  # over Gloo; over MPI it is mpirun
+    # Over Gloo; over MPI horovodrun is mpirun.
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "mpirun": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -51,9 +48,9 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Read this process's place in the world; alone (rank 0 of 1) when no launcher left its
     variables."""
     host = socket.gethostname()
-    for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
-        if rank not in environ or size not in environ:
-            continue
+    left = {name: keys for name, keys in LAUNCHERS.items() if set(keys[:2]) <= environ.keys()}
+    whole = {name: keys for name, keys in left.items() if keys[2] in environ}
+    for launcher, (rank, size, local_rank, local_size) in (whole or left).items():
         local = environ.get(local_size, environ[size])
         if launcher == "slurm":
             local = _slurm_local_size(local, int(environ.get("SLURM_NODEID", "0")))
@@ -86,10 +83,14 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
     """
     if engine_size == world.size:
         return None
+    if world.launcher == "none":
+        return (
+            f"the engine sees a world of {engine_size}, but the launcher of this process left "
+            f"none of the variables that tell its rank. {remedy}"
+        )
     return (
-        f"error: {world.launcher} started this process as one of {world.size}, but the engine "
-        "sees a world of "
-        f"{engine_size}: it would train as {world.size} independent copies. {remedy}"
+        f"{world.launcher} started this process as one of {world.size}, but the engine sees a "
+        f"world of {engine_size}: it would train as {world.size} independent copies. {remedy}"
     )
 
 

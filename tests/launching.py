@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,9 @@ def launch(
     launcher: str, engine: str, arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
 ) -> Finished:
     """Start a trainer and wait for its end; fails the test if it hangs or leaves a process behind."""
-    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=ranks)
+    command = LAUNCHERS[launcher].format(
+        python=sys.executable, trainer=TRAINERS[engine], ranks=ranks
+    )
     return run([*command.split(), *arguments.split()], timeout, **environ)
 
 
@@ -83,7 +86,7 @@ def run(command: list[str], timeout: float = 240, **environ: str) -> Finished:
                 survivor.kill()
             process.wait()
         output.seek(0)
-        text = output.read()
+        text = re.sub(r"\x1b\[[\d;]*m", "", output.read())  # mpirun gives its ranks a terminal
     assert not left, f"{command} left {[survivor.pid for survivor in left]} behind:\n{text}"
     return Finished(process.returncode, text, seconds)
 
@@ -101,7 +104,10 @@ def marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("LAUNCH_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get("LAUNCH_MARK") == mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -117,5 +123,3 @@ def read_lines(run_folder: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics.jsonl."""
     lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
-
-

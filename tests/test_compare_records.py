@@ -149,7 +149,7 @@ def test_more_fields_are_no_error(tmp_path):
 def test_a_throughput_that_is_none_is_named(tmp_path, value):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1/summary.json", images_per_second=value)
-    with pytest.raises(RecordError, match="summary.json: images_per_second is"):
+    with pytest.raises(RecordError, match=r"summary\.json: images_per_second is"):
         load_comparison(folder)
 
 

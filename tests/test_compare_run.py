@@ -53,10 +53,14 @@ if value("--empty") == run:
 
 DRIVER = """
 import sys
-from compare import plan, run
+from compare import launch, plan, run
 plan.Configuration.launch_words = lambda self, workers: [sys.executable, {launcher!r}]
 run.check_tools = lambda plan: None
-run.GRACE_SECONDS = 1.0
+launch.GRACE_SECONDS = 1.0
+# Not the real digest: somebody may be at work on the trainers while the tests run.
+digests = iter("aaab" if "--sources-change" in sys.argv else "a" * 99)
+plan.trainers_sha256 = lambda: "a"
+run.trainers_sha256 = lambda: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """
 
@@ -320,6 +324,12 @@ def test_another_plan_in_the_same_folder_is_refused_by_what_differs(comparing):
     assert len(comparing.starts()) == 4
 
 
+def test_sources_that_change_meanwhile_end_the_comparison(comparing):
+    code, output = comparing.run(*SMALL, "--", "--sources-change")
+    assert code == 2 and "were changed while the comparison was running" in output
+    assert len(comparing.starts()) == 2  # the digest is asked for at the start and before each run
+
+
 def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     code, output = comparing.run("--dry-run", "--blocks", "2", "--", "--leave", "it's nothing")
     assert code == 0
@@ -404,5 +414,3 @@ def test_help_is_fast():
     )
     assert ended.returncode == 0 and "--configurations" in ended.stdout
     assert time.perf_counter() - began < 2
-
-

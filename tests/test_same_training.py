@@ -23,7 +23,12 @@ VARIANTS = {
 
 def train(folder: Path, launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> dict:
     """The summary of one training."""
-    finished = launch(launcher, engine, f"{SMALL} {arguments} --log-dir {folder.parent} --name {folder.name}", ranks)
+    finished = launch(
+        launcher,
+        engine,
+        f"{SMALL} {arguments} --log-dir {folder.parent} --name {folder.name}",
+        ranks,
+    )
     assert finished.returncode == 0, finished.output
     return read_json(folder / "summary.json")
 
@@ -38,7 +43,10 @@ def test_engines_end_with_equal_weights(variant: str, tmp_path: Path) -> None:
     assert len({summary["weights_sha256"] for summary in summaries}) == 1
     assert len({str(summary["fingerprint"]) for summary in summaries}) == 1
     assert summaries[0]["weights_sha256"] != summaries[0]["fingerprint"]["initial_weights_sha256"]
-    losses = [[step["loss"] for step in read_lines(tmp_path / f"run{number}", "step")] for number in range(len(ENGINES))]
+    losses = [
+        [step["loss"] for step in read_lines(tmp_path / f"run{number}", "step")]
+        for number in range(len(ENGINES))
+    ]
     assert len(losses[0]) == 70
     assert losses[0] == losses[1] == losses[2]
 
@@ -48,7 +56,10 @@ def test_one_rank_equals_plain_training(tmp_path: Path) -> None:
     assert plain.returncode == 0, plain.output
     digest = plain.output.split("weights ")[-1].strip()
     assert train(tmp_path / "ddp", "torchrun", "ddp", ranks=1)["weights_sha256"] == digest
-    assert train(tmp_path / "horovod", "horovodrun --mpi", "horovod", ranks=1)["weights_sha256"] == digest
+    assert (
+        train(tmp_path / "horovod", "horovodrun --mpi", "horovod", ranks=1)["weights_sha256"]
+        == digest
+    )
 
 
 def test_loader_workers_change_nothing(tmp_path: Path) -> None:
@@ -61,21 +72,37 @@ def test_loader_workers_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resume_in_mid_epoch_under_either_engine(precision: str, tmp_path: Path) -> None:
     """70 steps at once; the first 35 under one engine and the rest, from step 20 of a 60-step epoch, under each."""
-    arguments = f"--precision {precision}" + (" --model-ema --arch shufflenet_v2_x0_5" if precision == "fp16" else "")
+    arguments = f"--precision {precision}" + (
+        " --model-ema --arch shufflenet_v2_x0_5" if precision == "fp16" else ""
+    )
     whole = train(tmp_path / "whole", *ENGINES[0], arguments)
-    for first, second in [(ENGINES[0], ENGINES[0]), (ENGINES[0], ENGINES[1]), (ENGINES[1], ENGINES[0])]:
+    for first, second in [
+        (ENGINES[0], ENGINES[0]),
+        (ENGINES[0], ENGINES[1]),
+        (ENGINES[1], ENGINES[0]),
+    ]:
         folder = tmp_path / f"{first[1]}-{second[1]}"
-        train(folder, *first, f"{arguments} --checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5")
+        train(
+            folder, *first, f"{arguments} --checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5"
+        )
         for later in folder.glob("checkpoints/step-000000035.pt"):
             later.unlink()  # as if it had been killed before it got there
         summary = train(folder, *second, f"{arguments} --resume auto")
         assert summary["steps"] == 70
         assert summary["weights_sha256"] == whole["weights_sha256"]
         steps = read_lines(folder, "step")
-        assert [step["step"] for step in steps] == list(range(1, 71)), "no step is lost or told twice"
-        assert [step["loss"] for step in steps] == [step["loss"] for step in read_lines(tmp_path / "whole", "step")]
-        epochs = [{**line, "seconds": 0, "images_per_second": 0} for line in read_lines(folder, "epoch")]
-        assert [line["samples_seen"] for line in epochs] == [line["samples_seen"] for line in read_lines(tmp_path / "whole", "epoch")]
+        assert [step["step"] for step in steps] == list(range(1, 71)), (
+            "no step is lost or told twice"
+        )
+        assert [step["loss"] for step in steps] == [
+            step["loss"] for step in read_lines(tmp_path / "whole", "step")
+        ]
+        epochs = [
+            {**line, "seconds": 0, "images_per_second": 0} for line in read_lines(folder, "epoch")
+        ]
+        assert [line["samples_seen"] for line in epochs] == [
+            line["samples_seen"] for line in read_lines(tmp_path / "whole", "epoch")
+        ]
 
 
 def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Small worlds, settings, models and folders of images for the tests of the recipe."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from recipe.config import Config, digits
+from recipe.world import World
+
+CPU = torch.device("cpu")
+torch.set_num_threads(1)  # the tests share their cores with others
+
+
+def a_world(rank: int = 0, size: int = 1, **others: Any) -> World:
+    """Rank `rank` of `size` on one host, started by torchrun if there are several."""
+    world = World(rank, size, rank, size, "torchrun" if size > 1 else "none", "here")
+    return replace(world, **others)
+
+
+def a_config(**others: Any) -> Config:
+    """Settings for runs that take milliseconds."""
+    return replace(
+        digits(),
+        **{
+            "train_crop_size": 8,
+            "val_resize_size": 8,
+            "val_crop_size": 8,
+            "batch_size": 4,
+            "val_batch_size": 4,
+            "threads": 1,
+            **others,
+        },
+    )
+
+
+class TinyNet(nn.Module):
+    """A convolution, BatchNorm, and a linear layer: [N, 3, any, any] to [N, classes]."""
+
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.conv(images)).relu()
+        logits: torch.Tensor = self.head(hidden.mean(dim=(2, 3)))
+        return logits
+
+
+def write_images(root: Path, per_class: int, classes: str = "abc") -> Path:
+    """A folder of random 12x10 PNG images, one sub-folder a class."""
+    rng = np.random.default_rng(0)
+    for label in classes:
+        (root / label).mkdir(parents=True)
+        for index in range(per_class):
+            pixels = rng.integers(0, 256, (10, 12, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / label / f"{index}.png")
+    return root

@@ -1,0 +1,379 @@
+"""Flags, presets, and what is said about settings that cannot be meant or do nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from making import a_world
+
+from recipe import config as config_module
+from recipe import errors
+from recipe.config import PRESETS, SECTIONS, Config, check, parse_args, without_effect
+from recipe.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+IMAGENET = "--data /imagenet "
+
+
+class Exit(Exception):
+    """Stands in for os._exit."""
+
+
+@pytest.fixture(autouse=True)
+def no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_with(code: int) -> None:
+        raise Exit(code)
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+    monkeypatch.setattr(errors, "OTHER_RANK_DELAY_S", 0.0)
+
+
+def parse(line: str, engine: str = "ddp", size: int = 1, rank: int = 0) -> Config:
+    return parse_args(engine, a_world(rank, size), line.split())
+
+
+def code_of(line: str, **others: int) -> int:
+    """The exit code that the command line `line` ends with."""
+    with pytest.raises(Exit) as ended:
+        parse(line, **others)
+    return int(ended.value.args[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("-a vgg11", "arch", "vgg11"),
+        ("--arch vgg11", "arch", "vgg11"),
+        ("--model vgg11", "arch", "vgg11"),
+        ("-b 7", "batch_size", 7),
+        ("--batch-size 7", "batch_size", 7),
+        ("--batch_size 7", "batch_size", 7),
+        ("--batch-size=7", "batch_size", 7),
+        ("--wd 0.25", "wd", 0.25),
+        ("--weight-decay 0.25", "wd", 0.25),
+        ("-j 3", "workers", 3),
+        ("--lr-warmup-epochs 3", "warmup_epochs", 3.0),
+        ("--lr-warmup-method linear", "warmup_method", "linear"),
+        ("-e --weights f", "evaluate", True),
+        ("--test-only --weights f", "evaluate", True),
+        ("--opt-level O0", "precision", "fp32"),
+        ("--opt-level O1", "precision", "fp16"),
+        ("--no-cuda", "cuda", False),
+        ("--fp16-allreduce", "fp16_allreduce", True),
+        ("--nesterov --no-nesterov", "nesterov", False),
+        ("--lr-step-epochs 1 2 3 4", "lr_step_epochs", (1, 2, 3, 4)),
+        ("--random-crop-scale 0.5 0.6", "random_crop_scale", (0.5, 0.6)),
+        ("--workers None", "workers", None),
+        ("--desired-acc 75", "desired_acc", 75.0),
+    ],
+)
+def test_flag(line: str, name: str, value: object) -> None:
+    assert getattr(parse(line), name) == value
+
+
+def test_a_flag_changes_nothing_else() -> None:
+    assert parse("--epochs 3") == replace(parse(""), epochs=3)
+    assert parse("--opt-level O1").opt_level is None  # else it would disagree with --precision
+
+
+def test_every_setting_is_a_flag_of_one_section() -> None:
+    names = [name for section in SECTIONS.values() for name in section.__dataclass_fields__]
+    assert sorted([*names, "preset"]) == sorted(Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("line", "preset"),
+    [
+        ("", "digits"),
+        ("--data digits", "digits"),
+        ("--data synthetic", "goyal-90"),
+        ("--data=/imagenet", "goyal-90"),
+        ("--train-dir /t --val-dir /v", "goyal-90"),
+        ("--train_dir /t --val_dir /v", "goyal-90"),
+        (IMAGENET + "--preset dle-90", "dle-90"),
+        (IMAGENET + "--preset=tv-v1", "tv-v1"),
+        ("--preset tv-v1 --data digits --preset digits", "digits"),
+    ],
+)
+def test_chosen_preset(line: str, preset: str) -> None:
+    assert parse(line).preset == preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
+    preset = PRESETS[name]()
+    assert preset.preset == name
+    data = "/imagenet" if preset.data == "" else preset.data
+    assert (config := parse(f"--preset {name} --data {data}")).base_lr == preset.base_lr
+    assert (config.epochs, config.wd, config.precision) == (
+        preset.epochs,
+        preset.wd,
+        preset.precision,
+    )
+    changed = parse(f"--preset {name} --data {data} --epochs 7 --no-channels-last")
+    assert changed == replace(config, epochs=7, channels_last=False)
+
+
+def test_presets_are_the_published_recipes() -> None:
+    assert PRESETS["dle-50"]() == replace(PRESETS["dle-90"](), preset="dle-50", epochs=50)
+    goyal = PRESETS["goyal-90"]()
+    assert (goyal.base_lr, goyal.batch_size, goyal.epochs, goyal.wd) == (0.0125, 32, 90, 5e-5)
+    assert (goyal.warmup_epochs, goyal.lr_step_epochs, goyal.momentum) == (5, (30, 60, 80), 0.9)
+    v1 = PRESETS["tv-v1"]()
+    assert v1.base_lr * 8 == 0.1  # torchvision's rate is that of 8 workers
+    assert (v1.wd, v1.warmup_epochs, v1.lr_step_epochs) == (1e-4, 0, (30, 60))
+
+
+def test_folders() -> None:
+    config = parse("--data /imagenet")
+    assert (config.train_dir, config.val_dir) == ("/imagenet/train", "/imagenet/val")
+    config = parse("--data /imagenet --val-dir /v2")
+    assert (config.train_dir, config.val_dir) == ("/imagenet/train", "/v2")
+    config = parse("--data ~/imagenet --val-dir=~/v2 --cache-dir=~/cache")
+    home = os.path.expanduser("~")
+    assert (config.train_dir, config.val_dir) == (f"{home}/imagenet/train", f"{home}/v2")
+    assert config.cache_dir == f"{home}/cache"
+    assert parse("").train_dir is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--preset tv-v1", "--data DIR"),
+        ("--preset tv-v1 --evaluate --weights f", "--data DIR"),
+        ("--train-dir /t", "--val-dir is missing"),
+        ("--val-dir /v", "--train-dir is missing"),
+        ("--val-dir /v --evaluate --weights f", "--train-dir is missing"),
+        ("--opt-level O2", "--precision fp16"),
+        ("--opt-level O3", "--precision fp16"),
+        ("--epochs 0", "at least 1"),
+        ("-b 0", "--batch-size 0: must be at least 1"),
+        ("--val-batch-size -1", "at least 1"),
+        ("--batches-per-allreduce 0", "at least 1"),
+        ("--log-interval 0", "at least 1"),
+        ("--train-crop-size 0", "at least 1"),
+        ("--val-crop-size 0", "at least 1"),
+        ("--val-resize-size 0", "at least 1"),
+        ("--threads 0", "at least 1"),
+        ("--workers -1", "at least 0"),
+        ("--checkpoint-steps 0", "at least 1"),
+        ("--keep-checkpoints -1", "at least 0"),
+        ("--max-steps 0", "at least 1"),
+        ("--synthetic-images 0", "at least 1"),
+        ("--seed -1", "at least 0"),
+        ("--label-smoothing 1.5", "from 0 to 1"),
+        ("--hflip-prob -0.1", "from 0 to 1"),
+        ("--random-erase 50", "from 0 to 1"),
+        ("--model-ema-decay 2", "from 0 to 1"),
+        ("--momentum nan", "from 0 to 1"),
+        ("--base-lr -1", "not negative"),
+        ("--base-lr nan", "not negative"),
+        ("--base-lr inf", "not negative"),
+        ("--wd -1", "not negative"),
+        ("--norm-weight-decay -1", "not negative"),
+        ("--bias-weight-decay -1", "not negative"),
+        ("--warmup-epochs -1", "not negative"),
+        ("--lr-min -1", "not negative"),
+        ("--lr-gamma -1", "not negative"),
+        ("--clip-grad-norm 0", "above 0"),
+        ("--gradient-predivide-factor 0", "above 0"),
+        ("--random-crop-scale 0.9 0.1", "smallest <= largest"),
+        ("--random-crop-scale 0 1", "0 < smallest"),
+        ("--val-crop-size 999", "raise --val-resize-size"),
+        ("--desired-acc 0.75", "75 percent is written 75"),
+        ("--desired-acc 101", "percentage"),
+        ("--nesterov --momentum 0", "--momentum above 0"),
+        ("--resume auto", "--name"),
+        ("--pretrained --weights f", "one of the two"),
+        ("--evaluate", "--weights FILE"),
+        ("--use-adasum", "only Horovod"),
+    ],
+)
+def test_what_cannot_be_meant(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(line) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: --[^\n]+\n", err), "one line, which names the flag"
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "words"),
+    [
+        ("--use-adasum", 3, "power of two"),
+        ("--use-adasum --precision fp16", 2, "--precision fp16: cannot be combined"),
+        ("--use-adasum --clip-grad-norm 1", 2, "--clip-grad-norm: cannot be combined"),
+        ("--use-adasum --gradient-predivide-factor 2", 2, "does not average"),
+    ],
+)
+def test_adasum_under_horovod(
+    line: str, size: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse("--use-adasum", "horovod", size=4).use_adasum
+    with pytest.raises(Exit):
+        parse(line, "horovod", size=size)
+    assert words in capsys.readouterr().err
+
+
+def test_check_accepts_the_presets() -> None:
+    for preset in PRESETS.values():
+        check(replace(preset(), data="/imagenet"), "ddp", 4)
+    with pytest.raises(UserError):
+        check(PRESETS["tv-v1"](), "ddp", 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "engine", "size"),
+    [
+        ("--gradient-predivide-factor 2", "gradient-predivide-factor", "ddp", 2),
+        ("--gradient-predivide-factor 2", "gradient-predivide-factor", "horovod", 1),
+        ("--fp16-allreduce", "fp16-allreduce", "ddp", 1),
+        ("--use-adasum", "use-adasum", "horovod", 1),
+        ("--batch-norm average", "batch-norm", "ddp", 1),
+        ("--lr-step-epochs 3", "lr-step-epochs", "ddp", 2),
+        ("--lr-gamma 0.5", "lr-gamma", "ddp", 2),
+        ("--lr-scheduler step --lr-min 0.5", "lr-min", "ddp", 2),
+        ("--warmup-epochs 0 --warmup-method linear", "warmup-method", "ddp", 2),
+        ("--model-ema-decay 0.5", "model-ema-decay", "ddp", 2),
+        ("--synthetic-images 5", "synthetic-images", "ddp", 2),
+        ("--checkpoint-steps 5 --keep-checkpoints 0", "checkpoint-steps", "ddp", 2),
+        ("--data synthetic --workers 2", "workers", "ddp", 2),
+        ("--data synthetic --random-erase 0.5", "random-erase", "ddp", 2),
+        ("--data synthetic --auto-augment ra", "auto-augment", "ddp", 2),
+        ("--data synthetic --hflip-prob 0.1", "hflip-prob", "ddp", 2),
+        ("--data synthetic --random-crop-scale 0.5 1", "random-crop-scale", "ddp", 2),
+        ("--data synthetic --interpolation bicubic", "interpolation", "ddp", 2),
+        ("--data synthetic --val-resize-size 333", "val-resize-size", "ddp", 2),
+        ("--data synthetic --train-dir /t --val-dir /v", "data", "ddp", 2),
+        ("-e --weights f --epochs 99", "epochs", "ddp", 2),
+        ("-e --weights f --base-lr 9", "base-lr", "ddp", 2),
+        ("-e --weights f --batch-size 9", "batch-size", "ddp", 2),
+        ("-e --weights f --desired-acc 90", "desired-acc", "ddp", 2),
+        ("-e --weights f --max-steps 9", "max-steps", "ddp", 2),
+        ("-e --weights f --checkpoint-steps 9", "checkpoint-steps", "ddp", 2),
+    ],
+)
+def test_warning_of_what_has_no_effect(
+    line: str, flag: str, engine: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(line, engine, size=size)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1, warnings
+    assert warnings[0].startswith(f"warning: --{flag} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "engine"),
+    [
+        ("--gradient-predivide-factor 2 --fp16-allreduce", "horovod"),
+        ("--use-adasum", "horovod"),
+        ("--batch-norm average --lr-scheduler step --lr-step-epochs 3 --lr-gamma 0.5", "ddp"),
+        ("--lr-min 0.001 --warmup-method linear --model-ema --model-ema-decay 0.9", "ddp"),
+        ("--data synthetic --synthetic-images 99", "ddp"),
+        ("--workers 2 --random-erase 0.1 --checkpoint-steps 5", "ddp"),
+        (IMAGENET + "--epochs 3", "ddp"),
+        (IMAGENET + "--preset dle-90", "ddp"),
+    ],
+)
+def test_no_warning(line: str, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(line, engine, size=2)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_effect_is_compared_with_the_preset() -> None:
+    """The digits' schedule is a cosine, and nobody asked for its --lr-step-epochs."""
+    base = PRESETS["digits"]()
+    assert without_effect(base, base, "ddp", 1) == []
+
+
+def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--lr-gamma 0.5"
+    parse(line, size=2, rank=0)
+    assert "warning" in capsys.readouterr().err
+    parse(line, size=2, rank=1)
+    assert code_of("--help", size=2, rank=1) == 0
+    assert code_of("--batchsize 3", size=2, rank=1) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [
+        ("--batchsize 3", "--batch-size"),
+        ("--epoch 3", "--epochs"),
+        ("--lr 0.1", "--base-lr"),
+        ("--warm-up-epochs 3", "--warmup-epochs"),
+        ("--precision fp8", "bf16"),
+    ],
+)
+def test_mistyped_flag(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(line) == 2
+    assert suggestion in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("goyal90", "did you mean goyal-90?"), ("tv_v1", "tv-v1?"), ("zzz", "choose one of digits")],
+)
+def test_mistyped_preset(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(f"--preset {name}") == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def help_text() -> Iterator[str]:
+    """What a user sees on a terminal of 80 columns, and, last, whether torch was imported."""
+    code = (
+        "import os, runpy, sys; sys.argv = ['train.py', '--help']\n"
+        "def exit_with(code):\n"
+        "    print('slow imports:', {'torch', 'torchvision', 'horovod'} & set(sys.modules))\n"
+        "    print('exit code:', code, flush=True)\n"
+        "    real_exit(0)\n"
+        "real_exit, os._exit = os._exit, exit_with\n"
+        f"runpy.run_path({str(ROOT / 'ddp_train' / 'train.py')!r}, run_name='__main__')\n"
+    )
+    yield subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
+def test_help_is_answered_before_torch_is_loaded(help_text: str) -> None:
+    assert "slow imports: set()" in help_text
+    assert "exit code: 0" in help_text
+
+
+def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> None:
+    for title in SECTIONS:
+        assert f"─ {title} options ─" in help_text
+    for item in config_module.fields(Config):
+        assert re.search(rf"--{item.name.replace('_', '-')}\b", help_text), item.name
+    assert help_text.count("(default:") >= len(config_module.fields(Config)) - 12
+    assert "(default: digits)" in help_text
+
+
+def test_help_fits_its_columns(help_text: str) -> None:
+    """Each line of a paragraph is full: the line breaks of the source are not kept."""
+    body = [line for line in help_text.splitlines() if line.startswith("│")]
+    assert max(map(len, body)) == 80
+    for above, below in zip(body, body[1:], strict=False):
+        if above.startswith("│       ") and below.startswith("│       "):
+            first_word = below.strip("│ ").split()[0]
+            assert len(above.rstrip("│ ")) + 1 + len(first_word) > 78, above
+
+
+def test_every_flag_has_a_description(help_text: str) -> None:
+    lines = [line.strip("│ ") for line in help_text.splitlines() if line.startswith("│")]
+    for line, below in zip(lines, lines[1:], strict=False):
+        if line.startswith("-"):
+            assert below and not below.startswith(("-", "(default")), line
