@@ -1,7 +1,9 @@
-"""Start one run, wait for its end, and leave no process of it behind."""
+"""Start one run, wait for its end, and leave no process of it behind.
+
+Started as a script, with a run's mark, it is the run's watchdog: see `start_watchdog`.
+"""
 
 import contextlib
-import ctypes
 import datetime
 import json
 import os
@@ -51,7 +53,7 @@ def start_and_wait(
     mark = f"{os.getpid()}-{time.time_ns()}"
     environment = run_environment() | {RUN_MARK: mark}
     began = time.monotonic()
-    with (folder / "output.log").open("wb") as log:
+    with (folder / "output.log").open("wb") as log, start_watchdog(mark):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -59,7 +61,6 @@ def start_and_wait(
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=end_with_parent,
         )
         try:
             status = wait(process, folder, began + timeout, label, end_after_steps)
@@ -79,11 +80,31 @@ def start_and_wait(
     return outcome
 
 
-def end_with_parent() -> None:
-    """In the new process, before it becomes the launcher: end it too if run.py is killed."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+def start_watchdog(mark: str) -> subprocess.Popen[bytes]:
+    """Start a process that ends the run when run.py is gone, were it by `kill -9`.
+
+    It waits for the end of its input, which the kernel closes when run.py ends in whatever way.
+    (A death signal to the launcher alone is not enough: horovodrun turns into a shell that has
+    mpirun as its child, and mpirun would go on.)
+    """
+    return subprocess.Popen(
+        [sys.executable, __file__, mark, str(GRACE_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def watch(mark: str, grace_seconds: float) -> None:
+    """Wait for the end of the input, then end whatever is left of the run."""
+    sys.stdin.buffer.read()
+    processes = marked_processes(mark)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    psutil.wait_procs(processes, timeout=grace_seconds)
+    kill_marked(mark)
 
 
 def clear_folder(folder: Path, keep_failure: bool) -> None:
@@ -140,18 +161,27 @@ def end_processes(process: subprocess.Popen[bytes], mark: str) -> int:
         # A launcher that has just ended may have workers that are about to.
         _, alive = psutil.wait_procs(marked_processes(mark), timeout=1.0)
         signal_group(process.pid, signal.SIGKILL)
-        for survivor in alive:
-            with contextlib.suppress(psutil.Error):
-                survivor.kill()
         process.wait()
-        psutil.wait_procs(alive, timeout=GRACE_SECONDS)
-        for late in marked_processes(mark):  # started while the others were ended
-            with contextlib.suppress(psutil.Error):
-                late.kill()
+        kill_marked(mark)
         return len(alive)
     finally:
         for number, handler in zip(interrupts, handlers, strict=True):
             signal.signal(number, handler)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill until none is left: one may be started while the others are killed.
+
+    Not for ever: a process that waits for a broken disk cannot be killed.
+    """
+    for _ in range(10):
+        processes = marked_processes(mark)
+        if not processes:
+            return
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=1.0)
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
@@ -177,3 +207,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     draft = path.with_name(f"{path.name}.draft")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     draft.replace(path)
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1], float(sys.argv[2]))

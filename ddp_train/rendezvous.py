@@ -55,8 +55,7 @@ def _store_through_mpi(world: World) -> dist.Store:
     except ImportError:
         raise UserError(
             f"{world.launcher} started this process, and DDP needs mpi4py there to meet: pip "
-            "install mpi4py, "
-            "or start with torchrun"
+            "install mpi4py, or start with torchrun"
         ) from None
     comm = MPI.COMM_WORLD
     remedy = (

@@ -316,15 +316,15 @@ def _load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> 
     ]
     unexpected = [key for key in state if key not in expected]
     shapes = [key for key in expected if key in state and expected[key].shape != state[key].shape]
-    problems = (
-        [f"lacks {missing[0]} (and {len(missing) - 1} more)"] * bool(missing)
-        + [f"has {unexpected[0]} (and {len(unexpected) - 1} more), which the model lacks"]
-        * bool(unexpected)
-        + [
-            f"{key} is {list(state[key].shape)}, expected {list(expected[key].shape)}"
-            for key in shapes[:2]
-        ]
-    )
+    problems = []
+    if missing:
+        problems.append(f"lacks {missing[0]} (and {len(missing) - 1} more)")
+    if unexpected:
+        problems.append(
+            f"has {unexpected[0]} (and {len(unexpected) - 1} more), which the model lacks"
+        )
+    for key in shapes[:2]:
+        problems.append(f"{key} is {list(state[key].shape)}, not {list(expected[key].shape)}")
     if problems:
         raise UserError(
             f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "

@@ -120,9 +120,8 @@ class Recorder:
             self.folder = folder / datetime.now().strftime("evaluation-%Y%m%d-%H%M%S")
         self.steps_per_epoch = data.num_train / samples_per_step(config, world)
         self.clock = StepClock(device)
-        self.pending: list[
-            tuple[Sums, float, float, int, int]
-        ] = []  # sums, rate, data wait, step, samples seen
+        # Sums, learning rate, seconds of data wait, step, and samples seen.
+        self.pending: list[tuple[Sums, float, float, int, int]] = []
         self.epoch_sums = torch.zeros(4, dtype=torch.float64)
         self.epoch_seconds = 0.0
         self.throughput_images = self.throughput_seconds = 0.0
@@ -190,9 +189,8 @@ class Recorder:
             if step["kind"] != "step":
                 continue
             if step["epoch"] == epoch:
-                images = (
-                    step["samples_seen"] - samples_before
-                )  # the world may have had another size
+                # Not this run's images per step: the world may have had another size.
+                images = step["samples_seen"] - samples_before
                 figures = [step["loss"], step["top1"] / 100, step["top5"] / 100, 1.0]
                 self.epoch_sums += images * torch.tensor(figures, dtype=torch.float64)
                 self.epoch_seconds += step["seconds"]

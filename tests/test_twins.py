@@ -22,6 +22,7 @@ REASONS = {
     "init, and the refusal of lone copies": ("hvd.init()", "dist.init_process_group"),
     "sums over ranks": ("hvd.allreduce(", "dist.all_reduce("),
     "rank 0's values": ("hvd.broadcast(", "dist.broadcast("),
+    "SyncBatchNorm": ("SyncBatchNorm",),
     "Adasum's learning rate": ("Adasum", "linear scaling rule"),
     "wrap, broadcast and compression": (
         "hvd.DistributedOptimizer(",

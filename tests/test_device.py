@@ -1,0 +1,178 @@
+"""Devices, shares of the cores, and what is measured of a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from making import CPU, a_config, a_world
+
+from recipe import device
+from recipe.device import (
+    MAX_CORES,
+    MAX_DEFAULT_WORKERS,
+    NAME_BYTES,
+    choose_device,
+    core_row,
+    cpu_quota_cores,
+    cpu_seconds,
+    host_names,
+    loader_workers,
+    own_row,
+    peak_memory_bytes,
+    share_of_cores,
+)
+from recipe.errors import UserError
+
+
+@pytest.fixture
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cpu_quota_cores", lambda: float("inf"))
+
+
+def rows(*ranks: tuple[str, range | set[int]]) -> torch.Tensor:
+    """Each rank's host and cores, as the ranks have exchanged them."""
+    table = torch.zeros(len(ranks), NAME_BYTES + MAX_CORES, dtype=torch.int64)
+    for row, (host, cores) in zip(table, ranks, strict=True):
+        row[: len(host)] = torch.tensor(list(host.encode()))
+        row[[NAME_BYTES + core for core in cores]] = 1
+    return table
+
+
+def shares(*ranks: tuple[str, range | set[int]]) -> list[int]:
+    return [share_of_cores(rows(*ranks), rank) for rank in range(len(ranks))]
+
+
+@pytest.mark.usefixtures("no_quota")
+def test_shares_of_cores() -> None:
+    eight = range(8)
+    assert shares(("a", eight)) == [8]
+    assert shares(("a", eight), ("a", eight)) == [4, 4]  # torchrun, horovodrun: not bound
+    assert shares(("a", {0}), ("a", {1})) == [1, 1]  # mpirun with two ranks: bound to a core
+    assert shares(*[("a", range(4))] * 2, *[("a", range(4, 8))] * 2) == [2, 2, 2, 2]  # to sockets
+    assert shares(("a", eight), ("b", range(4))) == [8, 4]  # other hosts take nothing away
+    assert shares(("a", eight), ("b", range(4)), ("a", eight), ("b", range(4))) == [4, 2, 4, 2]
+    assert shares(*[("a", range(2))] * 5) == [1] * 5  # never none
+    assert shares(*[("a", eight)] * 3) == [2, 2, 2]  # rounded down, for all alike
+    assert shares(("a", range(6)), ("a", range(4, 8))) == [5, 3]  # they share two cores
+
+
+@pytest.mark.usefixtures("no_quota")
+@pytest.mark.parametrize("size", [3, 7, 11, 49])
+def test_no_rounding_error(size: int) -> None:
+    assert share_of_cores(rows(*[("a", range(size * 3))] * size), 0) == 3
+
+
+def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may be granted less CPU time than its affinity mask shows."""
+    monkeypatch.setattr(device, "cpu_quota_cores", lambda: 4.0)
+    assert shares(("a", range(64))) == [4]
+    assert shares(("a", range(64)), ("a", range(64))) == [2, 2]
+    assert shares(("a", {0}), ("a", {1})) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000\n", float("inf")), ("150000 100000\n", 1.5), ("800000 100000\n", 8.0)],
+)
+def test_cpu_max(text: str, cores: float, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota_cores(tmp_path / "cpu.max") == cores
+    assert cpu_quota_cores(tmp_path / "missing") == float("inf")
+
+
+def test_core_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5})
+    row = core_row(a_world(host="node7"))
+    assert torch.equal(row, rows(("node7", {1, 5}))[0])
+    core_row(a_world(host="n" * 300))  # a long name is cut, not an error
+
+
+def test_host_names() -> None:
+    assert host_names(rows(("b", {0}), ("a.site", {0}), ("b", {1}))) == ["b", "a.site"]
+
+
+def test_rows_of_all_ranks_add_up() -> None:
+    values = [torch.tensor([1.5, 2.0]), torch.tensor([3.0, -4.0]), torch.tensor([0.0, 7.0])]
+    table = sum(own_row(a_world(rank, 3), values[rank]) for rank in range(3))
+    assert torch.equal(torch.as_tensor(table), torch.stack(values))
+    assert own_row(a_world(), torch.ones(2, dtype=torch.int64)).dtype == torch.int64
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+    """Pretend that this host has `count` GPUs; returns the list of those that get chosen."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 2)
+    world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
+    assert choose_device(a_config(), world) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+    assert choose_device(a_config(cuda=False), world) == CPU
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tf32_is_what_was_asked_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = precision != "tf32"
+        choose_device(a_config(precision=precision), a_world())
+        assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
+    finally:
+        torch.backends.cudnn.benchmark = False
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    with pytest.raises(UserError, match=r"3 ranks on here, which has 2 GPU.*--no-cuda"):
+        choose_device(a_config(), a_world(0, 3))
+    assert choose_device(a_config(cuda=False), a_world(0, 3)) == CPU
+
+
+@pytest.mark.parametrize("settings", [{"precision": "tf32"}, {"batch_norm": "sync"}])
+def test_what_only_gpus_have(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    assert choose_device(a_config(), a_world()) == CPU
+    with pytest.raises(UserError, match=f"^--{next(iter(settings)).replace('_', '-')} "):
+        choose_device(a_config(**settings), a_world())
+
+
+def test_loader_workers() -> None:
+    gpu = torch.device("cuda", 0)
+    assert loader_workers(a_config(workers=None), CPU, 8) == 0
+    assert loader_workers(a_config(workers=None), gpu, 8) == 8
+    assert loader_workers(a_config(workers=None), gpu, 200) == MAX_DEFAULT_WORKERS
+    assert loader_workers(a_config(workers=3), CPU, 8) == 3
+    assert loader_workers(a_config(workers=0), gpu, 8) == 0
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    resident = psutil.Process().memory_info().rss
+    assert 0.9 * resident < peak_memory_bytes(CPU) < 100 * resident
+
+
+def test_cpu_seconds_counts_children() -> None:
+    started = cpu_seconds()
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    child = subprocess.Popen([sys.executable, "-c", burn + "\nprint(1, flush=True)\ninput()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert child.stdout is not None
+    child.stdout.readline()
+    alive = cpu_seconds() - started
+    child.communicate(b"\n")
+    ended = cpu_seconds() - started
+    assert alive >= 0.28
+    assert ended >= 0.28  # still counted after its end

@@ -1,0 +1,89 @@
+"""Sums that add up to the same figures however the images are split."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import CPU, TinyNet, a_config
+from torch import nn
+
+from recipe.metrics import batch_sums, evaluate, means
+
+
+def sums_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return batch_sums(outputs, targets, nn.functional.cross_entropy(outputs, targets))
+
+
+def test_figures() -> None:
+    outputs = torch.tensor([[9.0, 8, 7, 6, 5, 4], [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    targets = torch.tensor([0, 0, 4])  # the best guess; the last of six; the fifth
+    sums = sums_of(outputs, targets)
+    assert sums.dtype == torch.float64
+    loss = nn.functional.cross_entropy(outputs, targets, reduction="sum").item()
+    assert sums.tolist() == pytest.approx([loss, 1, 2, 3], rel=1e-6)
+    figures = means(sums)
+    assert figures == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4, 5])
+def test_top_5_of_five_classes_or_fewer(classes: int) -> None:
+    outputs = torch.randn(7, classes)
+    assert means(sums_of(outputs, torch.zeros(7, dtype=torch.int64)))["top5"] == 100
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 99))
+def test_any_split_adds_up(sizes: list[int], seed: int) -> None:
+    """Fault 3 of other trainers: the last, short batch must not count as much as a full one."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(sum(sizes), 7, generator=generator)
+    targets = torch.randint(0, 7, (sum(sizes),), generator=generator)
+    parts = zip(outputs.split(sizes), targets.split(sizes), strict=True)
+    total = torch.stack([sums_of(*part) for part in parts]).sum(dim=0)
+    whole = sums_of(outputs, targets)
+    assert total[1:].tolist() == whole[1:].tolist()
+    assert total[0].item() == pytest.approx(whole[0].item(), rel=1e-5)
+
+
+def batches(images: torch.Tensor, targets: torch.Tensor, size: int, rank: int, ranks: int):
+    mine = images[rank::ranks], targets[rank::ranks]
+    return list(zip(*(part.split(size) for part in mine), strict=True)) if len(mine[1]) else []
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(37, 1), (1, 1), (8, 1), (8, 2), (5, 3), (4, 50)])
+def test_evaluation_is_exact_at_any_split(size: int, ranks: int) -> None:
+    """Fault 2 of other trainers: no image twice, and none left out, at any world size."""
+    torch.manual_seed(1)
+    model = TinyNet(6)
+    images = torch.randint(0, 256, (37, 3, 5, 5), dtype=torch.uint8)
+    targets = torch.randint(0, 6, (37,))
+    config = a_config()
+    alone = evaluate(model, batches(images, targets, 37, 0, 1), config, CPU)
+    split = torch.stack(
+        [
+            evaluate(model, batches(images, targets, size, rank, ranks), config, CPU)
+            for rank in range(ranks)
+        ]
+    ).sum(dim=0)
+    assert split[1:].tolist() == alone[1:].tolist()
+    assert split[3] == 37
+    assert split[0].item() == pytest.approx(alone[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_changes_nothing(training: bool) -> None:
+    model = TinyNet().train(training)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    images = torch.zeros(4, 3, 5, 5, dtype=torch.uint8)
+    sums = evaluate(model, [(images, torch.zeros(4, dtype=torch.int64))], a_config(), CPU)
+    assert not sums.requires_grad
+    assert model.training == training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_loss_of_half_precision_is_summed_in_full() -> None:
+    config = a_config(precision="bf16")
+    images = torch.randint(0, 256, (64, 3, 5, 5), dtype=torch.uint8)
+    sums = evaluate(TinyNet(), [(images, torch.zeros(64, dtype=torch.int64))], config, CPU)
+    assert sums.dtype == torch.float64
+    assert sums[0] / 64 != (sums[0] / 64).bfloat16()

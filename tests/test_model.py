@@ -1,0 +1,220 @@
+"""Networks, parameter groups, number formats, moving averages, and seeds."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from making import CPU, TinyNet, a_config
+from torch import nn
+
+from recipe.environment import weights_sha256
+from recipe.errors import UserError
+from recipe.model import (
+    NORMS,
+    autocast,
+    batch_norm_buffers,
+    build_ema,
+    build_model,
+    build_optimizer,
+    build_scaler,
+    copy_buffers,
+    flat_batch_norm,
+    parameter_groups,
+    seed_step,
+    without_auxiliary_heads,
+)
+
+SMALL = {"arch": "squeezenet1_1"}
+
+
+def test_weights_come_from_the_seed_alone() -> None:
+    first = weights_sha256(build_model(a_config(**SMALL), 10, download=True))
+    torch.rand(5)
+    assert weights_sha256(build_model(a_config(**SMALL), 10, download=False)) == first
+    assert weights_sha256(build_model(a_config(**SMALL, seed=43), 10, download=True)) != first
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [("resnet5O", "did you mean resnet50"), ("zzzzz", "list_models"), ("fcn_resnet50", "no such")],
+)
+def test_unknown_arch(arch: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"--arch {arch}: .*{words}"):
+        build_model(a_config(arch=arch), 10, download=True)
+
+
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
+def test_no_auxiliary_classifiers(arch: str, recwarn: pytest.WarningsRecorder) -> None:
+    with torch.device("meta"):
+        model = build_model(a_config(arch=arch), 10, download=True)
+    assert not any(key.startswith(("aux", "Aux")) for key in model.state_dict())
+    assert isinstance(model.eval()(torch.zeros(1, 3, 96, 96, device="meta")), torch.Tensor)
+    assert not recwarn.list
+
+
+def test_vision_transformer_takes_the_image_size() -> None:
+    sizes = {"train_crop_size": 32, "val_crop_size": 32, "val_resize_size": 32}
+    with torch.device("meta"):
+        model = build_model(a_config(arch="vit_b_16", **sizes), 10, download=True)
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+        with pytest.raises(UserError, match="--train-crop-size 32 and --val-crop-size 24"):
+            build_model(a_config(arch="vit_b_16", **sizes | {"val_crop_size": 24}), 10, True)
+        with pytest.raises(UserError, match="cannot be built for images .* 33"):
+            odd = dict.fromkeys(sizes, 33)
+            build_model(a_config(arch="vit_b_16", **odd), 10, download=True)
+
+
+class Published:
+    """Stands in for torchvision's published weights of squeezenet1_1."""
+
+    url = "https://example/weights.pth"
+
+    def __init__(self, state: dict[str, Any] | Exception) -> None:
+        self.meta, self.state = {"categories": ["cat"] * 10}, state
+
+    def get_state_dict(self, progress: bool, check_hash: bool) -> dict[str, Any]:
+        assert check_hash
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) -> None:
+    class Weights:
+        DEFAULT = Published(state)
+
+    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda arch: Weights)
+
+
+def test_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = build_model(a_config(**SMALL, seed=9), 10, download=True)
+    publish(monkeypatch, theirs.state_dict() | {"aux1.conv.weight": torch.zeros(1)})
+    config = a_config(**SMALL, pretrained=True)
+    assert weights_sha256(build_model(config, 10, download=True)) == weights_sha256(theirs)
+    # The other ranks hold a model of the same shape, and do not touch the network.
+    publish(monkeypatch, AssertionError("downloaded"))
+    assert weights_sha256(build_model(config, 10, download=False)) != weights_sha256(theirs)
+
+
+def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_config(**SMALL, pretrained=True)
+    publish(monkeypatch, {})
+    for download in (True, False):  # all ranks end, and none waits for the others
+        with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
+            build_model(config, 3, download)
+    for error in (OSError("no route"), RuntimeError("no route")):
+        publish(monkeypatch, error)
+        with pytest.raises(UserError, match=r"example/weights.pth .*no route.*--weights"):
+            build_model(config, 10, download=True)
+
+
+def test_without_auxiliary_heads() -> None:
+    state = {key: torch.zeros(1) for key in ("conv.w", "aux1.w", "aux2.w", "AuxLogits.w", "aux.w")}
+    assert list(without_auxiliary_heads(state)) == ["conv.w", "aux.w"]
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vgg11_bn", "vit_b_16", "convnext_tiny", "swin_t"])
+def test_parameter_groups(arch: str) -> None:
+    """Each parameter once, norms and biases apart."""
+    sizes = dict.fromkeys(("train_crop_size", "val_crop_size", "val_resize_size"), 224)
+    config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes)
+    with torch.device("meta"):
+        model = build_model(config, 10, download=True)
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in parameter_groups(model, config)
+        for parameter in group["params"]
+    }
+    groups = parameter_groups(model, config)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        is_bias = name.endswith(("bias", "in_proj_bias"))
+        expected = 0.2 if id(parameter) in norms else 0.3 if is_bias else 0.1
+        assert decay[id(parameter)] == expected, name
+    assert norms
+
+
+def test_decay_of_norms_and_biases_is_that_of_weights_unless_told() -> None:
+    groups = parameter_groups(TinyNet(), a_config(wd=0.1))
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.1]
+    groups = parameter_groups(TinyNet(), a_config(wd=0.1, norm_weight_decay=0.0))
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1]
+
+
+def test_tied_and_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad = False
+    groups = parameter_groups(model, a_config())
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_optimizer() -> None:
+    optimizer = build_optimizer(TinyNet(), a_config(momentum=0.7, nesterov=True))
+    assert all(group["momentum"] == 0.7 and group["nesterov"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "scales"),
+    [("fp32", torch.float32, False), ("bf16", torch.bfloat16, False), ("fp16", torch.half, True)],
+)
+def test_number_formats(precision: str, dtype: torch.dtype, scales: bool) -> None:
+    config = a_config(precision=precision)
+    with autocast(config, CPU):
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+    assert build_scaler(config, CPU).is_enabled() == scales
+
+
+def test_moving_average() -> None:
+    torch.manual_seed(0)
+    model = TinyNet()
+    assert build_ema(model, a_config()) is None
+    ema = build_ema(model, a_config(model_ema=True, model_ema_decay=0.75))
+    assert ema is not None
+    ema.update_parameters(model)
+    before = model.head.weight.detach().clone()
+    with torch.no_grad():
+        model.head.weight += 1
+        model.norm.running_mean += 5  # type: ignore[operator]
+    ema.update_parameters(model)
+    assert torch.allclose(ema.module.head.weight, before + 0.25)
+    with torch.no_grad():
+        model.norm.running_mean += 5  # type: ignore[operator]
+    copy_buffers(model, ema.module)
+    assert torch.equal(ema.module.norm.running_mean, torch.full((4,), 10.0))
+    assert ema.module.norm.running_mean is not model.norm.running_mean
+
+
+def test_flat_batch_norm() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(1, 1, 1), nn.BatchNorm1d(3))
+    assert [len(buffer) for buffer in batch_norm_buffers(model)] == [2, 2, 3, 3]
+    with flat_batch_norm(model) as flat:
+        assert flat.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+        flat.copy_(torch.arange(10.0))
+    assert model[0].running_var.tolist() == [2, 3]
+    assert model[2].running_mean.tolist() == [4, 5, 6]
+    assert model[0].num_batches_tracked == 0
+
+
+def test_flat_batch_norm_of_a_model_without() -> None:
+    with flat_batch_norm(nn.Linear(1, 1)) as flat:
+        flat += 1  # a message of some length travels all the same
+
+
+def draw(step: int, rank: int, seed: int = 42) -> float:
+    seed_step(a_config(seed=seed), step, rank)
+    return torch.rand(()).item()
+
+
+def test_seed_of_a_step() -> None:
+    """Another for each step and rank, and the same again in another process or engine."""
+    first = draw(0, 0)
+    others = {draw(step, rank) for step in range(20) for rank in range(4)}
+    assert len(others) == 80
+    assert draw(0, 0, seed=43) != first
+    torch.rand(3)
+    assert draw(0, 0) == first
+    torch.manual_seed(0xCA4DDC94)  # what "42 0 0" gives for ever
+    assert torch.rand(()).item() == first

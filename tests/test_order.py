@@ -1,0 +1,105 @@
+"""Each image exactly once an epoch, whatever the sizes, and also over a resume."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.order import Sample, SampleStream, permutation, validation_indices
+
+images = st.integers(1, 200)
+small = st.integers(1, 8)
+quick = settings(max_examples=60, deadline=None)
+
+
+def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> list[Sample]:
+    """The samples that all ranks together read, step by step."""
+    ranks = [list(stream.batches(start, stop, batch, rank, size)) for rank in range(size)]
+    assert len({len(batches) for batches in ranks}) == 1  # else some rank would wait for ever
+    assert all(len(one) == batch for batches in ranks for one in batches)
+    return [sample for step in zip(*ranks, strict=True) for one in step for sample in one]
+
+
+@quick
+@given(images, small, small, st.integers(0, 2**40))
+def test_each_image_once_an_epoch(num_images: int, batch: int, size: int, seed: int) -> None:
+    stream = SampleStream(num_images, seed)
+    seen = Counter(read(stream, 0, 3 * num_images, batch, size))
+    assert set(seen.values()) == {1}
+    whole = [sample for sample in seen if sample[0] < 3]
+    assert sorted(whole) == [(e, i) for e in range(3) for i in range(num_images)]
+    assert len(seen) - len(whole) < batch * size  # what the last batch takes from the next epoch
+
+
+@quick
+@given(images, small, small, small, small, st.integers(0, 20))
+def test_resume_at_another_world_size(
+    num_images: int, batch: int, size: int, new_batch: int, new_size: int, steps: int
+) -> None:
+    stream = SampleStream(num_images, 7)
+    position = steps * batch * size  # in the middle of an epoch, as a rule
+    before = read(stream, 0, position, batch, size) if steps else []
+    end = (position // num_images + 2) * num_images
+    seen = Counter(before + read(stream, position, end, new_batch, new_size))
+    assert set(seen.values()) == {1}
+    assert {(e, i) for e in range(end // num_images) for i in range(num_images)} <= seen.keys()
+
+
+@quick
+@given(images, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
+def test_a_step_is_the_same_set_for_any_split(
+    num_images: int, start: int, step: int, data: st.DataObject
+) -> None:
+    """Ranks x accumulated batches x batch size: only their product counts."""
+    divisors = [n for n in range(1, step + 1) if step % n == 0]
+    size = data.draw(st.sampled_from(divisors))
+    accumulated = data.draw(st.sampled_from([n for n in divisors if step // size % n == 0]))
+    batch = step // size // accumulated
+    stream = SampleStream(num_images, 3)
+    split = read(stream, start, start + step, batch, size)
+    alone = read(stream, start, start + step, step, 1)
+    assert Counter(split) == Counter(alone)
+    assert Counter(alone) == Counter(stream.samples(np.arange(start, start + step)))
+
+
+def test_ranks_take_turns() -> None:
+    stream = SampleStream(100, 0)
+    ahead = stream.samples(np.arange(12))
+    assert list(stream.batches(0, 12, 3, 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
+
+
+def test_stop_is_reached_or_passed() -> None:
+    stream = SampleStream(100, 0)
+    assert len(list(stream.batches(0, 12, 3, 0, 2))) == 2
+    assert len(list(stream.batches(0, 13, 3, 0, 2))) == 3
+    assert list(stream.batches(12, 12, 3, 0, 2)) == []
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    first = permutation(50, 1, 0).copy()
+    others = [permutation(50, 2, 0), permutation(50, 1, 1)]
+    assert not any(np.array_equal(first, other) for other in others)
+    permutation.cache_clear()
+    np.random.seed(5)
+    assert np.array_equal(permutation(50, 1, 0), first)
+
+
+def test_the_order_is_fixed() -> None:
+    """Runs of older versions could not be resumed if this ever changed."""
+    assert permutation(8, 42, 0).tolist() == [3, 4, 2, 7, 6, 1, 5, 0]
+
+
+def test_samples_across_an_epoch_end() -> None:
+    stream = SampleStream(4, 9)
+    expected = [(0, i) for i in permutation(4, 9, 0)[3:]] + [(1, i) for i in permutation(4, 9, 1)]
+    expected += [(2, i) for i in permutation(4, 9, 2)[:2]]
+    assert stream.samples(np.arange(3, 10)) == expected
+
+
+@quick
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_each_validation_image_once(num_images: int, size: int) -> None:
+    shares = [validation_indices(num_images, rank, size) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(num_images))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

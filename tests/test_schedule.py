@@ -1,0 +1,92 @@
+"""The learning rate at its turning points."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from making import a_config
+
+from recipe.config import PRESETS
+from recipe.schedule import learning_rate
+
+STEP = a_config(
+    lr_scheduler="step",
+    base_lr=0.1,
+    warmup_epochs=5.0,
+    lr_step_epochs=(30, 60, 80),
+    lr_gamma=0.1,
+    epochs=90,
+)
+COSINE = a_config(lr_scheduler="cosine", base_lr=0.1, warmup_epochs=5.0, epochs=25, lr_min=0.01)
+JUST_BELOW = 1 - 1e-12
+
+
+@pytest.mark.parametrize("config", [STEP, COSINE])
+def test_gradual_warm_up_begins_at_one_worker_s_rate(config) -> None:
+    assert learning_rate(config, 0.0, 8) == pytest.approx(0.1)
+    assert learning_rate(config, 2.5, 8) == pytest.approx(0.45)
+    assert learning_rate(config, 5.0 * JUST_BELOW, 8) == pytest.approx(0.8)
+    assert learning_rate(config, 5.0, 8) == pytest.approx(0.8)
+
+
+def test_linear_warm_up_begins_near_zero() -> None:
+    config = a_config(**{**vars(STEP), "warmup_method": "linear"})
+    assert learning_rate(config, 0.0, 8) == pytest.approx(0.008)
+    assert learning_rate(config, 2.5, 8) == pytest.approx(0.404)
+    assert learning_rate(config, 5.0, 8) == pytest.approx(0.8)
+
+
+def test_one_worker_needs_no_gradual_warm_up() -> None:
+    assert {learning_rate(STEP, epoch / 10, 1) for epoch in range(50)} == {0.1}
+
+
+def test_no_warm_up() -> None:
+    config = a_config(**{**vars(STEP), "warmup_epochs": 0.0})
+    assert learning_rate(config, 0.0, 8) == pytest.approx(0.8)
+
+
+def test_steps() -> None:
+    for epoch, rate in {30: 0.08, 60: 0.008, 80: 0.0008}.items():
+        assert learning_rate(STEP, epoch * JUST_BELOW, 8) == pytest.approx(rate * 10)
+        assert learning_rate(STEP, epoch, 8) == pytest.approx(rate)
+    assert learning_rate(STEP, 90, 8) == pytest.approx(0.0008)
+
+
+def test_cosine() -> None:
+    assert learning_rate(COSINE, 15, 8) == pytest.approx((0.8 + 0.01) / 2)  # half way after warm-up
+    assert learning_rate(COSINE, 25, 8) == pytest.approx(0.01)
+    assert learning_rate(COSINE, 26, 8) == pytest.approx(0.01)  # the last batch may pass the end
+    quarter = 0.01 + 0.79 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert learning_rate(COSINE, 10, 8) == pytest.approx(quarter)
+
+
+def test_warm_up_may_last_to_the_end() -> None:
+    config = a_config(**{**vars(COSINE), "warmup_epochs": 25.0})
+    assert learning_rate(config, 25, 8) == pytest.approx(0.8)  # and the cosine has no time left
+    assert learning_rate(config, 24.999, 8) == pytest.approx(0.8, rel=1e-3)
+
+
+@given(st.floats(0, 90), st.integers(1, 1024))
+def test_scaled_by_the_world_after_warm_up(epoch: float, size: int) -> None:
+    one, all_of_them = learning_rate(STEP, epoch, 1), learning_rate(STEP, epoch, size)
+    if epoch >= 5:
+        assert all_of_them == pytest.approx(size * one)
+    else:
+        assert one <= all_of_them * (1 + 1e-12)
+        assert all_of_them <= size * one * (1 + 1e-12)
+
+
+@given(st.floats(0, 24), st.integers(1, 64))
+def test_no_jump_but_at_steps(epoch: float, size: int) -> None:
+    now, soon = (learning_rate(COSINE, at, size) for at in (epoch, epoch + 1e-6))
+    assert abs(now - soon) < 1e-6 * size
+
+
+def test_published_rates() -> None:
+    """Goyal et al.: 0.1 for a batch of 256; NVIDIA's 0.256 per 256 images."""
+    goyal = PRESETS["goyal-90"]()
+    assert learning_rate(goyal, 10, 8) == pytest.approx(0.1)
+    assert learning_rate(goyal, 10, 256) == pytest.approx(3.2)
+    dle = PRESETS["dle-90"]()
+    assert learning_rate(dle, 8, 8) == pytest.approx(8 * 0.256)

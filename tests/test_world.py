@@ -1,0 +1,122 @@
+"""Rank facts from each launcher's variables."""
+
+import socket
+
+import pytest
+from making import a_world
+
+from recipe.world import LAUNCHERS, World, isolate_mpi_singleton, lone_copy_message, read_world
+
+HOST = socket.gethostname()
+
+
+def facts(world: World) -> tuple[str, int, int, int, int]:
+    assert world.host == HOST
+    return world.launcher, world.rank, world.size, world.local_rank, world.local_size
+
+
+def environ(launcher: str, rank: int, size: int, local_rank: int, local_size: int | str) -> dict:
+    values = map(str, (rank, size, local_rank, local_size))
+    return dict(zip(LAUNCHERS[launcher], values, strict=True))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher(launcher: str) -> None:
+    assert facts(read_world(environ(launcher, 5, 8, 1, 4))) == (launcher, 5, 8, 1, 4)
+
+
+def test_no_launcher() -> None:
+    assert facts(read_world({})) == ("none", 0, 1, 0, 1)
+    assert read_world({}).is_first
+    assert facts(read_world({"RANK": "3"}))[0] == "none"  # anyone may have such a variable
+
+
+def test_the_variables_are_those_that_launchers_set() -> None:
+    """Spelled out, since a wrong name would only be noticed on a cluster."""
+    assert facts(
+        read_world({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    ) == ("torchrun", 1, 2, 1, 2)
+    ompi = "OMPI_COMM_WORLD_"
+    assert facts(
+        read_world(
+            {ompi + "RANK": "3", ompi + "SIZE": "4", ompi + "LOCAL_RANK": "1"}
+            | {ompi + "LOCAL_SIZE": "2"}
+        )
+    ) == ("mpirun", 3, 4, 1, 2)
+    assert facts(
+        read_world(
+            {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}
+            | {"HOROVOD_LOCAL_SIZE": "2"}
+        )
+    ) == ("horovodrun", 3, 4, 1, 2)
+    slurm = {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0"}
+    slurm |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}
+    assert facts(read_world(slurm)) == ("slurm", 4, 7, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [("torchrun", "slurm"), ("torchrun", "mpirun"), ("mpirun", "slurm"), ("mpich", "slurm")],
+)
+def test_the_innermost_launcher_counts(inner: str, outer: str) -> None:
+    both = environ(outer, 1, 2, 0, 1) | environ(inner, 5, 8, 1, 4)
+    assert facts(read_world(both)) == (inner, 5, 8, 1, 4)
+
+
+def test_an_allocation_alone_starts_nothing() -> None:
+    """A script under sbatch has Slurm's variables of the job, but is no task of a step."""
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
+    assert facts(read_world(batch)) == ("none", 0, 1, 0, 1)
+
+
+def test_srun_with_pmi2_is_slurm() -> None:
+    """Slurm's PMI plugin sets MPICH's global variables, but not its local ones."""
+    both = environ("slurm", 3, 4, 1, "2(x2)") | {"PMI_RANK": "3", "PMI_SIZE": "4"}
+    assert facts(read_world(both)) == ("slurm", 3, 4, 1, 2)
+    assert facts(read_world({"PMI_RANK": "3", "PMI_SIZE": "4"})) == ("mpich", 3, 4, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sizes"),
+    [
+        ("4", [4]),
+        ("4(x2)", [4, 4]),
+        ("2(x3),1", [2, 2, 2, 1]),
+        ("4(x2),2,8(x2)", [4, 4, 2, 8, 8]),
+        ("1,16(x10)", [1] + [16] * 10),
+    ],
+)
+def test_slurm_task_counts(tasks: str, sizes: list[int]) -> None:
+    for node, size in enumerate(sizes):
+        variables = environ("slurm", 0, sum(sizes), 0, tasks) | {"SLURM_NODEID": str(node)}
+        assert read_world(variables).local_size == size
+
+
+def test_lone_copies() -> None:
+    assert lone_copy_message(a_world(1, 4), 4, "Use mpirun") is None
+    assert lone_copy_message(a_world(), 1, "Use mpirun") is None
+    message = lone_copy_message(a_world(1, 4), 1, "Use mpirun")
+    assert message is not None
+    for words in ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun"):
+        assert words in message
+    assert not message.startswith("error")  # which whoever prints it puts before it
+
+
+def test_an_unknown_launcher() -> None:
+    message = lone_copy_message(a_world(), 4, "Use mpirun")
+    assert message is not None
+    assert "world of 4" in message
+    assert "copies" not in message
+
+
+@pytest.mark.parametrize(
+    ("launcher", "isolated"), [("none", True), ("torchrun", True), ("mpirun", False)]
+)
+def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", variables)
+    isolate_mpi_singleton(a_world(launcher=launcher))
+    assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
+    variables["OMPI_MCA_ess_singleton_isolated"] = "0"  # whoever set it knows better
+    isolate_mpi_singleton(a_world(launcher=launcher))
+    assert variables["OMPI_MCA_ess_singleton_isolated"] == "0"
