@@ -22,8 +22,8 @@ setup:  ## create the environment, install everything, build Horovod
 	@VENV="$(VENV)" MPI="$(MPI)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" $(PYTHON) tools/set_up.py
 
 compare: setup  ## train the digits with both engines, side by side, and report
-	$(IN_VENV) python compare/run.py $(ARGS)
-	$(IN_VENV) python compare/report.py
+	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \
+		$(IN_VENV) python compare/report.py && exit $$status
 
 test: setup  ## run all tests
 	$(IN_VENV) python -m pytest tests $(ARGS)

@@ -74,6 +74,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def with_threads(trainer_arguments: list[str], most_workers: int) -> list[str]:
+    """Add `--threads`: the cores divided by the most workers, unless the user gave it.
+
+    By the trainers' own rule one worker would get all cores and each of two half of them: 1 and 2
+    workers could not be compared, since the work of a worker would not be the same.
+    """
+    if any(word.split("=")[0] == "--threads" for word in trainer_arguments):
+        return trainer_arguments
+    threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
+    return [*trainer_arguments, "--threads", str(threads)]
+
+
 def parse_options(argv: list[str]) -> argparse.Namespace:
     """Read the flags; what stands after the first `--` is the trainers'."""
     own, trainer = argv, list[str]()
@@ -144,7 +156,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
     options = parser.parse_args(own)
     options.runs = Path("runs")
-    options.trainer_arguments = trainer
+    options.trainer_arguments = with_threads(trainer, max(options.workers))
     for word in trainer:
         if word.split("=")[0].replace("_", "-") in RESERVED_FLAGS:
             raise UserError(

@@ -167,6 +167,10 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         path = Path(config.resume).expanduser()
         if not path.is_file():
             raise UserError(f"--resume {config.resume}: there is no such file")
+        if not _is_whole(path):
+            raise UserError(
+                f"--resume {config.resume}: is damaged, or is no checkpoint of this project"
+            )
         return path
     for path in reversed(checkpoints_in(run_folder / "checkpoints")):
         if _is_whole(path):
@@ -220,15 +224,13 @@ def _read(content: bytes, name: str) -> Any:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds, none of which names the file
-        refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        refused = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
         if refused:
             raise UserError(
                 f"{name}: holds a Python object ({refused[1]}), and to read it would be to run "
                 "code from the file; save it again with tensors and plain values only"
             ) from None
-        raise UserError(
-            f"{name}: is damaged, or is no file that torch.save wrote ({_first_line(error)})"
-        ) from None
+        raise UserError(f"{name}: is damaged, or is no file that torch.save wrote") from None
 
 
 def _first_line(error: BaseException) -> str:

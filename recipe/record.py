@@ -343,6 +343,7 @@ class Recorder:
         top-5."""
         figures = means(sums)
         count = int(sums[3])
+        self.progress.train_seconds = self.train_seconds  # for the checkpoint that comes next
         self._write(
             "eval",
             epoch=epoch,

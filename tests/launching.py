@@ -29,11 +29,12 @@ LAUNCHERS = {
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
     "mpirun": "mpirun -np {ranks} {python} {trainer}",
 }
-# A training that has all that could differ between engines (BatchNorm, augmentation, momentum, warm-up that ends half
-# way, the end of an epoch inside a step), and takes seconds.
+# A training that has all that could differ between engines (BatchNorm, augmentation, momentum, a
+# warm-up, the end of an epoch inside a step), and takes seconds.
 SMALL = (
-    "--arch resnet18 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 --batch-size 12 --epochs 2 "
-    "--base-lr 0.01 --momentum 0.9 --warmup-epochs 0.5 --lr-scheduler cosine --threads 1 --max-steps 70"
+    "--arch shufflenet_v2_x0_5 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 "
+    "--batch-size 12 --epochs 2 --base-lr 0.01 --momentum 0.9 --warmup-epochs 0.5 "
+    "--lr-scheduler cosine --threads 1 --max-steps 70"
 )
 
 

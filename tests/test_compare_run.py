@@ -414,3 +414,13 @@ def test_help_is_fast():
     )
     assert ended.returncode == 0 and "--configurations" in ended.stdout
     assert time.perf_counter() - began < 2
+
+
+def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
+    from compare.run import with_threads
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert with_threads([], 2) == ["--threads", "4"]
+    assert with_threads(["--epochs", "1"], 16) == ["--epochs", "1", "--threads", "1"]
+    assert with_threads(["--threads", "3"], 2) == ["--threads", "3"]
+    assert with_threads(["--threads=3"], 2) == ["--threads=3"]

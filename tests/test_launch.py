@@ -1,4 +1,4 @@
-"""Every launcher that users have starts the trainers, and every mistake ends in one clear message."""
+"""Every launcher starts the trainers, and every mistake ends in one clear message."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_launcher(launcher: str, engine: str, ranks: int, tmp_path: Path) -> Non
     [("torchrun", "ddp"), ("horovodrun --gloo", "horovod"), ("mpirun", "horovod")],
 )
 class TestMistakes:
-    """One message from one rank, exit code not 0, no process left (`launch` checks), within seconds."""
+    """One message from one rank, exit code not 0, no process left (`launch` looks)."""
 
     def test_mistyped_flag(self, launcher: str, engine: str) -> None:
         finished = launch(launcher, engine, "--batchsize 3", timeout=60)
@@ -91,12 +91,13 @@ class TestMistakes:
 # Runs in each Python process at its start: makes rank 1 raise in its fifth step.
 BREAK_RANK_1 = """
 import os, sys
-if "1" in (os.environ.get("RANK"), os.environ.get("HOROVOD_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+if "1" in map(os.environ.get, ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")):
     import threading, builtins
     real_import = builtins.__import__
     def patched(name, *args, **kwargs):
         module = real_import(name, *args, **kwargs)
-        if name == "recipe.model" and "seed_step" in vars(module) and not hasattr(module, "real_seed_step"):
+        done = hasattr(module, "real_seed_step")
+        if name == "recipe.model" and "seed_step" in vars(module) and not done:
             module.real_seed_step = module.seed_step
             def seed_step(config, step, rank):
                 if step == 5:
@@ -109,7 +110,7 @@ if "1" in (os.environ.get("RANK"), os.environ.get("HOROVOD_RANK"), os.environ.ge
 
 
 def _before_the_launchers_words(output: str) -> str:
-    """What the ranks wrote: torchrun and horovodrun end with tracebacks of their own when a rank fails."""
+    """What the ranks wrote: torchrun and horovodrun add tracebacks of their own."""
     for sign in (
         "torch/distributed/elastic",
         "Terminating remaining workers",

@@ -60,7 +60,7 @@ def test_vision_transformer_takes_the_image_size() -> None:
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         with pytest.raises(UserError, match="--train-crop-size 32 and --val-crop-size 24"):
             build_model(a_config(arch="vit_b_16", **sizes | {"val_crop_size": 24}), 10, True)
-        with pytest.raises(UserError, match="cannot be built for images .* 33"):
+        with pytest.raises(UserError, match=r"cannot be built for images .* 33"):
             odd = dict.fromkeys(sizes, 33)
             build_model(a_config(arch="vit_b_16", **odd), 10, download=True)
 
@@ -216,5 +216,5 @@ def test_seed_of_a_step() -> None:
     assert draw(0, 0, seed=43) != first
     torch.rand(3)
     assert draw(0, 0) == first
-    torch.manual_seed(0xCA4DDC94)  # what "42 0 0" gives for ever
+    torch.manual_seed(0xC2CC515E)  # what "42 0 0" gives for ever
     assert torch.rand(()).item() == first

@@ -10,14 +10,15 @@ pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod"), ("horovodrun --gloo", "horovod")]
 # Each adds something that an engine could do in its own way.
 VARIANTS = {
-    "fp32": "",
+    "fp32": "--arch resnet18",
     "fp16 wire": "--fp16-allreduce",
     "accumulation, clipping, averaged BatchNorm, EMA": (
-        "--batches-per-allreduce 2 --batch-size 6 --clip-grad-norm 1 --batch-norm average --model-ema --model-ema-decay 0.9 "
-        "--label-smoothing 0.1 --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
+        "--batches-per-allreduce 2 --batch-size 6 --clip-grad-norm 1 --batch-norm average "
+        "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
+    # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16",
-    "fp16 with loss scaling": "--precision fp16 --clip-grad-norm 1 --arch shufflenet_v2_x0_5",
+    "fp16 with loss scaling": "--precision fp16 --clip-grad-norm 1",
 }
 
 
@@ -71,10 +72,8 @@ def test_loader_workers_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resume_in_mid_epoch_under_either_engine(precision: str, tmp_path: Path) -> None:
-    """70 steps at once; the first 35 under one engine and the rest, from step 20 of a 60-step epoch, under each."""
-    arguments = f"--precision {precision}" + (
-        " --model-ema --arch shufflenet_v2_x0_5" if precision == "fp16" else ""
-    )
+    """70 steps at once; 35 under one engine, and under each the rest from step 20, in mid-epoch."""
+    arguments = f"--precision {precision}" + (" --model-ema" if precision == "fp16" else "")
     whole = train(tmp_path / "whole", *ENGINES[0], arguments)
     for first, second in [
         (ENGINES[0], ENGINES[0]),
@@ -106,7 +105,7 @@ def test_resume_in_mid_epoch_under_either_engine(precision: str, tmp_path: Path)
 
 
 def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> None:
-    """2 ranks of 12 until step 20, then 3 ranks of 8: the same global batch, so the stream of samples goes on."""
+    """2 ranks of 12 until step 20, then 3 ranks of 8: the stream of samples goes on."""
     folder = tmp_path / "run"
     train(folder, "torchrun", "ddp", "--max-steps 20")
     finished = launch(
@@ -120,7 +119,7 @@ def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> No
 
 
 def test_adasum_trains_with_an_unscaled_rate(tmp_path: Path) -> None:
-    train(tmp_path / "run", "horovodrun --mpi", "horovod", "--use-adasum")
+    train(tmp_path / "run", "horovodrun --mpi", "horovod", "--use-adasum --arch resnet18")
     steps = read_lines(tmp_path / "run", "step")
     assert max(step["learning_rate"] for step in steps) <= 0.01, "Adasum scales by itself"
     assert sum(step["loss"] for step in steps[-5:]) < 0.7 * sum(step["loss"] for step in steps[:5])

@@ -1,4 +1,4 @@
-"""Guards the lesson: the two train.py differ only where the engines do, and each difference has its reason."""
+"""Guards the lesson: the two train.py differ only where the engines do, each time for a reason."""
 
 import difflib
 from pathlib import Path

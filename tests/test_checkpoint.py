@@ -1,0 +1,469 @@
+"""Checkpoints: whole or not at all, and good for either engine at any world size."""
+
+import argparse
+import copy
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from making import CPU, TinyNet, a_config, a_world
+from torch import nn
+
+from recipe import checkpoint
+from recipe.checkpoint import (
+    Progress,
+    Trainables,
+    checkpoints_in,
+    find_checkpoint,
+    keep_checkpoint,
+    load_on_all_ranks,
+    load_weights,
+    restore,
+    resume,
+    save_checkpoint,
+    step_path,
+)
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.model import build_ema, build_optimizer, build_scaler
+
+CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")
+
+
+def trainables(config: Config = CONFIG, seed: int = 0, steps: int = 0) -> Trainables:
+    """A model, after `steps` steps of training."""
+    torch.manual_seed(seed)
+    model = TinyNet()
+    parts = Trainables(
+        model, build_optimizer(model, config), build_scaler(config, CPU), build_ema(model, config)
+    )
+    train(parts, steps)
+    return parts
+
+
+def train(parts: Trainables, steps: int) -> None:
+    images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(steps))
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(parts.model(images), torch.arange(8) % 3)
+        parts.scaler.scale(loss).backward()
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+        parts.optimizer.zero_grad()
+        if parts.ema is not None:
+            parts.ema.update_parameters(parts.model)
+
+
+def everything(parts: Trainables) -> list[Any]:
+    """All state, as comparable values, bit by bit."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape, value.numpy().tobytes()
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return value
+
+    ema = parts.ema.state_dict() if parts.ema is not None else None
+    states = parts.model.state_dict(), parts.optimizer.state_dict(), parts.scaler.state_dict()
+    return [plain(state) for state in (*states, ema)]
+
+
+def same(values: torch.Tensor) -> torch.Tensor:
+    """Broadcast in a world of one."""
+    return values
+
+
+def read(path: Path) -> dict[str, Any]:
+    contents = load_on_all_ranks(path, a_world(), same)
+    assert contents is not None
+    return contents
+
+
+PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, train_seconds=1.25)
+
+
+def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
+    parts = trainables(steps=3)
+    parts.scaler.update(1234.0)
+    save_checkpoint(tmp_path / "c.pt", parts, PROGRESS, CONFIG)
+    fresh = trainables(seed=1)
+    assert everything(fresh) != everything(parts)
+    assert restore(read(tmp_path / "c.pt"), fresh, CONFIG, "c.pt") == PROGRESS
+    assert everything(fresh) == everything(parts)
+    momentum = [state["momentum_buffer"] for state in fresh.optimizer.state.values()]
+    assert any(buffer.abs().sum() > 0 for buffer in momentum)
+    assert fresh.scaler.get_scale() == 1234.0
+    train(parts, 4)
+    train(fresh, 4)
+    assert everything(fresh) == everything(parts)
+
+
+def test_contents_are_free_of_wrappers(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    contents = read(tmp_path / "c.pt")
+    assert set(contents["model"]) == set(TinyNet().state_dict())
+    assert contents["config"]["arch"] == "tiny"
+    assert Config(**contents["config"]) == CONFIG
+
+
+def test_flags_win_over_the_checkpoint_s_settings(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", trainables(steps=1), PROGRESS, CONFIG)
+    config = replace(CONFIG, wd=0.5, momentum=0.25)
+    fresh = trainables(config)
+    restore(read(tmp_path / "c.pt"), fresh, config, "c.pt")
+    assert {group["weight_decay"] for group in fresh.optimizer.param_groups} == {0.5}
+    assert {group["momentum"] for group in fresh.optimizer.param_groups} == {0.25}
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, KeyboardInterrupt])
+def test_failure_half_way_leaves_the_old_file(
+    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.pt"
+    save_checkpoint(path, trainables(), PROGRESS, CONFIG)
+    before = path.read_bytes()
+
+    def half(contents: object, file: Any) -> None:
+        file.write(before[: len(before) // 2])
+        raise kind("disk full\nsecond line")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else UserError) as raised:
+        save_checkpoint(path, trainables(seed=1), PROGRESS, CONFIG)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["c.pt"]
+    if kind is not KeyboardInterrupt:
+        assert "c.pt: the checkpoint could not be written (disk full)" in str(raised.value)
+
+
+def test_a_killed_run_leaves_one_partial_file_at_most(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.partial").write_bytes(b"half a file")
+    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    assert os.listdir(tmp_path) == ["c.pt"]
+
+
+def test_others_may_read_it(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "c.pt").stat().st_mode & 0o777 == 0o644
+
+
+def keep(folder: Path, step: int, top1: float | None, progress: Progress, **others: Any) -> None:
+    progress.step = step
+    figures = {} if top1 is None else {"top1": top1}
+    config = replace(CONFIG, **others)
+    keep_checkpoint(trainables(), progress, config, a_world(), folder, figures)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [read(path)["progress"]["step"] for path in checkpoints_in(folder / "checkpoints")]
+
+
+def test_last_two_and_the_best(tmp_path: Path) -> None:
+    progress = Progress()
+    for step, top1 in {10: 50.0, 20: 70.0, 30: 60.0, 40: 65.0}.items():
+        keep(tmp_path, step, top1, progress)
+    assert steps_of(tmp_path) == [30, 40]
+    assert names(tmp_path) == ["best.pt", "step-000000030.pt", "step-000000040.pt"]
+    assert read(tmp_path / "checkpoints" / "best.pt")["progress"]["step"] == 20
+    assert progress.best_top1 == 70.0
+    assert read(tmp_path / "checkpoints" / "step-000000040.pt")["progress"]["best_top1"] == 70.0
+
+
+def test_between_evaluations(tmp_path: Path) -> None:
+    """`--checkpoint-steps`: the last evaluation's figures are not this checkpoint's."""
+    progress = Progress()
+    keep(tmp_path, 10, 50.0, progress)
+    keep(tmp_path, 15, 50.0, progress)
+    assert read(tmp_path / "checkpoints" / "best.pt")["progress"]["step"] == 10
+    other = Progress()
+    keep(tmp_path / "other", 5, None, other)
+    assert names(tmp_path / "other") == ["step-000000005.pt"]
+
+
+def test_keep_none(tmp_path: Path) -> None:
+    progress = Progress()
+    keep(tmp_path, 10, 50.0, progress, keep_checkpoints=0)
+    assert not (tmp_path / "checkpoints").exists()
+    assert progress.best_top1 == 50.0
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    progress = Progress(step=10)
+    world = a_world(1, 2)
+    keep_checkpoint(trainables(), progress, CONFIG, world, tmp_path, {"top1": 50.0})
+    assert os.listdir(tmp_path) == []
+    assert progress.best_top1 == 50.0  # the same on all ranks
+
+
+def test_going_back_drops_the_future(tmp_path: Path) -> None:
+    """A run that went on from step 10 must not be thrown out by what a former run left at 40."""
+    for step in (10, 30, 40):
+        keep(tmp_path, step, None, Progress(), keep_checkpoints=5)
+    keep(tmp_path, 20, None, Progress(), keep_checkpoints=2)
+    assert steps_of(tmp_path) == [10, 20]
+
+
+def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*names: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr(os, "link", no_link)
+    keep(tmp_path, 10, 50.0, Progress())
+    assert names(tmp_path) == ["best.pt", "step-000000010.pt"]
+    assert read(tmp_path / "checkpoints" / "best.pt")["progress"]["step"] == 10
+
+
+def test_find(tmp_path: Path) -> None:
+    auto = replace(CONFIG, resume="auto")
+    assert find_checkpoint(CONFIG, tmp_path) is None
+    assert find_checkpoint(auto, tmp_path) is None
+    for step in (9, 10):
+        keep(tmp_path, step, None, Progress())
+    newest = step_path(tmp_path / "checkpoints", 10)
+    assert find_checkpoint(auto, tmp_path) == newest
+    assert find_checkpoint(replace(CONFIG, resume=str(newest)), tmp_path) == newest
+    with pytest.raises(UserError, match=r"--resume /nowhere.pt: there is no such file"):
+        find_checkpoint(replace(CONFIG, resume="/nowhere.pt"), tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "one byte", "text"])
+def test_auto_passes_over_a_damaged_file(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        keep(tmp_path, step, None, Progress())
+    newest = step_path(tmp_path / "checkpoints", 20)
+    content = bytearray(newest.read_bytes())
+    middle = content.index(trainables().model.conv.weight.detach().numpy().tobytes()) + 40
+    content[middle] ^= 1
+    damaged = {"cut": content[:-100], "empty": b"", "one byte": content, "text": b"hello"}
+    newest.write_bytes(damaged[damage])
+    auto = replace(CONFIG, resume="auto")
+    assert find_checkpoint(auto, tmp_path) == step_path(tmp_path / "checkpoints", 10)
+    assert f"{newest} is damaged" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"000020.pt: is damaged, or is no checkpoint"):
+        find_checkpoint(replace(CONFIG, resume=str(newest)), tmp_path)
+    step_path(tmp_path / "checkpoints", 10).unlink()
+    assert find_checkpoint(auto, tmp_path) is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "c.pt"
+    save_checkpoint(path, trainables(), PROGRESS, CONFIG)
+    return path.read_bytes()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path: Path) -> None:
+    """Whatever the damage, the answer is whole or not, and a UserError at most."""
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "c.pt"
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    if not checkpoint._is_whole(path):
+        with pytest.raises(UserError, match="is damaged"):
+            find_checkpoint(replace(CONFIG, resume=str(path)), tmp_path)
+    if path.stat().st_size:
+        try:
+            load_weights(TinyNet(), str(path))
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+def test_all_ranks_get_rank_0_s_file(tmp_path: Path) -> None:
+    """Only rank 0 reads; nothing but bytes and their number is sent."""
+    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    sent: list[torch.Tensor] = []
+
+    def send(values: torch.Tensor) -> torch.Tensor:
+        sent.append(values.clone())
+        return values
+
+    first = load_on_all_ranks(tmp_path / "c.pt", a_world(0, 2), send)
+    assert [values.dtype for values in sent] == [torch.int64, torch.uint8]
+
+    def receive(values: torch.Tensor) -> torch.Tensor:
+        assert values.shape == sent[0].shape
+        assert values.dtype == sent[0].dtype
+        return sent.pop(0)
+
+    second = load_on_all_ranks(None, a_world(1, 2), receive)
+    assert first is not None
+    assert second is not None
+    assert second["progress"] == first["progress"]
+    assert torch.equal(second["model"]["conv.weight"], first["model"]["conv.weight"])
+
+
+def test_resume(tmp_path: Path) -> None:
+    assert resume(trainables(), CONFIG, a_world(), tmp_path, same) == Progress()
+    auto = replace(CONFIG, resume="auto")
+    assert resume(trainables(), auto, a_world(), tmp_path, same) == Progress()
+    keep(tmp_path, 10, 33.0, Progress())
+    assert resume(trainables(), auto, a_world(), tmp_path, same) == Progress(10, 0, 33.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arch": "resnet18"}, "holds a tiny, and this run trains a resnet18; add --arch tiny"),
+        ({"model_ema": False}, "start with --model-ema as that run did"),
+        ({"seed": 1}, "was trained with --seed 42"),
+    ],
+)
+def test_mismatch(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    config = replace(CONFIG, **changes)
+    with pytest.raises(UserError, match=f"--resume c.pt: .*{words}"):
+        restore(read(tmp_path / "c.pt"), trainables(config), config, "c.pt")
+
+
+def test_checkpoint_without_moving_average(tmp_path: Path) -> None:
+    plain = replace(CONFIG, model_ema=False)
+    save_checkpoint(tmp_path / "c.pt", trainables(plain), PROGRESS, plain)
+    with pytest.raises(UserError, match="holds no moving average"):
+        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, "c.pt")
+    evaluating = replace(CONFIG, evaluate=True)  # needs no more than the weights
+    restore(read(tmp_path / "c.pt"), trainables(), evaluating, "c.pt")
+
+
+def test_other_number_of_classes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    parts = trainables()
+    parts.model = TinyNet(7)
+    with pytest.raises(UserError, match=r"head.weight is \[3, 4\], not \[7, 4\].*classes"):
+        restore(read(tmp_path / "c.pt"), parts, CONFIG, "c.pt")
+
+
+def test_foreign_file_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"state_dict": TinyNet().state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(UserError, match="use --weights"):
+        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, "c.pt")
+
+
+def wrapped(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"module.{key}": value for key, value in state.items()}
+
+
+FORMATS = {
+    "bare": lambda state, optimizer: state,
+    "bare, from DDP": lambda state, optimizer: wrapped(state),
+    "pytorch/examples": lambda state, optimizer: {
+        "epoch": 90,
+        "arch": "resnet50",
+        "state_dict": wrapped(state),
+        "best_acc1": torch.tensor(76.1),
+        "optimizer": optimizer,
+        "scheduler": {"step_size": 30},
+    },
+    "torchvision's reference": lambda state, optimizer: {
+        "model": state,
+        "optimizer": optimizer,
+        "lr_scheduler": {"last_epoch": 90},
+        "epoch": 89,
+        "args": argparse.Namespace(lr=0.1, model="resnet50", output_dir=".", clip=None),
+    },
+    "Horovod's example": lambda state, optimizer: {"model": state, "optimizer": optimizer},
+    "a numpy accuracy": lambda state, optimizer: {
+        "state_dict": state,
+        "best": np.float64(76.1),
+        "top5": np.float32(93.0),
+        "epoch": np.int64(3),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_of_other_trainers(name: str, tmp_path: Path) -> None:
+    parts = trainables(steps=2)
+    state = parts.model.state_dict()
+    torch.save(FORMATS[name](state, parts.optimizer.state_dict()), tmp_path / "w.pth")
+    model = TinyNet()
+    load_weights(model, str(tmp_path / "w.pth"))
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+def test_weights_of_this_project_and_of_old_files(tmp_path: Path) -> None:
+    parts = trainables(steps=2)
+    save_checkpoint(tmp_path / "c.pt", parts, PROGRESS, CONFIG)
+    model = TinyNet()
+    load_weights(model, str(tmp_path / "c.pt"))
+    assert torch.equal(model.conv.weight, parts.model.conv.weight)
+    state = copy.copy(parts.model.state_dict())
+    del state["norm.num_batches_tracked"]  # which came with torch 0.4.1
+    state["aux1.weight"] = torch.zeros(1)
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    load_weights(model, str(tmp_path / "old.pth"))
+
+
+class Evil:
+    """Unpickled freely, it would call a function of its writer's choice."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize("format", ["torch.save", "pickle"])
+def test_code_in_a_file_is_refused(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    contents = {"state_dict": TinyNet().state_dict(), "extra": Evil()}
+    if format == "pickle":
+        Path("w.pth").write_bytes(pickle.dumps(Evil(), protocol=2))
+    else:
+        torch.save(contents, "w.pth")
+    with pytest.raises(UserError) as raised:
+        load_weights(TinyNet(), "w.pth")
+    assert not Path("hacked").exists()
+    assert "\n" not in str(raised.value)
+    if format == "torch.save":
+        assert "posix.mkdir" in str(raised.value)
+        assert "run code" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ([1, 2], "holds no state dict"),
+        ({"epoch": 3}, "holds no state dict"),
+        ({"state_dict": {"x": 1}}, "holds no state dict"),
+        ({"model": {}}, "lacks conv.weight"),
+        (wrapped(wrapped(TinyNet().state_dict())), "lacks conv.weight"),
+        (TinyNet().state_dict() | {"more": torch.zeros(1)}, "has more"),
+        (TinyNet(5).state_dict(), r"head.weight is \[5, 4\], not \[3, 4\]"),
+    ],
+)
+def test_weights_that_do_not_fit(contents: Any, words: str, tmp_path: Path) -> None:
+    torch.save(contents, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=f"--weights .*w.pth: .*{words}"):
+        load_weights(TinyNet(), str(tmp_path / "w.pth"))
+
+
+def test_missing_and_damaged_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_weights(TinyNet(), str(tmp_path / "missing.pth"))
+    (tmp_path / "w.pth").write_text("<html>not found</html>")
+    with pytest.raises(UserError, match=r"w.pth: is damaged, or is no file that torch.save wrote"):
+        load_weights(TinyNet(), str(tmp_path / "w.pth"))

@@ -1,0 +1,199 @@
+"""From folders to batches on the device."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from making import CPU, a_config, a_world, write_images
+
+from recipe.config import Config
+from recipe.data import (
+    SYNTHETIC_CLASSES,
+    Data,
+    data_order_sha256,
+    open_data,
+    samples_per_step,
+    to_device,
+    training_batches,
+    validation_batches,
+)
+from recipe.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Settings that name a training folder of 9 images and a validation folder of 6."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root / "train", 3)
+    write_images(root / "val", 2)
+    return a_config(
+        data=str(root),
+        train_dir=str(root / "train"),
+        val_dir=str(root / "val"),
+        cache_dir=str(root / "cache"),
+    )
+
+
+@pytest.fixture(scope="module")
+def data(folders: Config) -> Data:
+    return open_data(folders)
+
+
+def test_open_folders(data: Data) -> None:
+    assert (data.num_train, data.num_val, data.num_classes) == (9, 6, 3)
+    assert not data.is_synthetic
+
+
+def test_open_synthetic(folders: Config) -> None:
+    made_up = open_data(a_config(data="synthetic", synthetic_images=5000))
+    assert made_up.is_synthetic
+    assert (made_up.num_train, made_up.num_val, made_up.num_classes) == (5000, 1000, 1000)
+    # Folders that are named come first.
+    assert not open_data(replace(folders, data="synthetic")).is_synthetic
+
+
+def test_missing_folder(folders: Config) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        open_data(replace(folders, train_dir="/nowhere"))
+
+
+def test_samples_per_step() -> None:
+    assert samples_per_step(a_config(batch_size=4, batches_per_allreduce=3), a_world(0, 5)) == 60
+
+
+def read_training(
+    data: Data, config: Config, size: int, start: int, stop: int, workers: int = 0
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    return [
+        list(training_batches(data, config, a_world(rank, size), CPU, workers, start, stop))
+        for rank in range(size)
+    ]
+
+
+def test_training_batches(data: Data, folders: Config) -> None:
+    ((images, labels), *others) = read_training(data, folders, 1, 0, 36)[0]
+    assert (images.dtype, images.shape) == (torch.uint8, (4, 3, 8, 8))
+    assert (labels.dtype, labels.shape) == (torch.int64, (4,))
+    seen = torch.cat([labels, *(labels for _, labels in others)])
+    assert seen.bincount().tolist() == [12, 12, 12]  # four epochs of three images a class
+
+
+def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:
+    """Augmentation draws from (seed, epoch, index) alone: any split sees the same images."""
+
+    def pixels(config: Config, size: int) -> Counter[bytes]:
+        return Counter(
+            image.numpy().tobytes()
+            for rank in read_training(data, config, size, 0, 36)
+            for images, _ in rank
+            for image in images
+        )
+
+    alone = pixels(folders, 1)
+    assert pixels(replace(folders, batch_size=2), 2) == alone
+    assert pixels(replace(folders, batch_size=6), 3) == alone
+    assert pixels(replace(folders, seed=1), 1) != alone
+    assert len(alone) > 30  # another crop in each epoch
+
+
+def test_workers_change_nothing(data: Data, folders: Config) -> None:
+    plain = read_training(data, folders, 1, 4, 20)[0]
+    forked = read_training(data, folders, 1, 4, 20, workers=2)[0]
+    for (images, labels), (others, other_labels) in zip(plain, forked, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_validation_batches(data: Data, folders: Config, size: int) -> None:
+    batches = [
+        batch
+        for rank in range(size)
+        for batch in validation_batches(data, folders, a_world(rank, size), CPU, 0)
+    ]
+    assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [2, 2, 2]
+    assert len({image.numpy().tobytes() for images, _ in batches for image in images}) == 6
+
+
+def test_synthetic_batches() -> None:
+    config = a_config(data="synthetic", synthetic_images=10)
+    made_up = open_data(config)
+    (first, labels), (second, _) = read_training(made_up, config, 1, 0, 8)[0]
+    assert torch.equal(first, second)
+    assert (first.dtype, first.shape) == (torch.uint8, (4, 3, 8, 8))
+    assert 0 <= labels.min() <= labels.max() < SYNTHETIC_CLASSES
+    counts = [
+        len(labels)
+        for rank in range(3)
+        for _, labels in validation_batches(made_up, config, a_world(rank, 3), CPU, 0)
+    ]
+    assert sum(counts) == 10  # as many as the summary tells
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_to_device(channels_last: bool) -> None:
+    images = torch.randint(0, 256, (2, 3, 5, 5), dtype=torch.uint8)
+    before = images.clone()
+    labels = torch.tensor([1, 2])
+    moved, targets = to_device((images, labels), a_config(channels_last=channels_last), CPU)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    expected = (images.float() / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    assert torch.allclose(moved, expected, atol=1e-5)
+    assert moved.is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert torch.equal(targets, labels)
+    assert torch.equal(images, before)
+
+
+def test_data_order(data: Data, folders: Config, tmp_path: Path) -> None:
+    first = data_order_sha256(data, folders)
+    assert data_order_sha256(data, folders) == first
+    assert data_order_sha256(data, replace(folders, seed=1)) != first
+    # The same images elsewhere are the same data.
+    write_images(tmp_path / "train", 3)
+    write_images(tmp_path / "val", 2)
+    moved = replace(folders, train_dir=str(tmp_path / "train"), val_dir=str(tmp_path / "val"))
+    assert data_order_sha256(open_data(moved), moved) == first
+    (tmp_path / "train" / "a" / "0.png").rename(tmp_path / "train" / "a" / "9.png")
+    assert data_order_sha256(open_data(moved), moved) != first
+
+
+LOADING = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from making import *
+from recipe.data import open_data, training_batches
+if __name__ == "__main__":
+    root = {root!r}
+    config = a_config(train_dir=root + "/train", val_dir=root + "/val", cache_dir=root + "/cache")
+    batches = training_batches(open_data(config), config, a_world(), CPU, 1, 0, 10**9)
+    next(batches)
+    print("loading", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_killed_trainer(folders: Config, tmp_path: Path) -> None:
+    """torch's own watch does not notice: a forkserver, their parent, outlives the trainer."""
+    script = tmp_path / "loading.py"
+    script.write_text(LOADING.format(tests=str(Path(__file__).parent), root=folders.data))
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"loading\n"
+    processes = psutil.Process(trainer.pid).children(recursive=True)
+    assert len(processes) >= 2  # the server and a worker
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    started = time.perf_counter()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert time.perf_counter() - started < 5

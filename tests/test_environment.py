@@ -1,0 +1,236 @@
+"""What a run ran on, and the fingerprint that two runs must share to be compared."""
+
+import json
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, TinyNet, a_config, a_world, write_images
+from torch import nn
+
+from recipe import environment
+from recipe.config import Config, RunFlags
+from recipe.data import open_data
+from recipe.device import core_row, own_row
+from recipe.environment import (
+    cpu_model,
+    describe,
+    fingerprint,
+    git_commit,
+    mpi_version,
+    summarize,
+    usage_row,
+    weights_sha256,
+)
+from recipe.model import build_model
+
+CONFIG = a_config(data="synthetic", synthetic_images=40, arch="squeezenet1_1")
+
+
+def print_of(config: Config = CONFIG, size: int = 2, rank: int = 0, threads: int = 1) -> dict:
+    """The fingerprint that a trainer would make."""
+    data = open_data(config)
+    model = build_model(config, 10, download=True)
+    world = a_world(rank, size)
+    return fingerprint(config, world, data, model, CPU, threads, scale=size)
+
+
+def test_equal_for_both_engines_and_all_ranks() -> None:
+    """It is made from nothing that an engine could change."""
+    first = print_of()
+    torch.rand(7)
+    assert print_of(rank=1) == first
+    assert json.loads(json.dumps(first))  # it goes into summary.json
+    engines = ("horovod", "ddp", "engine", "gloo", "mpi")
+    assert not any(engine in json.dumps(first).lower() for engine in engines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"seed": 1}, {"data_order_sha256", "initial_weights_sha256", "seed"}),
+        ({"base_lr": 0.5}, {"learning_rates_sha256", "base_lr"}),
+        ({"warmup_epochs": 0.0}, {"learning_rates_sha256", "warmup_epochs"}),
+        ({"epochs": 9}, {"learning_rates_sha256", "epochs"}),
+        ({"batch_size": 5}, {"batch_size"}),
+        ({"batches_per_allreduce": 2}, {"batches_per_allreduce"}),
+        ({"precision": "bf16"}, {"precision"}),
+        ({"fp16_allreduce": True}, {"wire_format", "fp16_allreduce"}),
+        ({"batch_norm": "average"}, {"batch_norm"}),
+        ({"channels_last": True}, {"channels_last"}),
+        ({"momentum": 0.1}, {"momentum"}),
+        ({"wd": 0.1}, {"wd"}),
+        ({"nesterov": True}, {"nesterov"}),
+        ({"label_smoothing": 0.1}, {"label_smoothing"}),
+        ({"clip_grad_norm": 1.0}, {"clip_grad_norm"}),
+        ({"model_ema": True}, {"model_ema"}),
+        ({"use_adasum": True}, {"use_adasum"}),
+        ({"arch": "squeezenet1_0"}, {"arch", "initial_weights_sha256"}),
+        ({"train_crop_size": 9}, {"train_crop_size"}),
+        ({"hflip_prob": 0.4}, {"hflip_prob"}),
+        ({"workers": 2}, {"workers"}),
+        ({"max_steps": 3}, {"max_steps"}),
+        ({"synthetic_images": 41}, {"data_order_sha256", "num_images", "num_val_images"}),
+    ],
+)
+def test_differs_where_the_work_differs(changes: dict[str, Any], differs: set[str]) -> None:
+    first, second = print_of(), print_of(replace(CONFIG, **changes))
+    found = {key for key in first if first[key] != second[key]}
+    assert found == differs | (set(changes) & first.keys())
+
+
+def test_differs_in_what_is_no_setting() -> None:
+    first = print_of()
+    two = print_of(size=4)
+    assert {key for key in first if first[key] != two[key]} == {
+        "world_size",
+        "learning_rates_sha256",
+    }
+    assert print_of(threads=2)["threads"] == 2
+
+
+def test_every_setting_of_the_work_is_in_it() -> None:
+    """A new flag counts as work unless it is put on the list of those that are not."""
+    first = print_of()
+    run = {item.name for item in fields(RunFlags)}
+    for item in fields(Config):
+        assert (item.name in first) != (item.name in environment.NOT_WORK) or (
+            item.name in ("max_steps", "threads")  # which have entries of their own
+        ), item.name
+    assert run <= environment.NOT_WORK
+
+
+def test_places_make_no_difference(tmp_path: Path) -> None:
+    prints = []
+    for name in ("here", "there"):
+        root = tmp_path / name
+        write_images(root / "train", 2)
+        write_images(root / "val", 1)
+        config = replace(
+            CONFIG,
+            data=str(root),
+            train_dir=str(root / "train"),
+            val_dir=str(root / "val"),
+            cache_dir=str(root / "cache"),
+            log_dir=name,
+            name=name,
+            weights=f"{name}.pth",
+        )
+        prints.append(print_of(config))
+    assert prints[0] == prints[1]
+    assert prints[0]["data_order_sha256"] != print_of()["data_order_sha256"]
+
+
+def test_weights_sha256() -> None:
+    torch.manual_seed(0)
+    model = TinyNet()
+    first = weights_sha256(model)
+    assert re.fullmatch(r"[0-9a-f]{64}", first)
+    parameters = weights_sha256(model, buffers=False)
+    model.norm.running_mean += 1  # type: ignore[operator]
+    assert weights_sha256(model) != first
+    assert weights_sha256(model, buffers=False) == parameters
+    bits = model.head.bias.detach().view(torch.int32)
+    for shift in (0, 9, 22, 30):  # one bit of one weight is enough
+        bits[1] ^= 1 << shift
+        assert weights_sha256(model, buffers=False) != parameters
+        bits[1] ^= 1 << shift
+    assert weights_sha256(model, buffers=False) == parameters
+
+
+def test_weights_sha256_of_any_layout_and_format() -> None:
+    model = nn.Conv2d(3, 4, 3)
+    first = weights_sha256(model)
+    assert weights_sha256(model.to(memory_format=torch.channels_last)) == first
+    assert weights_sha256(model.bfloat16()) != first
+
+
+# What `summarize` and `usage_row` ask a Recorder for.
+RECORDER: Any = SimpleNamespace(
+    cpu_seconds_before=0.0,
+    first_samples_seen=100,
+    images_per_second=8.0,
+    step_seconds=50.0,
+    train_seconds=60.0,
+    fingerprint={"seed": 42},
+    environment={
+        "engine": "ddp",
+        "launcher": "torchrun",
+        "transport": "Gloo",
+        "world_size": 2,
+        "threads": 1,
+    },
+    progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
+    data=SimpleNamespace(num_train=150),
+)
+FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
+
+
+def test_summary() -> None:
+    usage = torch.tensor([[10.0, 1000, 7], [30.0, 3000, 7]], dtype=torch.float64)
+    summary = summarize(RECORDER, FIGURES, usage, TinyNet())
+    assert (summary["engine"], summary["launcher"], summary["world_size"]) == ("ddp", "torchrun", 2)
+    assert (summary["epochs"], summary["steps"], summary["samples_seen"]) == (2.0, 25, 300)
+    assert summary["cpu_seconds"] == 40
+    assert summary["cpu_seconds_per_image"] == 40 / 200  # of this session's images
+    assert summary["peak_memory_bytes"] == 3000  # the hungriest rank's
+    assert (summary["top1"], summary["best_top1"]) == (50.0, 50.0)
+    assert summarize(RECORDER, {**FIGURES, "top1": 30.0}, usage, TinyNet())["best_top1"] == 40.0
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_ranks_that_drifted_apart() -> None:
+    usage = torch.tensor([[10.0, 1000, 7], [30.0, 3000, 8]], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="different weights"):
+        summarize(RECORDER, FIGURES, usage, TinyNet())
+
+
+def test_usage_tells_weights_apart() -> None:
+    torch.manual_seed(0)
+    model = TinyNet()
+    used, memory, digest = usage_row(RECORDER, model, CPU).tolist()
+    assert used > 0
+    assert memory > 1e6
+    assert digest == int(digest) < 2**48
+    # BatchNorm's statistics may differ between ranks: --batch-norm says what is done about them.
+    model.norm.running_mean += 1  # type: ignore[operator]
+    assert usage_row(RECORDER, model, CPU)[2] == digest
+    with torch.no_grad():
+        model.head.bias[0] += 1
+    assert usage_row(RECORDER, model, CPU)[2] != digest
+
+
+def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp_train/train.py", "--epochs", "3"])
+    world = a_world(0, 2)
+    cores = own_row(world, core_row(world)) + own_row(
+        replace(world, rank=1), core_row(replace(world, host="there"))
+    )
+    facts = describe(world, "ddp", "Gloo", CPU, 1, cores)
+    assert facts["hosts"] == ["here", "there"]
+    assert (facts["engine"], facts["transport"], facts["launcher"]) == ("ddp", "Gloo", "torchrun")
+    assert facts["version"] == facts["torch"] == torch.__version__
+    assert facts["horovod"] is facts["mpi"] is facts["cuda"] is None
+    assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
+    assert facts["device_name"] == facts["cpu_model"] == cpu_model() != ""
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_mpi_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert mpi_version() is None
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\necho more\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    assert mpi_version() == "mpirun (Open MPI) 4.1.8"
+
+
+def test_git_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commit = git_commit()
+    assert commit is None or re.fullmatch(r"[\w.-]{7,}\+?", commit)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert git_commit() is None

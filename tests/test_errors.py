@@ -1,0 +1,153 @@
+"""One clear message, from one rank, and an exit code that is not 0."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from making import CPU, a_config, a_world, write_images
+
+from recipe import errors
+from recipe.data import open_data, validation_batches
+from recipe.errors import UserError, fail, is_lost_peer, one_message, sentence
+
+
+class Exit(Exception):
+    """Stands in for os._exit."""
+
+
+@pytest.fixture(autouse=True)
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long was waited, without waiting; and os._exit raises Exit."""
+
+    def exit_with(code: int) -> None:
+        raise Exit(code)
+
+    waits: list[float] = []
+    monkeypatch.setattr(os, "_exit", exit_with)
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
+    # The tests that run beside this one are other jobs.
+    monkeypatch.setenv("SLURM_JOB_ID", f"test-{os.getpid()}-{time.time_ns()}")
+    return waits
+
+
+def code_of(action: Callable[[], object]) -> int:
+    with pytest.raises(Exit) as ended:
+        action()
+    return int(ended.value.args[0])
+
+
+def raising(error: BaseException, rank: int = 0, size: int = 1) -> Callable[[], None]:
+    def body() -> None:
+        with one_message(a_world(rank, size, host="node7")):
+            raise error
+
+    return body
+
+
+def test_rank_0_speaks_at_once(capsys: pytest.CaptureFixture[str], sleeps: list[float]) -> None:
+    assert code_of(lambda: fail(a_world(0, 1), "so it is")) == 1
+    assert capsys.readouterr() == ("", "so it is\n")
+    assert sum(sleeps) == 0
+
+
+def test_other_ranks_wait_and_say_who_they_are(
+    capsys: pytest.CaptureFixture[str], sleeps: list[float]
+) -> None:
+    assert code_of(lambda: fail(a_world(3, 4, host="node7"), "so it is", 5)) == 5
+    assert capsys.readouterr().err == "[rank 3 on node7] so it is\n"
+    assert errors.OTHER_RANK_DELAY_S in sleeps
+
+
+def test_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        assert code_of(lambda rank=rank: fail(a_world(rank, 2), "", 0)) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_user_error_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(raising(UserError("--epochs 0: must be at least 1"))) == 1
+    assert capsys.readouterr().err == "error: --epochs 0: must be at least 1\n"
+
+
+def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(raising(RuntimeError("out of luck"))) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "RuntimeError: out of luck" in err
+    assert "test_errors.py" in err
+
+
+def test_interruption(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(raising(KeyboardInterrupt())) == 130
+    assert "--resume auto" in capsys.readouterr().err
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_no_error() -> None:
+    with one_message(a_world()):
+        pass
+
+
+class HorovodInternalError(RuntimeError):
+    """Bears the name of Horovod's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("Application timeout: Connection reset by peer"), True),
+        (HorovodInternalError("anything"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("Connection closed by peer"), False),
+        (UserError("Connection refused"), False),
+    ],
+)
+def test_lost_peer(error: Exception, lost: bool, sleeps: list[float]) -> None:
+    assert is_lost_peer(error) == lost
+    assert code_of(raising(error)) == 1
+    assert (errors.LOST_PEER_DELAY_S in sleeps) == lost  # the rank that failed speaks first
+
+
+def test_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sentence(UserError("a: b")) == "a: b"
+    wrapped = (
+        "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+        "last):\n  File x\nOSError: no\n\nrecipe.errors.UserError: two\nlines\n"
+    )
+    assert sentence(UserError(wrapped)) == "two\nlines"
+    assert code_of(raising(UserError(wrapped))) == 1
+    assert capsys.readouterr().err == "error: two\nlines\n"
+
+
+def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's error arrives as a whole traceback, of which only the sentence is for users."""
+    monkeypatch.undo()  # the loader's own exits and sleeps are real
+    root = write_images(tmp_path / "images", 1, "ab")
+    config = a_config(train_dir=str(root), val_dir=str(root), cache_dir=str(tmp_path / "cache"))
+    data = open_data(config)
+    (root / "b" / "0.png").write_bytes(b"no image")
+    with pytest.raises(UserError) as raised:
+        list(validation_batches(data, config, a_world(), CPU, workers=1))
+    assert "Traceback" in str(raised.value)  # else torch has changed, and `sentence` may go
+    message = sentence(raised.value)
+    assert message.startswith(str(root / "b" / "0.png"))
+    assert "\n" not in message
+
+
+def test_the_process_really_ends() -> None:
+    """Without exit handlers, which in MPI and Horovod wait for the other ranks, and flushed."""
+    code = (
+        "import atexit, threading, time; from recipe.errors import UserError, one_message\n"
+        "from recipe.world import World\n"
+        "atexit.register(print, 'exit handler'); threading.Thread(target=time.sleep, args=[60])"
+        ".start()\n"
+        "print('output', end='')\n"
+        "with one_message(World(0, 1, 0, 1, 'none', 'here')): raise UserError('sorry')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "output", "error: sorry\n")

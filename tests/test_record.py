@@ -1,0 +1,455 @@
+"""The run folder: what is written, and how a resumed run goes on in it."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, a_config, a_world
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipe import record
+from recipe.checkpoint import Progress
+from recipe.config import Config
+from recipe.data import Data
+from recipe.errors import UserError
+from recipe.record import (
+    WARM_UP_STEPS,
+    Recorder,
+    StepClock,
+    WaitTimer,
+    replace_file,
+    run_folder,
+    utc_now,
+)
+from recipe.world import World
+
+NUM_TRAIN = 20  # five steps an epoch
+DATA = Data(None, None, num_train=NUM_TRAIN, num_val=8, num_classes=10)
+CONFIG = a_config(name="run", epochs=3, batch_size=4)
+ENVIRONMENT = {
+    "engine": "ddp",
+    "version": "2",
+    "transport": "Gloo",
+    "hosts": ["here"],
+    "device_name": "a CPU",
+    "threads": 1,
+}
+SUMMARY = {"top1": 50.0, "loss": 0.5, "images_per_second": 8.0}
+
+
+class Clock:
+    """Stands in for time.perf_counter: goes on only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    it = Clock()
+    monkeypatch.setattr(record.time, "perf_counter", it)
+    return it
+
+
+class Session:
+    """The calls that a trainer makes, without training: each step takes half a second."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Clock,
+        progress: Progress | None = None,
+        config: Config = CONFIG,
+        world: World | None = None,
+    ) -> None:
+        self.clock, self.progress = clock, progress or Progress()
+        self.world = world or a_world()
+        self.per_step = config.batch_size * config.batches_per_allreduce * self.world.size
+        self.recorder = Recorder(config, self.world, CPU, DATA, folder, self.progress)
+        self.recorder.begin(ENVIRONMENT, {"seed": 42})
+        self.recorder.start_clock()
+
+    def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
+        for _ in range(count):
+            self.clock.now += seconds
+            epoch = self.progress.samples_seen // NUM_TRAIN
+            self.progress.step += 1
+            self.progress.samples_seen += self.per_step
+            # A loss that is another in each step, so that a lost or repeated one would show.
+            sums = torch.tensor([loss + self.progress.step, 0.25, 0.5, 1.0]) * self.per_step
+            self.recorder.step(sums.double(), 0.1, 0.125)
+            self.recorder.write_steps(self.recorder.pending_sums())
+            if self.progress.samples_seen // NUM_TRAIN > epoch:
+                self.recorder.end_epoch(epoch, complete=True)
+                self.evaluate(epoch)
+
+    def evaluate(self, epoch: int, seconds: float = 2.0) -> dict[str, float]:
+        self.clock.now += seconds
+        sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
+        figures = self.recorder.evaluation(epoch, sums, seconds)
+        self.recorder.restart_clock()
+        return figures
+
+
+def lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [one for one in map(json.loads, text.splitlines()) if kind in (None, one["kind"])]
+
+
+def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs" / "run"
+    session = Session(folder, clock)
+    assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
+    assert json.loads((folder / "environment.json").read_text()) == ENVIRONMENT
+    session.steps(15)
+    assert not (folder / "summary.json").exists()  # whose presence says that the run is complete
+    session.recorder.close(SUMMARY)
+    assert json.loads((folder / "summary.json").read_text()) == SUMMARY
+    kinds = [line["kind"] for line in lines(folder)]
+    assert kinds == ["event"] + (["step"] * 5 + ["epoch", "eval"]) * 3 + ["event"]
+    assert [line["name"] for line in lines(folder, "event")] == ["start", "end"]
+    assert lines(folder, "step")[6] == {
+        "kind": "step",
+        "epoch": 1,
+        "step": 7,
+        "samples_seen": 28,
+        "loss": 9.0,
+        "top1": 25.0,
+        "top5": 50.0,
+        "learning_rate": 0.1,
+        "seconds": 0.5,
+        "data_seconds": 0.125,
+        "images_per_second": 8.0,
+    }
+    epoch = lines(folder, "epoch")[1]
+    assert (epoch["epoch"], epoch["step"], epoch["samples_seen"]) == (1, 10, 40)
+    assert epoch["loss"] == 2.0 + (6 + 7 + 8 + 9 + 10) / 5
+    assert (epoch["seconds"], epoch["images_per_second"]) == (2.5, 8.0)
+    evaluation = lines(folder, "eval")[1]
+    assert (evaluation["loss"], evaluation["top1"], evaluation["top5"]) == (1.5, 50.0, 75.0)
+    assert (evaluation["num_images"], evaluation["weights"]) == (8, "model")
+    assert evaluation["train_seconds_so_far"] == 10 * 0.5 + 2 * 2.0  # evaluation is on the clock
+    out = capsys.readouterr().out
+    assert out.count("\n") == 2 + 3 * 2
+    assert "ddp 2 over Gloo, 1 worker(s)" in out
+    assert "epoch   2/3  val    loss 1.5000  top-1  50.00 %" in out
+
+
+def test_only_rank_0_writes_and_talks(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(tmp_path / "run", clock, world=a_world(1, 2))
+    session.steps(3)
+    session.recorder.close(SUMMARY)
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_throughput_without_warm_up_and_evaluation(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(WARM_UP_STEPS, seconds=100.0)
+    assert session.recorder.images_per_second is None
+    session.steps(6)  # with an evaluation of 2 s among them
+    assert session.recorder.images_per_second == 8.0
+    assert session.recorder.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
+
+
+def test_resumed_session_warms_up_anew(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock, Progress(step=7, samples_seen=28))
+    session.steps(WARM_UP_STEPS, seconds=100.0)
+    session.steps(1)
+    assert session.recorder.images_per_second == 8.0
+
+
+def test_throughput_counts_all_ranks_and_accumulated_batches(tmp_path: Path, clock: Clock) -> None:
+    config = replace(CONFIG, batches_per_allreduce=3)
+    session = Session(tmp_path / "run", clock, config=config, world=a_world(0, 2))
+    session.steps(WARM_UP_STEPS + 1)
+    assert session.recorder.images_per_second == 4 * 3 * 2 / 0.5
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite(loss: float, tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(2)
+    with pytest.raises(UserError, match=r"the loss is -?(nan|inf) at step 3 .*--base-lr"):
+        session.steps(1, loss=loss)
+    assert len(lines(tmp_path / "run", "step")) == 2
+
+
+def test_every_rank_stops_at_a_loss_that_is_not_finite(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock, world=a_world(1, 2))
+    with pytest.raises(UserError):
+        session.steps(1, loss=math.nan)
+
+
+@pytest.mark.parametrize("at", [5, 7, 12])
+def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, clock: Clock) -> None:
+    whole = Session(tmp_path / "whole", clock)
+    whole.steps(15)
+    first = Session(tmp_path / "run", clock)
+    first.steps(at)
+    saved = replace(first.progress)
+    first.steps(13 - at)  # which the checkpoint does not hold
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "epo')  # it was killed while it wrote
+    second = Session(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
+    second.steps(15 - at)
+    for kind in ("step", "epoch", "eval"):
+        expected = lines(tmp_path / "whole", kind)
+        found = lines(tmp_path / "run", kind)
+        for line in (*expected, *found):  # the sums are of floats, in another order
+            line["loss"] = round(line["loss"], 9)
+        assert found == expected
+    names = [line["name"] for line in lines(tmp_path / "run", "event")]
+    assert names == ["start", "resume"]
+
+
+def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: Clock) -> None:
+    """Its last step counts once, in the figures of the epoch that it began in, resumed or not."""
+    config = replace(CONFIG, batch_size=6)  # steps end at 6, 12, 18, 24, ...
+    whole = Session(tmp_path / "whole", clock, config=config)
+    whole.steps(10)
+    first = Session(tmp_path / "run", clock, config=config)
+    first.steps(5)
+    progress = replace(first.progress)
+    second = Session(tmp_path / "run", clock, progress, replace(config, resume="auto"))
+    second.steps(5)
+    for folder in ("whole", "run"):
+        assert [line["epoch"] for line in lines(tmp_path / folder, "step")] == [
+            *[0] * 4,
+            *[1] * 3,
+            *[2] * 3,
+        ]
+        first_epoch, second_epoch, *_ = lines(tmp_path / folder, "epoch")
+        assert first_epoch["loss"] == pytest.approx(2 + (1 + 2 + 3 + 4) / 4)
+        assert second_epoch["loss"] == pytest.approx(2 + (5 + 6 + 7) / 3)
+        assert second_epoch["seconds"] == 1.5
+
+
+def test_epoch_resumed_at_another_world_size(tmp_path: Path, clock: Clock) -> None:
+    """Four images a step at first, then eight: the figures weigh images, not steps."""
+    first = Session(tmp_path / "run", clock)
+    first.steps(3)
+    second = Session(
+        tmp_path / "run",
+        clock,
+        replace(first.progress),
+        replace(CONFIG, resume="auto"),
+        a_world(0, 2),
+    )
+    second.steps(1)
+    (epoch,) = lines(tmp_path / "run", "epoch")
+    assert epoch["loss"] == pytest.approx(2 + (1 * 4 + 2 * 4 + 3 * 4 + 4 * 8) / 20)
+    assert epoch["images_per_second"] == pytest.approx(20 / 2.0)
+
+
+def test_training_clock_goes_on(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(3)
+    assert session.progress.train_seconds == 1.5
+    clock.now += 1000  # between the two
+    again = Session(
+        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
+    )
+    again.steps(1)
+    assert again.progress.train_seconds == 2.0
+
+
+def test_refuses_to_overwrite_a_run(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(6)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    other = tmp_path / "other" / "checkpoints" / "step-000000003.pt"
+    own = tmp_path / "run" / "checkpoints" / "step-000000003.pt"
+    at_3 = Progress(3, 12)
+    for progress, config in [
+        (Progress(), CONFIG),
+        (at_3, replace(CONFIG, resume=str(other))),  # it would cut the other run's record short
+    ]:
+        with pytest.raises(UserError, match="already holds a run; choose another --name"):
+            Session(tmp_path / "run", clock, progress, config)
+        assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    Session(tmp_path / "run", clock, at_3, replace(CONFIG, resume=str(own)))
+    assert len(lines(tmp_path / "run", "step")) == 3
+    # Nothing was saved yet: a fresh start.
+    Session(tmp_path / "run", clock, Progress(), replace(CONFIG, resume="auto"))
+    assert lines(tmp_path / "run", "step") == []
+
+
+def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
+    """A batch system may start a job again that was done: its figures must survive that."""
+    session = Session(tmp_path / "run", clock)
+    session.steps(15)
+    session.recorder.close(SUMMARY)
+    summary = tmp_path / "run" / "summary.json"
+    again = Session(
+        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
+    )
+    assert not summary.exists()
+    again.evaluate(2)
+    again.recorder.close({**SUMMARY, "images_per_second": None})
+    assert json.loads(summary.read_text()) == SUMMARY
+    more = Session(
+        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
+    )
+    more.steps(1)
+    more.recorder.close({**SUMMARY, "top1": 51.0})
+    assert json.loads(summary.read_text())["top1"] == 51.0
+
+
+def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "run"
+    session = Session(folder, clock)
+    session.steps(15)
+    session.recorder.close(SUMMARY)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    config = replace(CONFIG, resume="auto", evaluate=True)
+    evaluation = Session(folder, clock, Progress(7, 28), config)
+    evaluation.evaluate(1)
+    evaluation.recorder.close({**SUMMARY, "top1": 49.0})
+    assert {path: path.read_bytes() for path in before} == before
+    (new,) = folder.glob("evaluation-*")
+    assert json.loads((new / "summary.json").read_text())["top1"] == 49.0
+    assert len(lines(new, "eval")) == 1
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
+        Session(tmp_path / "file" / "run", clock)
+
+
+@pytest.fixture
+def board(tmp_path: Path, clock: Clock) -> Iterator[EventAccumulator]:
+    """What TensorBoard reads of a run that was resumed after it had drawn epoch 2."""
+    session = Session(tmp_path / "run", clock)
+    session.steps(7)
+    saved = replace(session.progress)
+    session.steps(4)
+    session.recorder.board.close()
+    second = Session(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
+    second.steps(8)
+    second.recorder.close(SUMMARY)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    yield events.Reload()
+
+
+def test_tensorboard(board: EventAccumulator) -> None:
+    tags = set(board.Tags()["scalars"])
+    expected = {
+        f"{name}/{part}"
+        for name in ("Throughput", "Time", "Loss", "Top1", "Top5")
+        for part in ("train", "val")
+    } | {"Lr"}
+    assert tags >= expected
+    assert all(tag in expected or tag.startswith("hparam/") for tag in tags)
+    for tag in expected:  # one point an epoch, though epoch 2 was drawn twice
+        assert [event.step for event in board.Scalars(tag)] == [1, 2, 3], tag
+    assert board.Scalars("Throughput/train")[0].value == 8.0
+    assert board.Scalars("Time/train")[1].value == 2.5
+    assert board.Scalars("Top5/val")[2].value == 75.0
+    assert board.Scalars("Lr")[0].value == pytest.approx(0.1)
+
+
+def test_hyper_parameters(board: EventAccumulator) -> None:
+    content = board.PluginTagToContent("hparams")
+    assert "_hparams_/session_start_info" in content
+    assert b"batch_size" in content["_hparams_/session_start_info"]
+    assert board.Scalars("hparam/top1")[0].value == 50.0
+
+
+def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
+    session.recorder.evaluation(0, sums, 1.0, "model")
+    session.recorder.evaluation(0, sums, 1.0, "ema")
+    assert [line["weights"] for line in lines(tmp_path / "run", "eval")] == ["model", "ema"]
+
+
+def test_incomplete_epoch_has_no_figures(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(3)
+    session.recorder.end_epoch(0, complete=False)
+    assert lines(tmp_path / "run", "epoch") == []
+
+
+def test_progress_bar_only_on_a_terminal(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Session(tmp_path / "a", clock).recorder.bar is None
+    monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
+    session = Session(tmp_path / "b", clock)
+    assert session.recorder.bar is not None
+    assert session.recorder.bar.total == 15
+    session.steps(2)
+    assert session.recorder.bar.n == 2
+    session.recorder.close(SUMMARY)
+    assert Session(tmp_path / "c", clock, world=a_world(1, 2)).recorder.bar is None
+
+
+def test_run_folder() -> None:
+    config = a_config(log_dir="~/runs", name="mine")
+    assert run_folder(config, a_world(), "ddp") == Path("~/runs/mine").expanduser()
+    name = run_folder(a_config(arch="vgg11"), a_world(0, 4), "horovod").name
+    assert name.endswith("-horovod-vgg11-4w")
+
+
+def test_wait_timer(clock: Clock) -> None:
+    def batches() -> Iterator[int]:
+        for number in range(3):
+            clock.now += number + 1
+            yield number
+
+    timer = WaitTimer(batches())  # type: ignore[arg-type]
+    next(timer)
+    clock.now += 50
+    next(timer)
+    assert timer.take() == 3
+    next(timer)
+    assert timer.take() == 3
+    assert timer.take() == 0
+    with pytest.raises(StopIteration):
+        next(timer)
+
+
+def test_step_clock(clock: Clock) -> None:
+    steps = StepClock(CPU)
+    clock.now += 1
+    steps.tick()
+    clock.now += 50
+    steps.restart()
+    clock.now += 2
+    steps.tick()
+    assert steps.take() == [1, 2]
+    assert steps.take() == []
+
+
+def test_replace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    replace_file(path, "old")
+
+    def half(self: Path, text: str) -> None:
+        with self.open("w") as file:
+            file.write(text[:2])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(path, "newer")
+    assert path.read_text() == "old"
+
+
+def test_utc_now() -> None:
+    assert len(utc_now()) == len("2026-01-31T12:00:00Z")
+    assert utc_now().endswith("Z")

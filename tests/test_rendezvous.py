@@ -1,0 +1,145 @@
+"""Where the ranks of a DDP run meet."""
+
+import socket
+import sys
+from collections import namedtuple
+
+import pytest
+import torch.distributed as dist
+from making import a_world
+
+from ddp_train import rendezvous
+from ddp_train.rendezvous import meeting_point, slurm_address
+from recipe.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n3", "n3"),
+        ("n3,n4", "n3"),
+        ("n[3-6]", "n3"),
+        ("n[003-006,9],gpu1", "n003"),
+        ("n[7,9]", "n7"),
+        ("login,n[1-2]", "login"),
+        ("gpu-a[01-12]", "gpu-a01"),
+        ("rack[1-2]n[3-4]", "rack1n3"),
+        ("n[3-6]-ib", "n3-ib"),
+        ("n1.site.org,n2.site.org", "n1.site.org"),
+    ],
+)
+def test_first_node_of_a_slurm_step(nodes: str, first: str) -> None:
+    step = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    assert slurm_address(step).startswith(f"tcp://{first}:")
+
+
+def port(job: int, step: int) -> int:
+    variables = {"SLURM_STEP_NODELIST": "n", "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+    return int(slurm_address(variables).rpartition(":")[2])
+
+
+def test_port_of_a_slurm_step() -> None:
+    """Fixed by job and step, others for neighbours, and free for a server to listen at."""
+    ports = [port(job, step) for job in range(1000, 1050) for step in range(50)]
+    assert len(set(ports)) == len(ports)
+    assert port(1000, 0) == ports[0]
+    assert all(1024 < one < 32768 for one in [*ports, port(2**31, 2**32 - 2)])
+
+
+def test_a_lone_process_meets_itself() -> None:
+    arguments = meeting_point(a_world())
+    assert isinstance(arguments.pop("store"), dist.HashStore)
+    assert arguments == {"rank": 0, "world_size": 1}
+
+
+def test_torchrun_has_told_everything() -> None:
+    assert meeting_point(a_world(1, 2)) == {"init_method": "env://"}
+
+
+def test_horovodrun_over_gloo_tells_nothing() -> None:
+    with pytest.raises(UserError, match=r"torchrun, mpirun or horovodrun --mpi"):
+        meeting_point(a_world(1, 2, launcher="horovodrun"))
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "slurm"])
+def test_an_address_that_the_user_gives(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    expected = {"init_method": "tcp://node7:29500", "rank": 1, "world_size": 2}
+    assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    expected["init_method"] = "tcp://node7:1234"
+    assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
+
+
+def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEP_NODELIST": "n[3-4]", "JOB_ID": "7", "STEP_ID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    arguments = meeting_point(a_world(1, 2, launcher="slurm"))
+    assert arguments == {"init_method": "tcp://n3:20707", "rank": 1, "world_size": 2}
+
+
+def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match="pip install mpi4py, or start with torchrun"):
+        meeting_point(a_world(0, 2, launcher="mpirun"))
+
+
+class Comm:
+    """Stands in for MPI's world of two, of which this process is rank 0."""
+
+    size = 2
+
+    def bcast(self, value: object, root: int) -> object:
+        assert root == 0
+        self.sent = value
+        return value
+
+
+Address = namedtuple("Address", "family address")
+
+
+def fake_mpi(monkeypatch: pytest.MonkeyPatch, comm: Comm) -> None:
+    mpi = type(sys)("mpi4py")
+    mpi.MPI = type("MPI", (), {"COMM_WORLD": comm})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mpi4py", mpi)
+
+
+def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Comm()
+    fake_mpi(monkeypatch, comm)
+    arguments = meeting_point(a_world(0, 2, launcher="mpirun"))
+    store = arguments.pop("store")
+    assert arguments == {"rank": 0, "world_size": 2}
+    assert comm.sent == ("127.0.0.1", store.port)  # both ranks are on this host
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", store.port, 2, is_master=False).get("key") == b"value"
+
+
+def test_mpi_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpi4py that was built for another MPI sees a world of one: two copies would train."""
+    comm = Comm()
+    comm.size = 1
+    fake_mpi(monkeypatch, comm)
+    with pytest.raises(UserError, match=r"^mpirun started .* one of 2.*built for another MPI"):
+        meeting_point(a_world(0, 2, launcher="mpirun"))
+
+
+def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = {
+        "eth0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.0.0.7")],
+        "ib0": [Address(socket.AF_INET6, "fe80::2")],
+    }
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
+    assert rendezvous._own_address() == socket.gethostname()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert rendezvous._own_address() == "10.0.0.7"
+    for missing in ("ib0", "eth9"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", missing)  # comes first
+        with pytest.raises(UserError, match=f"{missing}: .* it has eth0, ib0"):
+            rendezvous._own_address()
