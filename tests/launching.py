@@ -50,7 +50,7 @@ class Finished:
 def launch(
     launcher: str, engine: str, arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
 ) -> Finished:
-    """Start a trainer and wait for its end; fails the test if it hangs or leaves a process behind."""
+    """Start a trainer and wait for its end; fail if it hangs or leaves a process behind."""
     command = LAUNCHERS[launcher].format(
         python=sys.executable, trainer=TRAINERS[engine], ranks=ranks
     )

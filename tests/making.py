@@ -28,6 +28,7 @@ def a_config(**others: Any) -> Config:
         digits(),
         **{
             "train_crop_size": 8,
+            "random_crop_scale": (0.3, 1.0),
             "val_resize_size": 8,
             "val_crop_size": 8,
             "batch_size": 4,

@@ -14,7 +14,8 @@ VARIANTS = {
     "fp16 wire": "--fp16-allreduce",
     "accumulation, clipping, averaged BatchNorm, EMA": (
         "--batches-per-allreduce 2 --batch-size 6 --clip-grad-norm 1 --batch-norm average "
-        "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
+        "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov "
+        "--norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16",
