@@ -117,8 +117,9 @@ def main(config: Config, world: World) -> None:
                     statistics.copy_(from_rank_0(statistics))
 
     def validate(epoch: int) -> dict[str, float]:
-        """Loss, top-1 and top-5 over all validation images; of the EMA where there is one."""
+        """Loss, top-1 and top-5 over all validation images, of the better of model and EMA."""
         align_batch_norm()
+        results = []
         if ema is not None:
             copy_buffers(model, ema.module)
         for weights, candidate in {"model": model, "ema": ema}.items():
@@ -126,8 +127,9 @@ def main(config: Config, world: World) -> None:
                 started = time.perf_counter()
                 batches = validation_batches(data, config, world, device, workers)
                 sums = sum_over_ranks(evaluate(candidate, batches, config, device))
-                figures = recorder.evaluation(epoch, sums, time.perf_counter() - started, weights)
-        return figures
+                seconds = time.perf_counter() - started
+                results.append(recorder.evaluation(epoch, sums, seconds, weights))
+        return max(results, key=lambda figures: figures["top1"])
 
     # -- Training ----------------------------------------------------------------------------------
     step_samples = samples_per_step(config, world)
@@ -174,13 +176,14 @@ def main(config: Config, world: World) -> None:
         recorder.step(sums, rate, batches.take())
         epoch_ended = progress.samples_seen // data.num_train > epoch
         finished = progress.samples_seen >= stop
-        if progress.step % config.log_interval == 0 or epoch_ended or finished:
+        save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
+        if save or progress.step % config.log_interval == 0:
             recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
         if epoch_ended or finished:
             recorder.end_epoch(epoch, complete=epoch_ended)
             figures = validate(epoch)
             finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
-        if epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0:
+        if save:
             align_batch_norm()
             keep_checkpoint(parts, progress, config, world, folder, figures)
         recorder.restart_clock()

@@ -1,5 +1,4 @@
-"""Checkpoints: whole or not at all, free of wrappers, so that either engine goes on from the
-other's at any world size."""
+"""Checkpoints: whole or not at all, and free of wrappers, so that they fit either engine."""
 
 import argparse
 import io

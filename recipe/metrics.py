@@ -1,5 +1,4 @@
-"""Loss, top-1 and top-5 as sums and counts, so that any split over batches and ranks adds up to the
-same figure."""
+"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks."""
 
 from collections.abc import Iterable
 

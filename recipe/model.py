@@ -1,5 +1,4 @@
-"""The network, what it is optimized with, and its moving average; nothing here knows of other
-ranks."""
+"""The network, what optimizes it, and its moving average; nothing here knows other ranks."""
 
 import contextlib
 import difflib

@@ -1,5 +1,4 @@
-"""The order of the training images: one endless stream of samples, the same for any number of
-ranks."""
+"""The order of the training images: one endless stream, the same for any number of ranks."""
 
 import functools
 from collections.abc import Iterator

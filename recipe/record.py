@@ -1,12 +1,13 @@
 """The run folder: what a run was, what it measured, and how it ended.
 
     runs/<name>/config.json        every setting
-                environment.json   engine, launcher, transport, hosts, versions metrics.jsonl
-                the truth: one object a line, `kind` is step, epoch, eval or event summary.json
-                written last: its presence means that the run is complete checkpoints/  tensorboard/
+                environment.json   engine, launcher, transport, hosts, versions
+                metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event
+                summary.json       written last: its presence means that the run is complete
+                checkpoints/  tensorboard/
 
-Only rank 0 writes. All the other ranks hold a Recorder, too, since the step metrics are summed over
-ranks.
+Only rank 0 writes. The other ranks hold a Recorder, too, since the metrics of the steps are summed
+over ranks.
 """
 
 import json
@@ -343,6 +344,7 @@ class Recorder:
         top-5."""
         figures = means(sums)
         count = int(sums[3])
+        epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         self.progress.train_seconds = self.train_seconds  # for the checkpoint that comes next
         self._write(
             "eval",
@@ -362,9 +364,9 @@ class Recorder:
             seconds,
             count / seconds,
         )
-        name = "val  " if weights == "model" else weights
+        name = "val" if weights == "model" else weights
         self.say(
-            f"epoch {epoch + 1:>3}/{self.config.epochs}  {name}  loss {figures['loss']:.4f}  "
+            f"epoch {epoch + 1:>3}/{self.config.epochs}  {name:<5}  loss {figures['loss']:.4f}  "
             f"top-1 {figures['top1']:6.2f} %  "
             f"top-5 {figures['top5']:6.2f} %"
         )

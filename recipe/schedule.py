@@ -1,5 +1,4 @@
-"""The learning rate at any point of training, a pure function of how many samples have been
-seen."""
+"""The learning rate at any point of training, a function of the samples seen."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Who this process is among those that a launcher started, read from the launcher's own
-variables."""
+"""Who this process is among those that a launcher started, by the launcher's variables."""
 
 import os
 import socket

@@ -296,7 +296,8 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
         tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
     )
     assert not summary.exists()
-    again.evaluate(2)
+    again.evaluate(3)  # the epoch that would come next
+    assert lines(tmp_path / "run", "eval")[-1]["epoch"] == 2
     again.recorder.close({**SUMMARY, "images_per_second": None})
     assert json.loads(summary.read_text()) == SUMMARY
     more = Session(
