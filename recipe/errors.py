@@ -14,12 +14,12 @@ from recipe.world import World
 
 # Ranks other than 0 hold their message back, so that an error that all ranks share is told once:
 # rank 0 tells it and leaves, and the launcher ends the others while they wait. An error that only
-# rank 3 has comes out 2 s late.
-OTHER_RANK_DELAY_S = 2.0
+# rank 3 has comes out 4 s late.
+OTHER_RANK_DELAY_S = 4.0
 # A rank that lost its peer is a victim: the rank that failed speaks first. It speaks up only if
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
-LATE_RANKS_S = 1.0
+LATE_RANK_0_S = 1.0
 # Together they tell one job on a host from another, whichever launcher started it.
 JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
@@ -79,8 +79,8 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
             print(message, file=sys.stderr, flush=True)
-            # Late ranks with the same error find the word taken, for as long as this one lives.
-            time.sleep(LATE_RANKS_S if world.size > 1 else 0)
+            # A late rank 0 with the same error finds the word taken, as long as this one lives.
+            time.sleep(LATE_RANK_0_S if world.rank != 0 else 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

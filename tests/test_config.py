@@ -33,7 +33,7 @@ def no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "_exit", exit_with)
     monkeypatch.setattr(errors, "OTHER_RANK_DELAY_S", 0.0)
-    monkeypatch.setattr(errors, "LATE_RANKS_S", 0.0)
+    monkeypatch.setattr(errors, "LATE_RANK_0_S", 0.0)
 
 
 def parse(line: str, engine: str = "ddp", size: int = 1, rank: int = 0) -> Config:
