@@ -429,14 +429,24 @@ def test_link_to_a_folder_above(tmp_path: Path, cache: Path) -> None:
     assert "above itself" in refused(root, cache)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_folder_without_rights(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "a/1.jpg")
-    (root / "a").chmod(0)
-    try:
-        assert "Check its rights" in refused(root, cache)
-    finally:
-        (root / "a").chmod(0o755)
+def test_folder_without_rights() -> None:
+    """Root may read everything, so root looks as somebody else (whom pytest's own folders are
+    closed to)."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        folder.chmod(0o755)
+        cache = folder / "cache"
+        cache.mkdir()
+        cache.chmod(0o777)
+        root = make(folder / "train", "a/1.jpg")
+        (root / "a").chmod(0)
+        try:
+            os.seteuid(user or 65534)
+            assert "Check its rights" in refused(root, cache)
+        finally:
+            os.seteuid(user)
+            (root / "a").chmod(0o755)
 
 
 def test_classes_of_train_and_val_must_agree(tmp_path: Path, cache: Path) -> None:
