@@ -143,3 +143,11 @@ def test_ddp_under_horovodrun_gloo_says_what_to_use(tmp_path: Path) -> None:
     finished = launch("horovodrun --gloo", "ddp", f"{SMALL} --log-dir {tmp_path}", timeout=120)
     assert finished.returncode != 0
     assert finished.output.count("start ddp_train/train.py with torchrun") == 1
+
+
+def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
+    finished = launch("python", "horovod", "", 1, timeout=60, PYTHONPATH=str(tmp_path))
+    assert finished.returncode != 0
+    assert "build it: python horovod_train/build_horovod.py" in finished.output
+    assert "Traceback" not in finished.output
