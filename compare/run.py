@@ -74,16 +74,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def with_threads(trainer_arguments: list[str], most_workers: int) -> list[str]:
-    """Add `--threads`: the cores divided by the most workers, unless the user gave it.
+def with_defaults(trainer_arguments: list[str], most_workers: int) -> list[str]:
+    """Add what a comparison sets for the trainers, unless the user set it.
 
-    By the trainers' own rule one worker would get all cores and each of two half of them: 1 and 2
-    workers could not be compared, since the work of a worker would not be the same.
+    `--threads`, the cores divided by the most workers: by the trainers' own rule one worker would
+    get all cores and each of two half of them, and a worker's work would not be the same. And no
+    checkpoints: they are not measured, and would fill the disk.
     """
-    if any(word.split("=")[0] == "--threads" for word in trainer_arguments):
-        return trainer_arguments
+    given = {word.split("=")[0] for word in trainer_arguments}
     threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
-    return [*trainer_arguments, "--threads", str(threads)]
+    added = {"--threads": str(threads), "--keep-checkpoints": "0"}
+    return [
+        *trainer_arguments,
+        *(word for pair in added.items() if pair[0] not in given for word in pair),
+    ]
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -156,7 +160,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
     options = parser.parse_args(own)
     options.runs = Path("runs")
-    options.trainer_arguments = with_threads(trainer, max(options.workers))
+    options.trainer_arguments = with_defaults(trainer, max(options.workers))
     for word in trainer:
         if word.split("=")[0].replace("_", "-") in RESERVED_FLAGS:
             raise UserError(

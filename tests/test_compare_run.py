@@ -417,10 +417,11 @@ def test_help_is_fast():
 
 
 def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
-    from compare.run import with_threads
+    from compare.run import with_defaults
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert with_threads([], 2) == ["--threads", "4"]
-    assert with_threads(["--epochs", "1"], 16) == ["--epochs", "1", "--threads", "1"]
-    assert with_threads(["--threads", "3"], 2) == ["--threads", "3"]
-    assert with_threads(["--threads=3"], 2) == ["--threads=3"]
+    none = ["--keep-checkpoints", "0"]
+    assert with_defaults([], 2) == ["--threads", "4", *none]
+    assert with_defaults(["--epochs", "1"], 16) == ["--epochs", "1", "--threads", "1", *none]
+    assert with_defaults(["--threads", "3"], 2) == ["--threads", "3", *none]
+    assert with_defaults(["--threads=3", *none], 2) == ["--threads=3", *none]
