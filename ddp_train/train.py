@@ -33,7 +33,8 @@ from recipe.environment import describe, fingerprint, summarize, usage_row
 from recipe.metrics import batch_sums, evaluate
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
 from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed_step
-from recipe.record import Recorder, WaitTimer, run_folder
+from recipe.phases import exchanges_gradients
+from recipe.record import Recorder, run_folder
 from recipe.schedule import learning_rate
 
 
@@ -77,10 +78,15 @@ def main(config: Config, world: World) -> None:
     lr_scale = config.batches_per_allreduce * world.size
     # Wrapping broadcasts rank 0's weights. During backward each bucket of gradients is averaged
     # over the ranks, divided by their number and then summed, as soon as it is full.
-    network = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    network.broadcast_buffers = (
-        False  # BatchNorm's statistics travel as --batch-norm says, not in each forward
+    network = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket_cap_mb,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        static_graph=config.static_graph,
     )
+    # BatchNorm's statistics travel as --batch-norm says, not in each forward.
+    network.broadcast_buffers = False
     if config.fp16_allreduce:
         network.register_comm_hook(None, fp16_compress_hook)
 
@@ -89,7 +95,7 @@ def main(config: Config, world: World) -> None:
     parts = Trainables(model, optimizer, scaler, ema)
     folder = run_folder(config, world, "ddp")
     progress = resume(parts, config, world, folder, from_rank_0)
-    recorder = Recorder(config, world, device, data, folder, progress)
+    recorder = Recorder(config, world, device, data, folder, progress, workers)
     recorder.begin(
         describe(world, "ddp", transport, device, threads, cores),
         fingerprint(config, world, data, model, device, threads, lr_scale),
@@ -123,7 +129,7 @@ def main(config: Config, world: World) -> None:
     step_samples = samples_per_step(config, world)
     start = progress.samples_seen
     stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
-    batches = WaitTimer(training_batches(data, config, world, device, workers, start, stop))
+    batches = training_batches(data, config, world, device, workers, start, stop, recorder.input)
     finished = start == stop
     figures = validate(start // data.num_train) if finished else {}
     recorder.start_clock()
@@ -134,32 +140,37 @@ def main(config: Config, world: World) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
+        exchange = exchanges_gradients(config, progress.step)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         for batch_number in range(1, config.batches_per_allreduce + 1):
             images, targets = to_device(next(batches), config, device)
+            recorder.lap("data")
             # Gradients add up on each rank; only the last backward pass of the step sends them.
-            with (
-                nullcontext() if batch_number == config.batches_per_allreduce else network.no_sync()
-            ):
+            sends = exchange and batch_number == config.batches_per_allreduce
+            with nullcontext() if sends else network.no_sync():
                 with autocast(config, device):
                     outputs = network(images)
                     loss = criterion(outputs, targets)
+                sums += batch_sums(outputs, targets, loss)
+                recorder.lap("forward")
                 scaler.scale(loss / config.batches_per_allreduce).backward()
-            sums += batch_sums(outputs, targets, loss)
+            recorder.lap("backward")
 
-        scaler.unscale_(optimizer)
-        if config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        if exchange:
+            scaler.unscale_(optimizer)
+            if config.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+        recorder.trace(model, loss)
+        model.zero_grad()
         if ema is not None:
             ema.update_parameters(model)
 
         epoch = progress.samples_seen // data.num_train
         progress.step += 1
         progress.samples_seen += step_samples
-        recorder.step(sums, rate, batches.take())
+        recorder.step(sums, rate)
         epoch_ended = progress.samples_seen // data.num_train > epoch
         finished = progress.samples_seen >= stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0

@@ -15,6 +15,8 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args("horovod", world)
 
 import math
+import os
+import sys
 import time
 
 import torch
@@ -34,7 +36,8 @@ from recipe.environment import describe, fingerprint, summarize, usage_row
 from recipe.metrics import batch_sums, evaluate
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
 from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed_step
-from recipe.record import Recorder, WaitTimer, run_folder
+from recipe.phases import exchanges_gradients
+from recipe.record import Recorder, run_folder
 from recipe.schedule import learning_rate
 
 
@@ -45,6 +48,8 @@ def main(config: Config, world: World) -> None:
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
     isolate_mpi_singleton(world)
+    if config.profile_steps:
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
     hvd.init()
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)
@@ -101,7 +106,8 @@ def main(config: Config, world: World) -> None:
     parts = Trainables(model, optimizer, scaler, ema)
     folder = run_folder(config, world, "horovod")
     progress = resume(parts, config, world, folder, from_rank_0)
-    recorder = Recorder(config, world, device, data, folder, progress)
+    recorder = Recorder(config, world, device, data, folder, progress, workers)
+    recorder.profiler.timeline = hvd.start_timeline, hvd.stop_timeline
     recorder.begin(
         describe(world, "horovod", transport, device, threads, cores),
         fingerprint(config, world, data, model, device, threads, lr_scale),
@@ -135,7 +141,7 @@ def main(config: Config, world: World) -> None:
     step_samples = samples_per_step(config, world)
     start = progress.samples_seen
     stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
-    batches = WaitTimer(training_batches(data, config, world, device, workers, start, stop))
+    batches = training_batches(data, config, world, device, workers, start, stop, recorder.input)
     finished = start == stop
     figures = validate(start // data.num_train) if finished else {}
     recorder.start_clock()
@@ -146,34 +152,43 @@ def main(config: Config, world: World) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
+        exchange = exchanges_gradients(config, progress.step)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
+        if config.ablation_steps:
+            passes = config.batches_per_allreduce if exchange else sys.maxsize
+            optimizer.set_backward_passes_per_step(passes)
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
+            recorder.lap("data")
             # Gradients add up on each rank; the optimizer counts backward passes before it sends.
             with autocast(config, device):
                 outputs = network(images)
                 loss = criterion(outputs, targets)
-            scaler.scale(loss / config.batches_per_allreduce).backward()
             sums += batch_sums(outputs, targets, loss)
+            recorder.lap("forward")
+            scaler.scale(loss / config.batches_per_allreduce).backward()
+            recorder.lap("backward")
 
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
-        else:
+        elif exchange:
             optimizer.synchronize()  # the averages, before they are unscaled and clipped
+            recorder.lap("backward")
             scaler.unscale_(optimizer)
             if config.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
-        optimizer.zero_grad()
+        recorder.trace(model, loss)
+        model.zero_grad()
         if ema is not None:
             ema.update_parameters(model)
 
         epoch = progress.samples_seen // data.num_train
         progress.step += 1
         progress.samples_seen += step_samples
-        recorder.step(sums, rate, batches.take())
+        recorder.step(sums, rate)
         epoch_ended = progress.samples_seen // data.num_train > epoch
         finished = progress.samples_seen >= stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0

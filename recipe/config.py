@@ -145,6 +145,13 @@ class SpeedFlags:
     """Divide gradients by this before they are summed and by the rest afterwards (Horovod only).
     Default: the number of workers, which is what DDP always does, and which keeps fp16 sums from
     overflowing."""
+    bucket_cap_mb: float | None = None
+    """Largest bucket of gradients that are exchanged together, MiB (DDP only; its default is 25
+    after a first one of 1). Horovod's counterpart is the variable HOROVOD_FUSION_THRESHOLD."""
+    gradient_as_bucket_view: bool = False
+    """Let gradients live in the buckets: saves a copy and their memory (DDP only)."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order (DDP only)."""
     cuda: bool = True
     """Use GPUs where there are any."""
     threads: int | None = None
@@ -176,18 +183,33 @@ class RunFlags:
     """End after this many steps; the schedule stays that of --epochs."""
 
 
+@dataclass(frozen=True)
+class MeasurementFlags:
+    """What is measured beside the training; all of it off unless asked for, since it takes time."""
+
+    ablation_steps: int | None = None
+    """Measure exposed communication: stretches of so many steps alternate in which gradients are
+    exchanged, and in which they are computed but thrown away. The training learns half as much."""
+    trace_steps: int | None = None
+    """Write gradients, weights, BatchNorm statistics and loss of the first steps, on every rank,
+    for compare/parity.py."""
+    profile_steps: int | None = None
+    """Profile so many steps after the first few, on every rank, for compare/timeline.py."""
+
+
 SECTIONS = {
     "data": DataFlags,
     "model": ModelFlags,
     "optimization": OptimizationFlags,
     "speed": SpeedFlags,
+    "measurement": MeasurementFlags,
     "run": RunFlags,
 }
 
 
 @dataclass(frozen=True)
 class Config(
-    RunFlags, SpeedFlags, OptimizationFlags, ModelFlags, DataFlags
+    RunFlags, MeasurementFlags, SpeedFlags, OptimizationFlags, ModelFlags, DataFlags
 ):  # the last base's fields come first
     """Every setting of a run, flat; written to config.json and into each checkpoint."""
 
@@ -409,6 +431,9 @@ SMALLEST = {
     "max_steps": 1,
     "synthetic_images": 1,
     "seed": 0,
+    "ablation_steps": 2,
+    "trace_steps": 1,
+    "profile_steps": 1,
 }
 SHARES = ("label_smoothing", "hflip_prob", "random_erase", "model_ema_decay", "momentum")
 NOT_NEGATIVE = (
@@ -450,7 +475,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:  # which a nan is not, either
             raise UserError(f"--{_flag(name)} {value}: give a number that is not negative")
-    for name in ("clip_grad_norm", "gradient_predivide_factor"):
+    for name in ("clip_grad_norm", "gradient_predivide_factor", "bucket_cap_mb"):
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{_flag(name)} {value}: give a number above 0")
@@ -503,6 +528,11 @@ def _check_adasum(config: Config, engine: str, world_size: int) -> None:
         raise UserError(
             "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average"
         )
+    if config.ablation_steps is not None:
+        raise UserError(
+            "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to "
+            "leave unexchanged: it combines the ranks' updates"
+        )
 
 
 OF_REAL_IMAGES = (
@@ -528,7 +558,11 @@ OF_TRAINING = (
     "desired_acc",
     "max_steps",
     "checkpoint_steps",
+    "ablation_steps",
+    "trace_steps",
+    "profile_steps",
 )
+OF_DDP = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
@@ -560,6 +594,8 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     named = config.data in NOT_FOLDERS and bool(config.train_dir)
     note("data", "--train-dir and --val-dir say where the images are", named)
     note("checkpoint_steps", "--keep-checkpoints is 0", config.keep_checkpoints == 0)
+    for name in OF_DDP:
+        note(name, "Horovod has no such setting", engine == "horovod")
     for name in OF_REAL_IMAGES:
         note(name, "--data synthetic reads no images", synthetic)
     for name in OF_TRAINING:

@@ -8,10 +8,11 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
 from recipe.digits import prepare_digits
@@ -78,12 +79,49 @@ def remaining_steps(config: Config, world: World, data: Data, step: int, samples
     return max(0, steps if config.max_steps is None else min(steps, config.max_steps - step))
 
 
+class InputMeter:
+    """Files and bytes that this rank has read for training so far, here or in `workers` loader
+    processes.
+
+    They count when they are read: what the loader has read ahead is in it, at most two batches a
+    worker. Each process adds to its own slot of the shared memory, so that none waits for another;
+    on its way into a worker a meter may only travel as part of what starts the worker.
+    """
+
+    def __init__(self, workers: int) -> None:
+        slots = max(1, workers)
+        self._files, self._bytes = RawArray("q", slots), RawArray("q", slots)
+
+    def count(self, num_bytes: int) -> None:
+        """Add a file of `num_bytes` that this process has read."""
+        worker = get_worker_info()
+        slot = worker.id if worker is not None else 0
+        self._files[slot] += 1
+        self._bytes[slot] += num_bytes
+
+    @property
+    def files(self) -> int:
+        """Files read so far."""
+        return sum(self._files)
+
+    @property
+    def bytes(self) -> int:
+        """Their sizes added up."""
+        return sum(self._bytes)
+
+
+def open_input_meter(data: Data, workers: int) -> InputMeter | None:
+    """A meter for `training_batches`; None for synthetic data, of which nothing is read."""
+    return None if data.is_synthetic else InputMeter(workers)
+
+
 class TrainImages(Dataset):
     """Augmented training images; an item's key is (epoch, index), which alone decides its
     pixels."""
 
-    def __init__(self, listing: Listing, config: Config) -> None:
+    def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
         self.listing, self.seed = listing, config.seed
+        self.count_file = meter.count if meter is not None else None
         self.transform = train_transform(
             config.train_crop_size,
             scale=config.random_crop_scale,
@@ -95,7 +133,7 @@ class TrainImages(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         epoch, index = key
-        image = read_image(self.listing.path(index))
+        image = read_image(self.listing.path(index), self.count_file)
         return augment(image, self.transform, self.seed, epoch, index), int(
             self.listing.labels[index]
         )
@@ -125,12 +163,13 @@ def training_batches(
     workers: int,
     start: int,
     stop: int,
+    meter: InputMeter | None = None,
 ) -> Iterator[Batch]:
     """This rank's batches from stream position `start` until `stop`, both in samples over all
     ranks.
 
     One iterator for the whole of training: the loader's workers start once, and read ahead across
-    epochs.
+    epochs. `meter` counts the files that are read.
     """
     stream = SampleStream(data.num_train, config.seed)
     batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
@@ -139,7 +178,7 @@ def training_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     else:
-        yield from _loader(TrainImages(data.train, config), batches, device, workers)
+        yield from _loader(TrainImages(data.train, config, meter), batches, device, workers)
 
 
 def validation_batches(

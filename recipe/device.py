@@ -74,10 +74,24 @@ def share_of_cores(rows: torch.Tensor, rank: int) -> int:
 
 
 def host_names(rows: torch.Tensor) -> list[str]:
-    """The hosts' names in rank order, each once, from every rank's `core_row`."""
-    return list(
-        dict.fromkeys(bytes(row.tolist()).rstrip(b"\0").decode() for row in rows[:, :NAME_BYTES])
-    )
+    """The name of each rank's host, from every rank's `core_row`."""
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows[:, :NAME_BYTES]]
+
+
+def core_ranges(rows: torch.Tensor) -> list[str]:
+    """The cores that each rank may use, as in "0-3,8", from every rank's `core_row`."""
+    told = []
+    for row in rows[:, NAME_BYTES:]:
+        cores = row.nonzero().flatten().tolist()
+        first_ones = [core for core in cores if core - 1 not in cores]
+        last_ones = [core for core in cores if core + 1 not in cores]
+        told.append(
+            ",".join(
+                str(first) if first == last else f"{first}-{last}"
+                for first, last in zip(first_ones, last_ones, strict=True)
+            )
+        )
+    return told
 
 
 def cpu_quota_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:

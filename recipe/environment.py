@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import nn
 
 from recipe.config import Config, RunFlags
 from recipe.data import Data, data_order_sha256
-from recipe.device import cpu_seconds, host_names, peak_memory_bytes
+from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
+from recipe.energy import energy_summary
+from recipe.phases import PhaseMeans, phase_record
 from recipe.record import Recorder, utc_now
 from recipe.schedule import learning_rate
 from recipe.world import World
@@ -34,6 +37,22 @@ NOT_WORK = {item.name for item in fields(RunFlags)} | {
     "preset",
     "threads",
 }
+
+
+ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
+STEERING_PREFIXES = (
+    "NCCL_", "TORCH_NCCL_", "PYTORCH_", "KMP_", "MALLOC_", "HOROVOD_AUTOTUNE", "HOROVOD_TORUS",
+    "HOROVOD_HIERARCHICAL", "HOROVOD_BATCH", "HOROVOD_CCL",
+)  # fmt: skip
+STEERING_NAMES = {
+    "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY",
+    "HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_THREAD_AFFINITY",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_TIMELINE", "GLOO_SOCKET_IFNAME",
+    "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "CUDA_LAUNCH_BLOCKING", "LD_PRELOAD",
+}  # fmt: skip
+SET_BY_LAUNCHERS = {
+    "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_SOCKET_IFNAME",
+}  # fmt: skip
 
 
 def describe(
@@ -53,12 +72,16 @@ def describe(
         "transport": transport,
         "world_size": world.size,
         "local_size": world.local_size,
-        "hosts": host_names(cores),
+        "hosts": list(dict.fromkeys(host_names(cores))),
+        "rank_hosts": host_names(cores),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
         "cpu_model": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "affinity": core_ranges(cores),
+        "allocator": allocator(),
+        "variables": steering_variables(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": metadata.version("torchvision"),
@@ -79,6 +102,26 @@ def cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def allocator() -> str:
+    """The library that hands out memory in this process: what was preloaded, or the C library."""
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    return next((name for name in ALLOCATORS if f"lib{name}" in loaded), "C library")
+
+
+def steering_variables() -> dict[str, str]:
+    """The variables that change what an engine does or how fast, as this rank got them.
+
+    Without those by which launchers tell ranks who they are, which differ in every run.
+    """
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in STEERING_NAMES
+        or (name.startswith(STEERING_PREFIXES) and name not in SET_BY_LAUNCHERS)
+    }
 
 
 def mpi_version() -> str | None:
@@ -144,27 +187,31 @@ def fingerprint(
 
 
 def usage_row(recorder: Recorder, model: nn.Module, device: torch.device) -> torch.Tensor:
-    """What this rank used, and a digest of its weights, for the ranks to exchange: float64 [3]."""
+    """What this rank used, and a digest of its weights, for the ranks to exchange: float64 [n], NaN
+    where something was not measured."""
     digest = int(weights_sha256(model, buffers=False)[:12], 16)  # 48 bits: exact in a float64
     used = cpu_seconds() - recorder.cpu_seconds_before
-    return torch.tensor([used, peak_memory_bytes(device), digest], dtype=torch.float64)
+    means = astuple(recorder.phases.means())
+    files = recorder.input
+    read = [files.files, files.bytes] if files is not None else [math.nan, math.nan]
+    row = [digest, used, peak_memory_bytes(device), *means, *read]
+    return torch.cat([torch.tensor(row, dtype=torch.float64), recorder.energy.row()])
 
 
 def summarize(
     recorder: Recorder, figures: dict[str, float], usage: torch.Tensor, model: nn.Module
 ) -> dict[str, Any]:
-    """The run's summary; `usage` holds every rank's `usage_row` [ranks, 3].
+    """The run's summary; `usage` holds every rank's `usage_row` [ranks, n].
 
     Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
     at fault, and no figure of the run means anything.
     """
-    if len(set(usage[:, 2].tolist())) > 1:
-        raise RuntimeError(
-            f"the ranks ended with different weights: digests {usage[:, 2].tolist()}"
-        )
+    digests = usage[:, 0].tolist()
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
     progress, environment = recorder.progress, recorder.environment
     images = progress.samples_seen - recorder.first_samples_seen
-    cpu = float(usage[:, 0].sum())
+    cpu = float(usage[:, 1].sum())
     return {
         **{
             key: environment[key]
@@ -178,12 +225,45 @@ def summarize(
         "total_seconds": recorder.train_seconds,
         "cpu_seconds": cpu,
         "cpu_seconds_per_image": cpu / images if images else None,
-        "peak_memory_bytes": int(usage[:, 1].max()),
+        "peak_memory_bytes": int(usage[:, 2].max()),
+        "phases": phase_record(recorder.phases.means()),
+        "ranks": [
+            {
+                "rank": rank,
+                "host": environment["rank_hosts"][rank],
+                "cpu_seconds": row[1],
+                "peak_memory_bytes": int(row[2]),
+                **phase_record(PhaseMeans(*row[3:9])),
+            }
+            for rank, row in enumerate(usage.tolist())
+        ],
+        "input": input_summary(recorder, usage[:, 3:9], usage[:, 9:11], images),
+        "energy": energy_summary(usage[:, 11:], images),
         **figures,
         "best_top1": max(progress.best_top1, figures["top1"]),
         "weights_sha256": weights_sha256(model),
         "fingerprint": recorder.fingerprint,
         "ended_utc": utc_now(),
+    }
+
+
+def input_summary(
+    recorder: Recorder, phases: torch.Tensor, read: torch.Tensor, images: int
+) -> dict[str, float | None]:
+    """What was read for training a second, over all ranks, and the share of the step time that the
+    mean rank waited for it; None where no files were read, or no step counted."""
+    seconds = recorder.step_seconds
+    files, num_bytes = (float(value) for value in read.sum(dim=0))
+    waits = [means.data / means.step for row in phases if (means := PhaseMeans(*row)).steps]
+
+    def rate(number: float) -> float | None:
+        return number / seconds if seconds and math.isfinite(number) else None
+
+    return {
+        "images_per_second": rate(images),
+        "files_per_second": rate(files),
+        "megabytes_per_second": rate(num_bytes / 1e6),
+        "wait_share": float(sum(waits) / len(waits)) if waits else None,
     }
 
 

@@ -22,7 +22,9 @@ AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")
 MEAN_COLOR = (124, 116, 104)
 
 
-def read_image(path: str | os.PathLike[str]) -> Image.Image:
+def read_image(
+    path: str | os.PathLike[str], count_file: Callable[[int], None] | None = None
+) -> Image.Image:
     """Decode an image file of any format that Pillow reads, whatever its suffix says, into RGB.
 
     Grey becomes equal channels, 16-bit grey keeps its upper 8 bits (16-bit colour does so in
@@ -31,11 +33,16 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     where the Adobe marker is missing. EXIF orientation is ignored, as in torchvision and hence in
     the published ImageNet results.
 
+    `count_file` is called with the size in bytes of a file that was decoded.
+
     UserError if the file is missing, truncated or no image.
     """
     try:
         with open(path, "rb") as file:
-            return _to_rgb(Image.open(file))
+            image = _to_rgb(Image.open(file))
+            if count_file is not None:
+                count_file(os.fstat(file.fileno()).st_size)
+            return image
     except MemoryError:
         raise
     except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,36 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
                 f"--pretrained: {config.arch}'s published weights are for images of another size "
                 f"than --train-crop-size {config.train_crop_size}"
             ) from None
+    _check_image_sizes(model, config)
     return model
+
+
+def _check_image_sizes(model: nn.Module, config: Config) -> None:
+    """Raise UserError if the network pools images of the run's sizes away, or refuses them.
+
+    The forward passes are on the meta device: shapes without values, in milliseconds.
+    """
+    state = {
+        name: tensor.detach().to("meta")
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+    }
+    model.eval()  # BatchNorm's statistics stay as they are, and nothing is drawn
+    sizes = {"--val-crop-size": config.val_crop_size}
+    if not config.evaluate:
+        sizes = {"--train-crop-size": config.train_crop_size, **sizes}
+    for option, size in sizes.items():
+        try:
+            with torch.no_grad():
+                images = torch.empty(1, 3, size, size, device="meta")
+                torch.func.functional_call(model, state, (images,))
+        except NotImplementedError:  # an operation that has no shapes alone: nothing is known
+            pass
+        except RuntimeError as error:
+            raise UserError(
+                f"{option} {size}: --arch {config.arch} cannot take images of {size} pixels "
+                f"({str(error).splitlines()[0]}); choose a larger size, or another network"
+            ) from None
+    model.train()
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -15,26 +15,25 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from recipe.checkpoint import Progress
 from recipe.config import Config
-from recipe.data import Batch, Data, samples_per_step
+from recipe.data import Data, open_input_meter, samples_per_step
 from recipe.device import cpu_seconds
+from recipe.energy import open_energy_meter
 from recipe.errors import UserError
 from recipe.metrics import Sums, means
+from recipe.phases import WARM_UP_STEPS, PhaseSums, StepClock, begins_stretch, exchanges_gradients
+from recipe.probes import StepProfiler, write_trace
 from recipe.world import World
-
-# Steps after a start or a resume that do not count for throughput: caches fill and kernels are
-# chosen.
-WARM_UP_STEPS = 5
 
 
 def run_folder(config: Config, world: World, engine: str) -> Path:
@@ -43,62 +42,6 @@ def run_folder(config: Config, world: World, engine: str) -> Path:
     return Path(config.log_dir).expanduser() / (
         config.name or f"{stamp}-{engine}-{config.arch}-{world.size}w"
     )
-
-
-class WaitTimer:
-    """Batches from an iterator, and the seconds that were spent waiting for them."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches, self.seconds = batches, 0.0
-
-    def __iter__(self) -> "WaitTimer":
-        return self
-
-    def __next__(self) -> Batch:
-        started = time.perf_counter()
-        batch = next(self.batches)
-        self.seconds += time.perf_counter() - started
-        return batch
-
-    def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-class StepClock:
-    """Durations of steps without holding the device up: CUDA events there, the system's clock on a
-    CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        self.marks: list[Any] = []
-        self.restart()
-
-    def _now(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def restart(self) -> None:
-        """Leave out what happened since the last step: an evaluation, a checkpoint."""
-        self.last = self._now()
-
-    def tick(self) -> None:
-        """End a step."""
-        now = self._now()
-        self.marks.append((self.last, now))
-        self.last = now
-
-    def take(self) -> list[float]:
-        """Seconds of each step since the last call; on CUDA this waits for the device."""
-        marks, self.marks = self.marks, []
-        if not self.on_cuda:
-            return [end - start for start, end in marks]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in marks]
 
 
 class Recorder:
@@ -113,6 +56,7 @@ class Recorder:
         data: Data,
         folder: Path,
         progress: Progress,
+        workers: int,
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder = folder
@@ -121,10 +65,14 @@ class Recorder:
             self.folder = folder / datetime.now().strftime("evaluation-%Y%m%d-%H%M%S")
         self.steps_per_epoch = data.num_train / samples_per_step(config, world)
         self.clock = StepClock(device)
-        # Sums, learning rate, seconds of data wait, step, and samples seen.
-        self.pending: list[tuple[Sums, float, float, int, int]] = []
+        # Sums, learning rate, step, and samples seen.
+        self.pending: list[tuple[Sums, float, int, int]] = []
         self.epoch_sums = torch.zeros(4, dtype=torch.float64)
         self.epoch_seconds = 0.0
+        self.phases = PhaseSums()
+        self.input = open_input_meter(data, workers)
+        self.energy = open_energy_meter(device, world.local_rank)
+        self.profiler = StepProfiler(config, world, self.folder, progress.step)
         self.throughput_images = self.throughput_seconds = 0.0
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
@@ -244,6 +192,7 @@ class Recorder:
         """Training begins now."""
         self.started = time.perf_counter()
         self.cpu_seconds_before = cpu_seconds()
+        self.energy.start()
         self.clock.restart()
         if self.world.is_first and sys.stderr.isatty():
             total = math.ceil(self.config.epochs * self.steps_per_epoch)
@@ -255,14 +204,25 @@ class Recorder:
                 leave=False,
             )
 
-    def step(self, sums: Sums, learning_rate: float, data_seconds: float) -> None:
+    def lap(self, phase: str) -> None:
+        """A phase of the step has ended: "data", "forward" or "backward"; "optimizer" is the rest
+        of the step."""
+        self.clock.lap(phase)
+
+    def trace(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Write this rank's tensors of one of the first --trace-steps steps: the gradients as the
+        optimizer used them, the weights that it left."""
+        if self.progress.step < (self.config.trace_steps or 0):
+            write_trace(self.folder, self.world.rank, self.progress.step + 1, model, loss)
+
+    def step(self, sums: Sums, learning_rate: float) -> None:
         """A step has ended; its sums stay on the device until `pending_sums` is asked for."""
-        self.clock.tick()
+        self.clock.lap("optimizer")
+        self.clock.end_step()
+        self.profiler.end_step(self.progress.step)
         self.progress.train_seconds = self.train_seconds
         self.learning_rate = learning_rate
-        self.pending.append(
-            (sums, learning_rate, data_seconds, self.progress.step, self.progress.samples_seen)
-        )
+        self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
         if self.bar is not None:
             self.bar.update()
 
@@ -274,10 +234,13 @@ class Recorder:
     def write_steps(self, sums_over_ranks: torch.Tensor) -> None:
         """Write the pending steps; raises UserError if the loss is no longer finite."""
         all_sums = sums_over_ranks.cpu()
+        self.energy.sample()
         images_per_step = samples_per_step(self.config, self.world)
-        for row, (_, rate, data_seconds, step, samples_seen), seconds in zip(
+        for row, (_, rate, step, samples_seen), phases in zip(
             all_sums, self.pending, self.clock.take(), strict=True
         ):
+            seconds = sum(phases.values())
+            exchanged = exchanges_gradients(self.config, step - 1)
             # A step belongs to the epoch that it begins in, in the epoch's figures as well.
             epoch = (samples_seen - images_per_step) // self.data.num_train
             figures = means(row)
@@ -295,14 +258,16 @@ class Recorder:
                 **figures,
                 learning_rate=rate,
                 seconds=seconds,
-                data_seconds=data_seconds,
+                **{f"{phase}_seconds": value for phase, value in phases.items()},
+                exchanged=exchanged,
                 images_per_second=images_per_step / seconds,
             )
             self.epoch_seconds += seconds
             self.step_seconds += seconds
-            if step > self.first_step + WARM_UP_STEPS:
-                self.throughput_images += images_per_step
-                self.throughput_seconds += seconds
+            if step > self.first_step + WARM_UP_STEPS and not begins_stretch(self.config, step - 1):
+                self.phases.add(phases, exchanged)
+                self.throughput_images += images_per_step * exchanged
+                self.throughput_seconds += seconds * exchanged
         self.epoch_sums += all_sums.sum(dim=0)
         self.pending.clear()
         if self.bar is not None:
@@ -310,11 +275,13 @@ class Recorder:
 
     def restart_clock(self) -> None:
         """Keep what happened since the last step out of the next one's duration."""
+        self.energy.start()
         self.clock.restart()
 
     def end_epoch(self, epoch: int, complete: bool) -> None:
         """Write the training figures of an epoch (0-based), if it is complete, and start the next
         one's."""
+        self.energy.stop()  # an evaluation follows
         if not complete:
             return
         figures = means(self.epoch_sums)

@@ -18,14 +18,17 @@ from recipe.config import Config
 from recipe.data import (
     SYNTHETIC_CLASSES,
     Data,
+    InputMeter,
     data_order_sha256,
     open_data,
+    open_input_meter,
     samples_per_step,
     to_device,
     training_batches,
     validation_batches,
 )
 from recipe.errors import UserError
+from recipe.order import SampleStream
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,48 @@ def test_workers_change_nothing(data: Data, folders: Config) -> None:
     for (images, labels), (others, other_labels) in zip(plain, forked, strict=True):
         assert torch.equal(images, others)
         assert torch.equal(labels, other_labels)
+
+
+def sizes_of(data: Data, config: Config, start: int, stop: int) -> list[int]:
+    """Bytes of each file that stream positions `start` to `stop` want, in order."""
+    assert data.train is not None
+    keys = SampleStream(data.num_train, config.seed).batches(start, stop, 1, 0, 1)
+    return [os.path.getsize(data.train.path(index)) for ((_, index),) in keys]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_input_meter(folders: Config, tmp_path: Path, workers: int) -> None:
+    files = sorted(write_images(tmp_path, 3).glob("*/*.png"))
+    for index, file in enumerate(files):  # random images are all of one size
+        file.write_bytes(file.read_bytes() + bytes(10 * index**2))
+    data = open_data(replace(folders, train_dir=str(tmp_path)))
+    sizes = sizes_of(data, folders, 4, 24)
+    meter = open_input_meter(data, workers)
+    assert meter is not None
+    assert (meter.files, meter.bytes) == (0, 0)
+    batches = training_batches(data, folders, a_world(), CPU, workers, 4, 24, meter)
+    next(batches)
+    ahead = 2 * workers * folders.batch_size
+    assert folders.batch_size <= meter.files <= folders.batch_size + ahead
+    assert meter.bytes >= sum(sizes[:4])
+    list(batches)
+    assert (meter.files, meter.bytes) == (20, sum(sizes))
+    # Validation does not count, and another rank has its own.
+    list(validation_batches(data, folders, a_world(), CPU, workers))
+    list(training_batches(data, folders, a_world(), CPU, 0, 0, 4, InputMeter(0)))
+    assert meter.files == 20
+
+
+def test_input_meter_changes_no_pixel(data: Data, folders: Config) -> None:
+    (plain,) = read_training(data, folders, 1, 0, 20)
+    counted = training_batches(data, folders, a_world(), CPU, 0, 0, 20, InputMeter(0))
+    for (images, labels), (others, other_labels) in zip(plain, counted, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+
+
+def test_no_input_meter_for_synthetic_data() -> None:
+    assert open_input_meter(open_data(a_config(data="synthetic")), 2) is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

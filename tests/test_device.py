@@ -16,6 +16,7 @@ from recipe.device import (
     MAX_DEFAULT_WORKERS,
     NAME_BYTES,
     choose_device,
+    core_ranges,
     core_row,
     cpu_quota_cores,
     cpu_seconds,
@@ -92,7 +93,12 @@ def test_core_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_names() -> None:
-    assert host_names(rows(("b", {0}), ("a.site", {0}), ("b", {1}))) == ["b", "a.site"]
+    assert host_names(rows(("b", {0}), ("a.site", {0}), ("b", {1}))) == ["b", "a.site", "b"]
+
+
+def test_core_ranges() -> None:
+    table = rows(("a", {0}), ("a", {0, 1, 2, 3, 8}), ("b", {5, 7, 8}), ("b", set()))
+    assert core_ranges(table) == ["0", "0-3,8", "5,7-8", ""]
 
 
 def test_rows_of_all_ranks_add_up() -> None:

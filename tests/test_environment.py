@@ -1,6 +1,7 @@
 """What a run ran on, and the fingerprint that two runs must share to be compared."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import fields, replace
@@ -17,6 +18,7 @@ from recipe import environment
 from recipe.config import Config, RunFlags
 from recipe.data import open_data
 from recipe.device import core_row, own_row
+from recipe.energy import open_energy_meter
 from recipe.environment import (
     cpu_model,
     describe,
@@ -28,8 +30,12 @@ from recipe.environment import (
     weights_sha256,
 )
 from recipe.model import build_model
+from recipe.phases import PhaseSums
 
-CONFIG = a_config(data="synthetic", synthetic_images=40, arch="squeezenet1_1")
+CONFIG = a_config(
+    data="synthetic", synthetic_images=40, arch="squeezenet1_1",
+    train_crop_size=32, val_crop_size=32, val_resize_size=32,
+)  # fmt: skip
 
 
 def print_of(config: Config = CONFIG, size: int = 2, rank: int = 0, threads: int = 1) -> dict:
@@ -71,7 +77,7 @@ def test_equal_for_both_engines_and_all_ranks() -> None:
         ({"model_ema": True}, {"model_ema"}),
         ({"use_adasum": True}, {"use_adasum"}),
         ({"arch": "squeezenet1_0"}, {"arch", "initial_weights_sha256"}),
-        ({"train_crop_size": 9}, {"train_crop_size"}),
+        ({"train_crop_size": 33}, {"train_crop_size"}),
         ({"hflip_prob": 0.4}, {"hflip_prob"}),
         ({"workers": 2}, {"workers"}),
         ({"max_steps": 3}, {"max_steps"}),
@@ -164,15 +170,26 @@ RECORDER: Any = SimpleNamespace(
         "transport": "Gloo",
         "world_size": 2,
         "threads": 1,
+        "rank_hosts": ["here", "there"],
     },
+    phases=PhaseSums(),
+    input=None,
+    energy=open_energy_meter(CPU, local_rank=1),
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
     data=SimpleNamespace(num_train=150),
 )
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 
+def usage_of(*rows: tuple[float, float, float]) -> torch.Tensor:
+    """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, 40
+    files of 1 MB, and no energy."""
+    rest = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 40.0, 40e6, *[math.nan] * 4]
+    return torch.tensor([[*row, *rest] for row in rows], dtype=torch.float64)
+
+
 def test_summary() -> None:
-    usage = torch.tensor([[10.0, 1000, 7], [30.0, 3000, 7]], dtype=torch.float64)
+    usage = usage_of((7, 10.0, 1000), (7, 30.0, 3000))
     summary = summarize(RECORDER, FIGURES, usage, TinyNet())
     assert (summary["engine"], summary["launcher"], summary["world_size"]) == ("ddp", "torchrun", 2)
     assert (summary["epochs"], summary["steps"], summary["samples_seen"]) == (2.0, 25, 300)
@@ -180,12 +197,24 @@ def test_summary() -> None:
     assert summary["cpu_seconds_per_image"] == 40 / 200  # of this session's images
     assert summary["peak_memory_bytes"] == 3000  # the hungriest rank's
     assert (summary["top1"], summary["best_top1"]) == (50.0, 50.0)
+    assert [(rank["host"], rank["cpu_seconds"]) for rank in summary["ranks"]] == [
+        ("here", 10.0),
+        ("there", 30.0),
+    ]
+    assert summary["ranks"][1]["step_seconds"] == 15
+    assert summary["input"] == {
+        "images_per_second": 200 / 50,
+        "files_per_second": 80 / 50,
+        "megabytes_per_second": 80 / 50,
+        "wait_share": 1 / 15,
+    }
+    assert set(summary["energy"].values()) == {None}
     assert summarize(RECORDER, {**FIGURES, "top1": 30.0}, usage, TinyNet())["best_top1"] == 40.0
     assert json.loads(json.dumps(summary)) == summary
 
 
 def test_ranks_that_drifted_apart() -> None:
-    usage = torch.tensor([[10.0, 1000, 7], [30.0, 3000, 8]], dtype=torch.float64)
+    usage = usage_of((7, 10.0, 1000), (8, 30.0, 3000))
     with pytest.raises(RuntimeError, match="different weights"):
         summarize(RECORDER, FIGURES, usage, TinyNet())
 
@@ -193,16 +222,17 @@ def test_ranks_that_drifted_apart() -> None:
 def test_usage_tells_weights_apart() -> None:
     torch.manual_seed(0)
     model = TinyNet()
-    used, memory, digest = usage_row(RECORDER, model, CPU).tolist()
+    digest, used, memory, *rest = usage_row(RECORDER, model, CPU).tolist()
+    assert len(rest) == usage_of((0, 0, 0)).shape[1] - 3
     assert used > 0
     assert memory > 1e6
     assert digest == int(digest) < 2**48
     # BatchNorm's statistics may differ between ranks: --batch-norm says what is done about them.
     model.norm.running_mean += 1  # type: ignore[operator]
-    assert usage_row(RECORDER, model, CPU)[2] == digest
+    assert usage_row(RECORDER, model, CPU)[0] == digest
     with torch.no_grad():
         model.head.bias[0] += 1
-    assert usage_row(RECORDER, model, CPU)[2] != digest
+    assert usage_row(RECORDER, model, CPU)[0] != digest
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +242,30 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(world, rank=1), core_row(replace(world, host="there"))
     )
     facts = describe(world, "ddp", "Gloo", CPU, 1, cores)
-    assert facts["hosts"] == ["here", "there"]
+    assert facts["hosts"] == facts["rank_hosts"] == ["here", "there"]
+    assert len(facts["affinity"]) == 2
+    assert facts["allocator"] in ("C library", *environment.ALLOCATORS)
     assert (facts["engine"], facts["transport"], facts["launcher"]) == ("ddp", "Gloo", "torchrun")
     assert facts["version"] == facts["torch"] == torch.__version__
     assert facts["horovod"] is facts["mpi"] is facts["cuda"] is None
     assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
     assert facts["device_name"] == facts["cpu_model"] == cpu_model() != ""
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_variables_that_steer_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment.steering_variables()
+    for name in ("HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "HOROVOD_AUTOTUNE_LOG"):
+        monkeypatch.setenv(name, "7")
+    for name in ("HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "8")  # launchers set these, to other values in each run
+    found = environment.steering_variables()
+    assert set(found) - set(before) == {
+        "HOROVOD_CYCLE_TIME",
+        "NCCL_DEBUG",
+        "GLOO_SOCKET_IFNAME",
+        "HOROVOD_AUTOTUNE_LOG",
+    }
 
 
 def test_mpi_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

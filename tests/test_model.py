@@ -25,7 +25,12 @@ from recipe.model import (
     without_auxiliary_heads,
 )
 
-SMALL = {"arch": "squeezenet1_1"}
+
+def sizes(pixels: int) -> dict[str, Any]:
+    return dict.fromkeys(("train_crop_size", "val_crop_size", "val_resize_size"), pixels)
+
+
+SMALL = {"arch": "squeezenet1_1", **sizes(32)}
 
 
 def test_weights_come_from_the_seed_alone() -> None:
@@ -47,22 +52,43 @@ def test_unknown_arch(arch: str, words: str) -> None:
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
 def test_no_auxiliary_classifiers(arch: str, recwarn: pytest.WarningsRecorder) -> None:
     with torch.device("meta"):
-        model = build_model(a_config(arch=arch), 10, download=True)
+        model = build_model(a_config(arch=arch, **sizes(96)), 10, download=True)
     assert not any(key.startswith(("aux", "Aux")) for key in model.state_dict())
     assert isinstance(model.eval()(torch.zeros(1, 3, 96, 96, device="meta")), torch.Tensor)
     assert not recwarn.list
 
 
 def test_vision_transformer_takes_the_image_size() -> None:
-    sizes = {"train_crop_size": 32, "val_crop_size": 32, "val_resize_size": 32}
     with torch.device("meta"):
-        model = build_model(a_config(arch="vit_b_16", **sizes), 10, download=True)
+        model = build_model(a_config(arch="vit_b_16", **sizes(32)), 10, download=True)
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         with pytest.raises(UserError, match="--train-crop-size 32 and --val-crop-size 24"):
-            build_model(a_config(arch="vit_b_16", **sizes | {"val_crop_size": 24}), 10, True)
+            build_model(a_config(arch="vit_b_16", **sizes(32) | {"val_crop_size": 24}), 10, True)
         with pytest.raises(UserError, match=r"cannot be built for images .* 33"):
-            odd = dict.fromkeys(sizes, 33)
-            build_model(a_config(arch="vit_b_16", **odd), 10, download=True)
+            build_model(a_config(arch="vit_b_16", **sizes(33)), 10, download=True)
+
+
+@pytest.mark.parametrize("arch", ["alexnet", "squeezenet1_1", "convnext_tiny", "inception_v3"])
+def test_images_that_a_network_pools_away(arch: str) -> None:
+    with pytest.raises(UserError, match=rf"--train-crop-size 16: --arch {arch} .*(small|greater)"):
+        build_model(a_config(arch=arch, **sizes(16)), 10, download=True)
+    for_one = sizes(96) | {"val_crop_size": 16}
+    with pytest.raises(UserError, match=f"--val-crop-size 16: --arch {arch} cannot take"):
+        build_model(a_config(arch=arch, **for_one), 10, download=True)
+    # An evaluation trains on no image.
+    only_val = a_config(arch=arch, evaluate=True, **sizes(96) | {"train_crop_size": 16})
+    assert build_model(only_val, 10, download=True).training
+
+
+def test_checking_sizes_changes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_config(arch="resnet18", **sizes(8))
+    model = build_model(config, 10, download=True)
+    drawn = torch.rand(5)
+    monkeypatch.setattr("recipe.model._check_image_sizes", lambda model, config: None)
+    unchecked = build_model(config, 10, download=True)
+    assert torch.equal(torch.rand(5), drawn)
+    assert weights_sha256(unchecked) == weights_sha256(model)
+    assert all(module.training for module in model.modules())
 
 
 class Published:
@@ -117,8 +143,7 @@ def test_without_auxiliary_heads() -> None:
 @pytest.mark.parametrize("arch", ["resnet18", "vgg11_bn", "vit_b_16", "convnext_tiny", "swin_t"])
 def test_parameter_groups(arch: str) -> None:
     """Each parameter once, norms and biases apart."""
-    sizes = dict.fromkeys(("train_crop_size", "val_crop_size", "val_resize_size"), 224)
-    config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes)
+    config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes(224))
     with torch.device("meta"):
         model = build_model(config, 10, download=True)
     decay = {

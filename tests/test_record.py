@@ -17,15 +17,8 @@ from recipe.checkpoint import Progress
 from recipe.config import Config
 from recipe.data import Data
 from recipe.errors import UserError
-from recipe.record import (
-    WARM_UP_STEPS,
-    Recorder,
-    StepClock,
-    WaitTimer,
-    replace_file,
-    run_folder,
-    utc_now,
-)
+from recipe.phases import WARM_UP_STEPS
+from recipe.record import Recorder, replace_file, run_folder, utc_now
 from recipe.world import World
 
 NUM_TRAIN = 20  # five steps an epoch
@@ -73,19 +66,21 @@ class Session:
         self.clock, self.progress = clock, progress or Progress()
         self.world = world or a_world()
         self.per_step = config.batch_size * config.batches_per_allreduce * self.world.size
-        self.recorder = Recorder(config, self.world, CPU, DATA, folder, self.progress)
+        self.recorder = Recorder(config, self.world, CPU, DATA, folder, self.progress, workers=0)
         self.recorder.begin(ENVIRONMENT, {"seed": 42})
         self.recorder.start_clock()
 
     def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
         for _ in range(count):
-            self.clock.now += seconds
+            self.clock.now += seconds / 4
+            self.recorder.lap("data")
+            self.clock.now += 3 * seconds / 4
             epoch = self.progress.samples_seen // NUM_TRAIN
             self.progress.step += 1
             self.progress.samples_seen += self.per_step
             # A loss that is another in each step, so that a lost or repeated one would show.
             sums = torch.tensor([loss + self.progress.step, 0.25, 0.5, 1.0]) * self.per_step
-            self.recorder.step(sums.double(), 0.1, 0.125)
+            self.recorder.step(sums.double(), 0.1)
             self.recorder.write_steps(self.recorder.pending_sums())
             if self.progress.samples_seen // NUM_TRAIN > epoch:
                 self.recorder.end_epoch(epoch, complete=True)
@@ -128,6 +123,10 @@ def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
         "learning_rate": 0.1,
         "seconds": 0.5,
         "data_seconds": 0.125,
+        "forward_seconds": 0.0,
+        "backward_seconds": 0.0,
+        "optimizer_seconds": 0.375,
+        "exchanged": True,
         "images_per_second": 8.0,
     }
     epoch = lines(folder, "epoch")[1]
@@ -406,34 +405,17 @@ def test_run_folder() -> None:
     assert name.endswith("-horovod-vgg11-4w")
 
 
-def test_wait_timer(clock: Clock) -> None:
-    def batches() -> Iterator[int]:
-        for number in range(3):
-            clock.now += number + 1
-            yield number
-
-    timer = WaitTimer(batches())  # type: ignore[arg-type]
-    next(timer)
-    clock.now += 50
-    next(timer)
-    assert timer.take() == 3
-    next(timer)
-    assert timer.take() == 3
-    assert timer.take() == 0
-    with pytest.raises(StopIteration):
-        next(timer)
-
-
-def test_step_clock(clock: Clock) -> None:
-    steps = StepClock(CPU)
-    clock.now += 1
-    steps.tick()
-    clock.now += 50
-    steps.restart()
-    clock.now += 2
-    steps.tick()
-    assert steps.take() == [1, 2]
-    assert steps.take() == []
+def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
+    session.steps(8)
+    assert session.recorder.images_per_second is None  # steps 6 to 8 were without
+    session.steps(1, seconds=100.0)  # the first of a stretch
+    session.steps(3)
+    session.steps(3, seconds=100.0)  # without again
+    assert session.recorder.images_per_second == 8.0
+    assert session.recorder.phases.means().steps == 3
+    exchanged = [line["exchanged"] for line in lines(tmp_path / "run", "step")]
+    assert exchanged[:12] == [True] * 4 + [False] * 4 + [True] * 4
 
 
 def test_replace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,73 @@
+"""Runs a trainer with known delays in the phases of its steps: slow_phases.py WHERE TRAINER ARGS...
+
+WHERE is `exchange` (a delay in every exchange of gradients) or `cycle`: step 0 is slow in its data,
+step 1 in forward, step 2 in backward, step 3 in the exchange, step 4 in the optimizer, and again.
+"""
+
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import recipe.data
+
+CYCLE = ("data", "forward", "backward", "exchange", "optimizer")
+DELAY_SECONDS = 0.2
+
+where, trainer = sys.argv[1:3]
+step = -1  # counted by the batches that come to the device
+
+
+def delayed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, slower by DELAY_SECONDS in the steps that WHERE says."""
+
+    def slower(*args: Any, **kwargs: Any) -> Any:
+        global step
+        step += phase == "data"
+        if phase == where or (where == "cycle" and phase == CYCLE[step % len(CYCLE)]):
+            time.sleep(DELAY_SECONDS)
+        return function(*args, **kwargs)
+
+    return slower
+
+
+recipe.data.to_device = delayed("data", recipe.data.to_device)
+nn.CrossEntropyLoss.forward = delayed("forward", nn.CrossEntropyLoss.forward)  # type: ignore
+torch.Tensor.backward = delayed("backward", torch.Tensor.backward)  # type: ignore
+torch.optim.SGD.step = delayed("optimizer", torch.optim.SGD.step)  # type: ignore
+
+if "horovod_train" in trainer:
+    import horovod.torch as hvd
+
+    plain = hvd.DistributedOptimizer
+
+    def slow_exchange(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = plain(*args, **kwargs)
+        optimizer.synchronize = delayed("exchange", optimizer.synchronize)
+        return optimizer
+
+    hvd.DistributedOptimizer = slow_exchange
+else:
+    from torch.distributed import GradBucket
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    init = DistributedDataParallel.__init__
+
+    def slow_init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        slow_allreduce = delayed("exchange", allreduce_hook)
+
+        def hook(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return (slow_allreduce if bucket.is_last() else allreduce_hook)(None, bucket)
+
+        self.register_comm_hook(None, hook)
+
+    DistributedDataParallel.__init__ = slow_init  # type: ignore
+
+sys.argv = [trainer, *sys.argv[3:]]
+runpy.run_path(trainer, run_name="__main__")

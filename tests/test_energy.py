@@ -1,0 +1,346 @@
+"""Energy: counters that wrap, that cannot be read, that are not there; and sums over ranks."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from making import CPU
+
+from recipe.energy import EnergyMeter, energy_summary, open_energy_meter
+
+CUDA = torch.device("cuda", 0)
+UUID = "01234567-89ab-cdef-0123-456789abcdef"
+RANGE_UJ = 262_143_328_850
+
+
+class Clock:
+    """Stands in for the system's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# ---- processors ----
+
+
+def write_domain(powercap: Path, domain: str, name: str, energy_uj: int | str) -> None:
+    folder = powercap / domain
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "name").write_text(f"{name}\n")
+    (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
+    (folder / "energy_uj").write_text(f"{energy_uj}\n")
+
+
+@pytest.fixture
+def powercap(tmp_path: Path) -> Path:
+    """A host of two packages, with all that must not be added to them."""
+    (tmp_path / "intel-rapl").mkdir()
+    write_domain(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
+    write_domain(tmp_path, "intel-rapl:1", "package-1", 7_000_000)
+    for domain, name in {
+        "intel-rapl:0:0": "core",
+        "intel-rapl:0:1": "dram",
+        "intel-rapl:2": "psys",
+        "intel-rapl-mmio:0": "package-0",  # the same package, by another way
+    }.items():
+        write_domain(tmp_path, domain, name, 0)
+    return tmp_path
+
+
+def use_everywhere(powercap: Path, joules: int) -> None:
+    """Let each domain use `joules`."""
+    for file in powercap.glob("*/energy_uj"):
+        file.write_text(str((int(file.read_text()) + joules * 1_000_000) % RANGE_UJ))
+
+
+def cpu_joules(meter: EnergyMeter) -> float:
+    return float(meter.row()[2])
+
+
+def test_packages_alone_are_added(powercap: Path) -> None:
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    use_everywhere(powercap, 30)
+    meter.stop()
+    assert cpu_joules(meter) == pytest.approx(60)
+
+
+def test_counters_wrap(powercap: Path) -> None:
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    for _ in range(4):  # 800 kJ a package: each counter passes its range three times
+        use_everywhere(powercap, 200_000)
+        meter.sample()
+    meter.stop()
+    assert cpu_joules(meter) == pytest.approx(1_600_000)
+
+
+def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
+    powercap: Path, clock: Clock
+) -> None:
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    clock.now += 262
+    meter.sample()
+    assert cpu_joules(meter) == 0
+    clock.now += 263  # 1 kW would have filled the range
+    meter.sample()
+    meter.stop()
+    assert math.isnan(cpu_joules(meter))
+
+
+def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Clock) -> None:
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.sample()
+    for _ in range(2):
+        use_everywhere(powercap, 1000)
+        clock.now += 1000
+        for _ in range(2):
+            meter.start()
+            use_everywhere(powercap, 3)
+            clock.now += 2
+        for _ in range(2):
+            meter.stop()
+            use_everywhere(powercap, 500)
+    assert cpu_joules(meter) == pytest.approx(2 * 2 * 6)
+    assert meter.row()[3] == pytest.approx(2 * 4)
+
+
+def test_a_host_is_counted_once(powercap: Path) -> None:
+    meters = [open_energy_meter(CPU, local_rank, powercap) for local_rank in range(3)]
+    for meter in meters:
+        meter.start()
+    use_everywhere(powercap, 5)
+    for meter in meters:
+        meter.stop()
+    assert [cpu_joules(meter) for meter in meters] == [pytest.approx(10), 0, 0]
+
+
+def take_away_all(powercap: Path) -> None:
+    for name in ("intel-rapl:0", "intel-rapl:1"):
+        (powercap / name).rename(powercap / f"x-{name}")
+
+
+def take_away_one_counter(powercap: Path) -> None:
+    (powercap / "intel-rapl:1" / "energy_uj").unlink()
+
+
+def garble_one_counter(powercap: Path) -> None:
+    (powercap / "intel-rapl:1" / "energy_uj").write_text("\n")
+
+
+def take_away_one_range(powercap: Path) -> None:
+    (powercap / "intel-rapl:1" / "max_energy_range_uj").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil", [take_away_all, take_away_one_counter, garble_one_counter, take_away_one_range]
+)
+def test_processors_that_cannot_be_read(powercap: Path, spoil: Callable[[Path], None]) -> None:
+    """Half of a host is no figure either."""
+    spoil(powercap)
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    meter.stop()
+    assert math.isnan(cpu_joules(meter))
+
+
+def test_processors_without_rights(powercap: Path) -> None:
+    file = powercap / "intel-rapl:0" / "energy_uj"
+    file.chmod(0)
+    try:
+        file.read_text()
+    except PermissionError:
+        pass
+    else:  # root may read all: a folder in its place cannot be read by anybody
+        file.unlink()
+        file.mkdir()
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    meter.stop()
+    assert math.isnan(cpu_joules(meter))
+
+
+def test_a_counter_that_fails_once_spoils_the_figure(powercap: Path) -> None:
+    file = powercap / "intel-rapl:0" / "energy_uj"
+    meter = open_energy_meter(CPU, 0, powercap)
+    meter.start()
+    content = file.read_text()
+    file.unlink()
+    meter.sample()
+    file.write_text(content)
+    meter.sample()
+    meter.stop()
+    assert math.isnan(cpu_joules(meter))
+
+
+def test_a_host_without_counters(tmp_path: Path) -> None:
+    meter = open_energy_meter(CPU, 0, tmp_path / "nowhere")
+    meter.start()
+    meter.stop()
+    gpu_joules, utilization, processors, seconds = meter.row().tolist()
+    assert all(map(math.isnan, (gpu_joules, utilization, processors)))
+    assert seconds >= 0
+
+
+# ---- GPUs ----
+
+
+class NVMLError(Exception):
+    """As in pynvml."""
+
+
+class FakeNvml:
+    """Stands in for the module pynvml: a host whose second GPU is the one that torch uses."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, broken: str | None = None) -> None:
+        self.broken = broken
+        self.millijoules = {"other": 10**12, "mine": 9_000_000}
+        self.percents = {"other": 1, "mine": 0}
+
+    def _answer(self, name: str, value: Any) -> Any:
+        if name == self.broken:
+            raise NVMLError("Not Supported")
+        return value
+
+    def nvmlInit(self) -> None:
+        self._answer("nvmlInit", None)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != f"GPU-{UUID}":
+            raise NVMLError("Not Found")
+        return self._answer("nvmlDeviceGetHandleByUUID", "mine")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return self._answer("nvmlDeviceGetTotalEnergyConsumption", self.millijoules[handle])
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        rates = SimpleNamespace(gpu=self.percents[handle], memory=99)
+        return self._answer("nvmlDeviceGetUtilizationRates", rates)
+
+
+def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = UUID) -> list:
+    """The figures of a run of 4 seconds on a GPU that uses 300 J a second."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: import fails
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
+    )
+    clock = Clock(monkeypatch)
+    meter = open_energy_meter(CUDA, 1)
+    meter.start()
+    for percent, read in ((40, meter.sample), (90, meter.sample), (80, meter.stop)):
+        clock.now += 4 / 3
+        if nvml is not None:
+            nvml.millijoules["mine"] += 400_000
+            nvml.percents["mine"] = percent
+        read()
+    return meter.row().tolist()
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_row(monkeypatch, FakeNvml()) == pytest.approx([1200, 70, 0, 4])
+
+
+def test_gpu_older_than_volta(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu_row(monkeypatch, FakeNvml("nvmlDeviceGetTotalEnergyConsumption"))
+    assert row == pytest.approx([math.nan, 70, 0, 4], nan_ok=True)
+
+
+def test_gpu_without_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu_row(monkeypatch, FakeNvml("nvmlDeviceGetUtilizationRates"))
+    assert row == pytest.approx([1200, math.nan, 0, 4], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "nvml", [None, FakeNvml("nvmlInit"), FakeNvml("nvmlDeviceGetHandleByUUID")]
+)
+def test_no_nvml(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
+    row = gpu_row(monkeypatch, nvml)
+    assert row == pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
+
+
+def test_a_count_that_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a range to wrap at, it began anew, and what was lost is not known."""
+    nvml = FakeNvml()
+    nvml.millijoules["mine"] = -400_000 * 3
+    monkeypatch.setattr(
+        nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: abs(nvml.millijoules["mine"])
+    )
+    assert math.isnan(gpu_row(monkeypatch, nvml)[0])
+
+
+def test_never_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu_row(monkeypatch, FakeNvml(), uuid=UUID.replace("0", "f"))
+    assert row == pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_real_gpu() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    meter = open_energy_meter(device, 1)
+    meter.start()
+    matrix = torch.rand(2048, 2048, device=device)
+    ends = time.monotonic() + 2
+    while time.monotonic() < ends:
+        for _ in range(50):
+            matrix = torch.mm(matrix, matrix).clamp_(0, 1)
+        torch.cuda.synchronize(device)
+    meter.stop()
+    joules, utilization, _, seconds = meter.row().tolist()
+    assert utilization > 0
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(
+        f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    )
+    limit_watts = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+    assert 0 < joules / seconds < 1.5 * limit_watts
+
+
+# ---- all ranks ----
+
+
+def test_summary() -> None:
+    rows = torch.tensor([[300.0, 60, 50, 2], [500.0, 80, 0, 2]], dtype=torch.float64)
+    assert energy_summary(rows, images=100) == {
+        "gpu_joules_per_image": 8.0,
+        "gpu_watts": 200.0,
+        "gpu_utilization_percent": 70.0,
+        "cpu_joules_per_image": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("column", "names"),
+    [
+        (0, {"gpu_joules_per_image", "gpu_watts"}),
+        (1, {"gpu_utilization_percent"}),
+        (2, {"cpu_joules_per_image"}),
+    ],
+)
+def test_summary_of_what_one_rank_could_not_measure(column: int, names: set[str]) -> None:
+    rows = torch.ones(3, 4, dtype=torch.float64)
+    rows[1, column] = math.nan
+    summary = energy_summary(rows, images=5)
+    assert {name for name, value in summary.items() if value is None} == names
+
+
+def test_summary_of_no_training() -> None:
+    rows = torch.zeros(2, 4, dtype=torch.float64)
+    rows[:, 1] = math.nan
+    assert set(energy_summary(rows, images=0).values()) == {None}
