@@ -48,6 +48,7 @@ class StepProfiler:
         self.folder, self.rank = folder / "profile", world.rank
         self.timeline: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
         self.profile: torch.profiler.profile | None = None
+        self.done = False
 
     def end_step(self, step: int) -> None:
         """Tell that `step` steps have ended; starts and ends the profile."""
@@ -59,6 +60,17 @@ class StepProfiler:
             self.profile.step()
             if step == self.first + self.num_steps:
                 self._stop()
+
+    def close(self) -> str | None:
+        """End a profile that the training's end has cut short; a warning if there is none, or a
+        part."""
+        if not self.num_steps or self.done:
+            return None
+        asked = f"--profile-steps {self.num_steps}: the training ended"
+        if self.profile is None:
+            return f"{asked} before step {self.first + 1}, the first to be profiled: no profile"
+        self._stop()
+        return f"{asked} before step {self.first + self.num_steps}: the profile is shorter"
 
     def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +91,6 @@ class StepProfiler:
     def _stop(self) -> None:
         assert self.profile is not None
         self.profile.stop()
-        self.profile = None
+        self.profile, self.done = None, True
         if self.timeline is not None and self.rank == 0:
             self.timeline[1]()

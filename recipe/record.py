@@ -362,6 +362,8 @@ class Recorder:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+        if warning := self.profiler.close():
+            self.say(f"warning: {warning}")
         if not self.world.is_first:
             return
         self.event("end")

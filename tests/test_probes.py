@@ -1,0 +1,60 @@
+"""Tensors of the first steps, and the profile."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from making import TinyNet, a_config, a_world
+
+from recipe.phases import WARM_UP_STEPS
+from recipe.probes import StepProfiler, write_trace
+
+
+def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
+    model = TinyNet()
+    loss = model(torch.rand(2, 3, 8, 8)).square().mean()
+    loss.backward()
+    write_trace(tmp_path, 1, 7, model, loss)
+    (path,) = tmp_path.rglob("*.*")
+    assert path == tmp_path / "trace/rank-1/step-000007.npz"
+    arrays = np.load(path)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(arrays) == {
+        "loss",
+        *(f"{kind}/{name}" for kind in ("gradient", "weight") for name in names),
+        *(f"buffer/norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
+    }
+    assert arrays["loss"] == loss.item()
+    assert np.array_equal(arrays["gradient/head.weight"], model.head.weight.grad.numpy())
+    assert np.array_equal(arrays["weight/head.weight"], model.head.weight.detach().numpy())
+
+
+def profiled(tmp_path: Path, steps: int, ended: int) -> tuple[StepProfiler, list[str]]:
+    calls: list[str] = []
+    profiler = StepProfiler(a_config(profile_steps=steps), a_world(), tmp_path, first_step=0)
+    profiler.timeline = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
+    for step in range(1, ended + 1):
+        torch.ones(3).sum()
+        profiler.end_step(step)
+    return profiler, calls
+
+
+def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
+    profiler, calls = profiled(tmp_path, 2, WARM_UP_STEPS + 5)
+    assert profiler.close() is None
+    assert calls == ["horovod-timeline.json", "end"]
+    trace = json.loads((tmp_path / "profile/rank-0.json").read_text())
+    marks = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
+    assert len(marks) == 2
+
+
+def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
+    profiler, calls = profiled(tmp_path, 9, WARM_UP_STEPS + 2)
+    assert "the profile is shorter" in str(profiler.close())
+    assert calls[-1] == "end"
+    assert (tmp_path / "profile/rank-0.json").exists()
+    profiler, calls = profiled(tmp_path / "none", 9, 2)
+    assert "no profile" in str(profiler.close())
+    assert calls == []
+    assert StepProfiler(a_config(), a_world(), tmp_path, 0).close() is None
