@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -19,10 +20,11 @@ from typing import Any
 
 import psutil
 
-from compare.plan import Run, run_environment
+from compare.plan import RUN_MARK, Run, run_environment
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
-RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
+LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
+TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 
 
 @dataclass(frozen=True)
@@ -33,25 +35,31 @@ class Outcome:
     exit_code: int | None
     seconds: float
     leftover_processes: int  # that the launcher left behind, and that were killed
+    other_load: float | None  # mean number of cores that others kept busy; None: not known
 
 
 def start_and_wait(
     run: Run,
     comparison: Path,
-    trainer_arguments: tuple[str, ...],
     timeout: float,
     label: str,
     log_dir: Path | None = None,
     end_after_steps: int | None = None,
+    seconds_left: float | None = None,
 ) -> Outcome:
-    """Start one run in a clean folder, wait for its end and write how it ended."""
+    """Start one run in a clean folder, wait for its end and write how it ended.
+
+    `seconds_left`, if known, is what this run and those after it will take: shown on a terminal.
+    """
     log_dir = log_dir or (comparison / run.folder).parent
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
-    command = run.command(log_dir, trainer_arguments)
+    command = run.command(log_dir)
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
     mark = f"{os.getpid()}-{time.time_ns()}"
     environment = run_environment() | {RUN_MARK: mark}
+    line = LiveLine(label, folder, seconds_left)
+    busy, own = busy_cpu_seconds(), own_cpu_seconds()
     began = time.monotonic()
     with (folder / "output.log").open("wb") as log, start_watchdog(mark):
         process = subprocess.Popen(
@@ -63,21 +71,43 @@ def start_and_wait(
             start_new_session=True,
         )
         try:
-            status = wait(process, folder, began + timeout, label, end_after_steps)
+            status = wait(process, folder, began + timeout, line, end_after_steps)
         finally:
             # Also after a normal end: what a launcher leaves behind would slow the next run.
             left = end_processes(process, mark)
     seconds = time.monotonic() - began
+    busy, own = busy_cpu_seconds() - busy, own_cpu_seconds() - own
     exit_code = process.returncode
+    # What was killed, and tasks that Slurm's own daemon started, are not among our children.
+    is_counted = status == "ended" and left == 0 and run.configuration.launcher != "srun"
+    other_load = round(max(0.0, busy - own) / seconds, 3) if is_counted else None
     if status == "ended" and exit_code == 0 and (folder / "summary.json").exists():
         status = "completed"
     elif status == "ended":
         status = "failed"
     if status == "warm":
         status = "completed"
-    outcome = Outcome(status, exit_code, round(seconds, 3), left)
+    outcome = Outcome(status, exit_code, round(seconds, 3), left, other_load)
     write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
     return outcome
+
+
+def busy_cpu_seconds() -> float:
+    """Return for how long, in seconds times cores, this machine has been busy since it started.
+
+    Time that a hypervisor gave to other guests ("steal") counts: those cores were not ours. So does
+    that of guests of this machine, once: Linux has it in `user`.
+    """
+    times = psutil.cpu_times()
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(float(getattr(times, name, 0.0)) for name in names)
+
+
+def own_cpu_seconds() -> float:
+    """Return the CPU time of this process and of all descendants that have ended and were waited
+    for: a launcher that ends in order has waited for its workers."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def start_watchdog(mark: str) -> subprocess.Popen[bytes]:
@@ -118,11 +148,66 @@ def clear_folder(folder: Path, keep_failure: bool) -> None:
     folder.mkdir(parents=True)
 
 
+@dataclass
+class LiveLine:
+    """The line of a run that is under way, on a terminal only."""
+
+    label: str
+    folder: Path
+    seconds_left: float | None  # when the run begins
+    shown_at: float = 0.0
+
+    def show(self, elapsed: float) -> None:
+        """Write the line anew, unless that was done a moment ago."""
+        if not sys.stdout.isatty() or time.monotonic() < self.shown_at + LIVE_SECONDS:
+            return
+        self.shown_at = time.monotonic()
+        parts = list[str]()
+        if step := last_step(self.folder / "metrics.jsonl"):
+            parts.append(f"step {step['step']:,}")
+            if speed := step.get("images_per_second"):
+                parts.append(f"{speed:,.0f} images/s")
+        parts.append(f"running {duration(elapsed)}")
+        if self.seconds_left is not None and self.seconds_left > elapsed:
+            parts.append(f"about {duration(self.seconds_left - elapsed)} left")
+        # A line that the terminal wraps could not be written over: what does not fit is left out.
+        width = shutil.get_terminal_size().columns - 1
+        text = self.label[:width]
+        for part in parts:
+            if len(text) + 3 + len(part) <= width:
+                text += f"   {part}"
+        print(f"\r{text}", end="\033[K", flush=True)
+
+
+def last_step(metrics: Path) -> dict[str, Any] | None:
+    """Return the last step line of a metrics.jsonl, by reading its end alone: it may be long."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # a line that is being written, or cut off in front
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("kind") == "step":
+                return record
+    return None
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
 def wait(
     process: subprocess.Popen[bytes],
     folder: Path,
     deadline: float,
-    label: str,
+    line: LiveLine,
     end_after_steps: int | None,
 ) -> str:
     """Wait for the launcher's end, the deadline, or the steps that a warm-up is to make."""
@@ -133,8 +218,7 @@ def wait(
             return "timed out"
         if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
             return "warm"
-        if sys.stdout.isatty():
-            print(f"\r{label}   running for {now - began:.0f} s", end="\033[K", flush=True)
+        line.show(now - began)
         time.sleep(0.1)
     return "ended"
 

@@ -1,36 +1,142 @@
 """The report as one self-contained HTML page."""
 
-import datetime
 import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from compare import plots
+from compare import plots, text
+from compare.chart import COLOURS
+from compare.context import created_text, limits, page_title, reproduce_lines, subtitle
 from compare.findings import (
     Fact,
+    InputRow,
+    ResourceRow,
     Row,
-    Verdict,
     all_workers,
     compare_facts,
     count,
     difference_text,
+    explain,
+    input_rows,
+    judge,
+    load_warnings,
     loss_text,
+    resource_rows,
     short,
+    table_rows,
     three_digits,
     troubles,
 )
 from compare.records import Comparison
+from compare.side_by_side import find_differences, names_of
 
 # What environment.json says of the machine and the software, in the order of the page.
-MACHINE = ("hosts", "device", "device_name", "cpu_model", "cores")
+MACHINE = ("hosts", "device", "device_name", "cpu_model", "cores", "affinity", "allocator")
 SOFTWARE = ("python", "torch", "torchvision", "horovod", "mpi", "cuda", "git_commit")
+MANY_COMMANDS = 6
+MANY_COLUMNS = 4
+MAX_PLOT_CHARACTERS = 650_000  # of all plots: a page is to stay below a megabyte
+NOT_MEASURED = "not measured"
 
 
-def render_page(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]) -> str:
+@dataclass(frozen=True)
+class Column:
+    """A column of a table of figures."""
+
+    name: str
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table of figures."""
+
+    text: str
+    value: float | None = None  # what it is sorted by and copied as, where that is not the text
+    aside: str = ""
+    is_alarm: bool = False
+    series: int | None = None  # the colour of a configuration
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of figures that can be sorted and copied; on a phone each row is a record."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    starts_group: tuple[bool, ...]  # row by row: is it parted from the one before?
+
+
+def render_page(comparison: Comparison) -> str:
     """Return the page: no request goes out of it, so that it can be sent, archived and printed."""
+    rows, verdicts = table_rows(comparison), judge(comparison)
+    groups, left_out = fitting(plots.draw_plots(comparison))
+    facts = list(facts_by_place(comparison))
+    places = list(dict.fromkeys(place_text(fact.case, fact.workers) for fact in facts))
+    varied = [fact for fact in facts if fact.is_varied]
+    told = [fact for fact in facts if not fact.is_varied]
+    return template("report.html.jinja").render(
+        title=page_title(comparison),
+        question=comparison.plan["question"],
+        subtitle=subtitle(comparison),
+        created=created_text(comparison),
+        folder=comparison.folder.resolve().name,
+        verdicts=[(verdict, explain(verdict, comparison)) for verdict in verdicts],
+        verdict_plot=plots.plot_verdicts(verdicts),
+        warnings=load_warnings(comparison),
+        troubles=troubles(comparison),
+        places=places,
+        by_place=len(places) <= MANY_COLUMNS,
+        facts=fact_lines([fact for fact in told if not fact.is_flag], places),
+        flags=fact_lines([fact for fact in told if fact.is_flag], places),
+        varied=fact_lines(varied, places),
+        results=results_table(comparison, rows),
+        resources=resources_table(comparison, resource_rows(comparison)),
+        stragglers=straggler_text(resource_rows(comparison)),
+        input=input_table(comparison, input_rows(comparison)),
+        groups=groups,
+        left_out=left_out,
+        commands=commands(comparison),
+        many_commands=MANY_COMMANDS,
+        machine=environment_lines(comparison, MACHINE),
+        software=environment_lines(comparison, SOFTWARE),
+        transports=transports(comparison),
+        variables=comparison.plan["environment"],
+        details=configuration_lines(comparison),
+        reproduce=reproduce_lines(comparison),
+        limits=limits(comparison, verdicts),
+        methods=list(dict.fromkeys(v.speed.method for v in verdicts if v.speed)),
+    )
+
+
+def render_side_by_side(comparisons: Sequence[Comparison]) -> str:
+    """Return the page of several comparisons: one table, and what differs."""
+    cells, headers, _ = text.side_by_side_table(comparisons)
+    words = 3 if headers[0] == "case" else 2  # the columns of words, and the number of workers
+    columns = tuple(Column(h.replace("\n", " "), i >= words - 1) for i, h in enumerate(headers))
+    rows = tuple(tuple(Cell(cell) for cell in line) for line in cells)
+    letters = text.letters_of(comparisons)
+    return template("side_by_side.html.jinja").render(
+        title="Comparisons side by side",
+        named=list(zip(letters, names_of(comparisons), comparisons, strict=True)),
+        subtitle=subtitle,
+        created=created_text,
+        judge=judge,
+        notices=text.notices,
+        results=Table(columns, rows, tuple(False for _ in rows)),
+        note=text.UNPAIRED,
+        differences=find_differences(comparisons),
+        by_place=True,
+        places=(),
+    )
+
+
+def template(name: str) -> Any:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -40,38 +146,12 @@ def render_page(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]
     )
     environment.filters |= {
         "count": count,
-        "loss_text": loss_text,
-        "three_digits": three_digits,
         "breakable": breakable,
         "unbroken": unbroken,
+        "together": together,
+        "difference_text": difference_text,
     }
-    facts = {
-        workers: compare_facts(run for run in comparison.complete if run.workers == workers)
-        for workers in all_workers(comparison)
-    }
-    return environment.get_template("report.html.jinja").render(
-        title=page_title(comparison),
-        subtitle=subtitle(comparison),
-        created=created_text(comparison),
-        folder=comparison.folder.name,
-        verdicts=verdicts,
-        difference_text=difference_text,
-        verdict_plot=plots.plot_verdicts(verdicts),
-        troubles=troubles(comparison),
-        workers=all_workers(comparison),
-        facts=fact_lines({n: [f for f in told if not f.is_flag] for n, told in facts.items()}),
-        flags=fact_lines({n: [f for f in told if f.is_flag] for n, told in facts.items()}),
-        rows=rows,
-        plots=plots.draw_plots(comparison),
-        series=list(enumerate(comparison.plan["configurations"])),
-        commands=commands(comparison),
-        machine=environment_lines(comparison, MACHINE),
-        software=environment_lines(comparison, SOFTWARE),
-        transports=transports(comparison),
-        variables=comparison.plan["environment"],
-        reproduce=reproduce_lines(comparison),
-        limits=limits(comparison, verdicts),
-    )
+    return environment.get_template(name)
 
 
 def breakable(name: str) -> Markup:
@@ -79,72 +159,237 @@ def breakable(name: str) -> Markup:
     return Markup(escape(name).replace("_", Markup("_<wbr>")))
 
 
+def together(text: str) -> str:
+    """Keep a number and its per cent sign on one line."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def unbroken(command: str) -> Markup:
     """Keep each word of a command whole where a line ends: `--seed` has no break after a dash."""
     return Markup(" ").join(Markup("<span>{}</span>").format(word) for word in command.split(" "))
 
 
-def page_title(comparison: Comparison) -> str:
-    engines = {run.engine for run in comparison.complete}
-    if engines == {"ddp", "horovod"}:
-        return "PyTorch DDP and Horovod, the same training side by side"
-    return "One training, started in several ways"
+def fitting(groups: list[plots.PlotGroup]) -> tuple[list[plots.PlotGroup], int]:
+    """Return the groups that the page has room for, and how many plots it leaves out: with many
+    cases, folded groups, the last one first."""
+    left_out = 0
+    while sum(len(plot.svg) for group in groups for plot in group.plots) > MAX_PLOT_CHARACTERS:
+        chosen = [group for group in groups if group.folded] or groups
+        groups = [group for group in groups if group is not chosen[-1]]
+        left_out += len(chosen[-1].plots)
+    return groups, left_out
 
 
-def subtitle(comparison: Comparison) -> str:
-    """Say what was trained on what: the figures mean nothing without it."""
-    run = comparison.complete[0]
-    config, environment = run.config, run.environment
-    data = config.get("data") or config.get("train_dir") or "the given images"
-    device = environment["device_name"] or environment["cpu_model"]
-    parts = [
-        f"{config.get('arch', 'A model')} on {data}",
-        f"batch {config['batch_size']} a worker" if "batch_size" in config else "",
-        str(config.get("precision", "")),
-        f"{device}, {count(environment['cores'], 'core')}",
-    ]
-    return " · ".join(part for part in parts if part)
+# ---------------------------------------------------------------------------------- what was equal
 
 
-def created_text(comparison: Comparison) -> str:
-    created = datetime.datetime.fromisoformat(comparison.plan["created_utc"])
-    return f"{created.day} {created:%B %Y, %H:%M} UTC"
+def facts_by_place(comparison: Comparison) -> Iterable[Fact]:
+    """Compare the runs of each case at each number of workers."""
+    for case in comparison.cases:
+        for workers in all_workers(comparison):
+            runs = [r for r in comparison.complete if (r.case, r.workers) == (case, workers)]
+            yield from compare_facts(comparison, runs)
 
 
-def fact_lines(facts: dict[int, list[Fact]]) -> list[dict[str, Any]]:
-    """Arrange facts for the page: a line each, a cell for each number of workers."""
-    fields = list(dict.fromkeys(fact.field for told in facts.values() for fact in told))
+def place_text(case: str, workers: int) -> str:
+    return f"{plots.named(case)}{count(workers, 'worker')}"
+
+
+def fact_lines(facts: Sequence[Fact], places: Sequence[str]) -> list[dict[str, Any]]:
+    """Arrange facts for the page: a line each, a cell for each place; one cell where all agree.
+
+    With many places there is a single cell, too, in which each value has its places behind it.
+    """
     lines = []
-    for field in fields:
-        cells = []
-        for told in facts.values():
-            fact = next((fact for fact in told if fact.field == field), None)
-            if fact is None:
-                cells.append({"text": "", "equal": True})
-            elif fact.is_equal:
-                text = short(fact.values[0][1])
-                if fact.varies_over_blocks:
-                    text += ", another in each block"
-                cells.append({"text": text, "equal": True})
-            else:
-                cells.append({"text": difference_text(fact).split(": ", 1)[1], "equal": False})
-        one = len({cell["text"] for cell in cells}) == 1 and all(c["equal"] for c in cells)
+    for field in dict.fromkeys(fact.field for fact in facts):
+        by_place = {
+            place_text(fact.case, fact.workers): fact for fact in facts if fact.field == field
+        }
+        texts = [fact_text(by_place[place]) if place in by_place else "" for place in places]
+        equal = [place not in by_place or by_place[place].is_equal for place in places]
+        one = len(set(texts)) == 1
+        if not one and len(places) > MANY_COLUMNS:
+            where: dict[str, list[str]] = {}
+            for place, text in zip(places, texts, strict=True):
+                where.setdefault(text, []).append(place)
+            texts = ["; ".join(f"{text} ({', '.join(those)})" for text, those in where.items())]
+            equal = [all(equal)]
+        cells = [{"text": text, "equal": same} for text, same in zip(texts, equal, strict=True)]
         lines.append(
             {
                 "field": field,
                 "cells": cells[:1] if one else cells,
-                "one": one,
-                "equal": all(cell["equal"] for cell in cells),
+                "one": one and all(equal),
+                "equal": all(equal),
             }
         )
     return sorted(lines, key=lambda line: line["equal"])  # unequal ones first, else as told
+
+
+def fact_text(fact: Fact) -> str:
+    if not fact.is_equal:
+        return difference_text(fact).split(": ", 1)[1]
+    return short(fact.values[0][1]) + (", another in each block" * fact.varies_over_blocks)
+
+
+# --------------------------------------------------------------------------------------- the tables
+
+
+def results_table(comparison: Comparison, rows: Sequence[Row]) -> Table:
+    """Return the table of results."""
+    columns = (
+        Column("workers"),
+        Column("images/s"),
+        Column("scaling, %"),
+        Column("CPU ms an image"),
+        Column("training, s"),
+        Column("top-1, %"),
+        Column("top-5, %"),
+        Column("loss"),
+        Column("weights", is_number=False),
+        Column("blocks"),
+    )
+
+    def cells(row: Row) -> tuple[Cell, ...]:
+        blocks = f"{row.blocks} of {row.planned_blocks}"
+        return (
+            Cell(str(row.workers)),
+            Cell(
+                three_digits(row.images_per_second),
+                row.images_per_second,
+                aside=f"({three_digits(row.lowest)}–{three_digits(row.highest)})",
+            ),
+            number_cell(row.efficiency, "{:.0f}", scale=100),
+            Cell(three_digits(row.cpu_ms_per_image), row.cpu_ms_per_image),
+            Cell(f"{row.train_seconds:,.1f}", row.train_seconds),
+            number_cell(row.top1, "{:.2f}"),
+            number_cell(row.top5, "{:.2f}"),
+            Cell(loss_text(row.loss), row.loss),
+            Cell(row.weights),
+            Cell(str(row.blocks))
+            if row.blocks == row.planned_blocks
+            else Cell(blocks, row.blocks, is_alarm=True),
+        )
+
+    return cell_table(comparison, columns, rows, cells)
+
+
+# Energy: field of ResourceRow, its column, and how a figure is written.
+ENERGY = (
+    ("gpu_joules_per_image", "GPU J an image", None),
+    ("gpu_watts", "GPU watts", "{:,.0f}"),
+    ("gpu_utilization_percent", "GPU busy, %", "{:.0f}"),
+    ("cpu_joules_per_image", "CPU J an image", None),
+)
+
+
+def resources_table(comparison: Comparison, rows: Sequence[ResourceRow]) -> Table:
+    """Return the table of what each cell used; energy is a single column if none was measured."""
+    energy = [
+        (field, name, pattern)
+        for field, name, pattern in ENERGY
+        if any(getattr(row, field) is not None for row in rows)
+    ] or [("gpu_joules_per_image", "energy, J an image", None)]
+    columns = (
+        Column("workers"),
+        Column("memory, MB"),
+        Column("CPU s for 1,000 images"),
+        Column("straggler spread, %"),
+        *(Column(name) for _, name, _ in energy),
+    )
+
+    def cells(row: ResourceRow) -> tuple[Cell, ...]:
+        spread = None if row.straggler_ratio is None else row.straggler_ratio - 1
+        return (
+            Cell(str(row.workers)),
+            Cell(f"{row.peak_memory_bytes / 1e6:,.0f}", row.peak_memory_bytes / 1e6),
+            number_cell(row.cpu_seconds_per_image, scale=1000),
+            number_cell(spread, "{:.1f}", "–" if row.workers == 1 else NOT_MEASURED, scale=100),
+            *(number_cell(getattr(row, field), p, NOT_MEASURED) for field, _, p in energy),
+        )
+
+    return cell_table(comparison, columns, rows, cells)
+
+
+def straggler_text(rows: Sequence[ResourceRow]) -> str:
+    """Say what the straggler spread is taken over."""
+    phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
+    return " or ".join(phases)
+
+
+def input_table(comparison: Comparison, rows: Sequence[InputRow]) -> Table | None:
+    """Return the table of what each cell read; None if no run measured it."""
+    columns = (
+        Column("workers"),
+        Column("images/s"),
+        Column("files/s"),
+        Column("MB/s"),
+        Column("step waiting, %"),
+    )
+    if all(row.wait_share is None and row.images_per_second is None for row in rows):
+        return None
+
+    def cells(row: InputRow) -> tuple[Cell, ...]:
+        return (
+            Cell(str(row.workers)),
+            number_cell(row.images_per_second, none=NOT_MEASURED),
+            number_cell(row.files_per_second, none="–"),
+            number_cell(row.megabytes_per_second, none="–"),
+            number_cell(row.wait_share, "{:.2f}", NOT_MEASURED, scale=100),
+        )
+
+    return cell_table(comparison, columns, rows, cells)
+
+
+def number_cell(
+    value: float | None, pattern: str | None = None, none: str = "–", scale: float = 1
+) -> Cell:
+    """Return a figure's cell; without a pattern it gets three digits."""
+    if value is None:
+        return Cell(none)
+    scaled = scale * value
+    return Cell(pattern.format(scaled) if pattern else plain_number(scaled), scaled)
+
+
+def plain_number(value: float) -> str:
+    return three_digits(value) if value > 0 else f"{value:g}"
+
+
+def cell_table(
+    comparison: Comparison,
+    columns: tuple[Column, ...],
+    rows: Sequence[Any],
+    cells: Callable[[Any], tuple[Cell, ...]],
+) -> Table:
+    """Return a table whose rows are cells of the comparison, the case told where there are some."""
+    several = len(comparison.cases) > 1
+    names = comparison.plan["configurations"]
+    before = ((Column("case", is_number=False),) if several else ()) + (
+        Column("configuration", is_number=False),
+    )
+    places = [(row.case, row.workers) for row in rows]
+    return Table(
+        (*before, *columns),
+        tuple(
+            (
+                *((Cell(row.case),) if several else ()),
+                Cell(row.configuration, series=names.index(row.configuration) % len(COLOURS)),
+                *cells(row),
+            )
+            for row in rows
+        ),
+        tuple(i > 0 and places[i] != places[i - 1] for i in range(len(rows))),
+    )
+
+
+# -------------------------------------------------------------------------- commands, environment
 
 
 def commands(comparison: Comparison) -> list[dict[str, Any]]:
     """Return the commands in the order in which they ran."""
     return [
         {
-            "name": run.name,
+            "name": plots.named(run.case) + run.name,
             "block": run.block,
             "text": run.command or shlex.join(run.environment.get("command", [])),
             "status": run.status,
@@ -154,97 +399,56 @@ def commands(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return each field's value; all values where the runs do not agree."""
+    """Return each field's value; all values, and of which runs, where they do not agree."""
+    order = comparison.plan["configurations"]
+    runs = sorted(
+        comparison.complete, key=lambda run: (order.index(run.configuration), run.workers)
+    )
     lines = []
     for field in fields:
-        by_value: dict[str, list[str]] = {}
-        for run in comparison.complete:
-            names = by_value.setdefault(short(run.environment[field]), [])
-            if run.configuration not in names:
-                names.append(run.configuration)
-        text = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-        lines.append((field, text if len(by_value) > 1 else next(iter(by_value))))
+        # One that a trainer did not write yet is left out.
+        told = [(run, short(run.environment[field]) or "none") for run in runs
+                if field in run.environment]  # fmt: skip
+        by_configuration: dict[str, set[str]] = {}
+        for run, value in told:
+            by_configuration.setdefault(run.configuration, set()).add(value)
+        where: dict[str, dict[str, None]] = {}
+        for run, value in told:
+            one = len(by_configuration[run.configuration]) == 1
+            where.setdefault(value, {})[run.configuration if one else run.name] = None
+        if len(where) == 1:
+            lines.append((field, next(iter(where))))
+        elif where:
+            texts = [f"{value} ({', '.join(names)})" for value, names in where.items()]
+            lines.append((field, "; ".join(texts)))
     return lines
 
 
 def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     """Return by which way each configuration's gradients really travelled."""
+    order = comparison.plan["configurations"]
     found = {
         (
-            run.configuration,
+            run.workers,
+            order.index(run.configuration),
             run.launcher,
             run.summary["transport"],
             short(run.environment["threads"]),
-            run.workers,
         )
         for run in comparison.complete
     }
     return [
-        (f"{name}, {count(n, 'worker')}", launcher, transport, threads)
-        for name, launcher, transport, threads, n in sorted(found)
+        (f"{order[index]}, {count(n, 'worker')}", launcher, transport, threads)
+        for n, index, launcher, transport, threads in sorted(found)
     ]
 
 
-def reproduce_lines(comparison: Comparison) -> list[str]:
-    """Return the commands that make this comparison again."""
-    plan = comparison.plan
-    commit = comparison.complete[0].environment["git_commit"]
-    words = ["python", "compare/run.py", "--configurations", *plan["configurations"]]
-    words += ["--workers", *map(str, plan["workers"])]
-    words += ["--blocks", str(plan["blocks"]), "--seed", str(plan["seed"])]
-    if plan["trainer_arguments"]:
-        words += ["--", *plan["trainer_arguments"]]
-    inherited = plan["environment"].get("inherited", {})
-    lines = [f"git checkout {commit}"] if commit else []
-    lines += ["make setup", ". .venv/bin/activate"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
-    return [*lines, shlex.join(words), "python compare/report.py"]
-
-
-def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
-    """Say what the comparison does not show."""
-    run = comparison.complete[0]
-    measured = all_workers(comparison)
-    numbers = " and ".join(map(str, measured))
+def configuration_lines(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the flags and variables that configurations have of their own."""
     lines = []
-    if run.environment["device"] == "cpu":
-        lines.append(
-            "GPUs. This was measured on a CPU: on a GPU a step computes many times faster and the "
-            "gradients travel through NCCL, so that neither the ratio nor its direction carries "
-            "over."
-        )
-    else:
-        lines.append(f"Other devices than {run.environment['device_name']}.")
-    lines.append(
-        f"Other numbers of workers. {numbers} {'was' if len(measured) == 1 else 'were'} measured; "
-        "the lines in the plots end there because the knowledge does."
-    )
-    if len(run.environment["hosts"]) == 1:
-        lines.append(
-            "Networks. All workers ran on one host, where messages pass through its memory or its "
-            "loopback. Between hosts, latency and bandwidth decide, and the engines may differ in "
-            "other ways."
-        )
-    threads = {run.workers: run.environment["threads"] for run in comparison.complete}
-    if run.environment["device"] == "cpu" and len(set(threads.values())) > 1:
-        told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
-        lines.append(
-            f"Scaling to more machines. All workers share {count(run.environment['cores'], 'core')}"
-            f" ({told}): the column “scaling” tells how well those cores were used, not "
-            "what a second machine would bring."
-        )
-    lines.append(
-        f"Other models and batches. {run.config.get('arch', 'The model')} at this batch has its "
-        "own ratio of computing to communicating; a model with more weights, or a smaller batch, "
-        "waits longer for its gradients."
-    )
-    for verdict in verdicts:
-        if verdict.speed and verdict.speed.low and verdict.speed.high:
-            half = 100 * ((verdict.speed.high / verdict.speed.low) ** 0.5 - 1)
-            percent = f"{half:.2g}" if half < 10 else f"{half:.0f}"
-            lines.append(
-                f"Small differences. With {count(verdict.speed.blocks, 'block')} at "
-                f"{plots.workers_text(verdict.workers)}, {verdict.first} and {verdict.second} "
-                f"would have to differ by more than about {percent} % to be told apart."
-            )
+    for name, details in comparison.plan["configuration_details"].items():
+        words = [f"{key}={value}" for key, value in details.get("environment", {}).items()]
+        words += details.get("flags", [])
+        if words:
+            lines.append((name, shlex.join(words)))
     return lines

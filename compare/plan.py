@@ -5,50 +5,91 @@ import json
 import os
 import random
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 
-# Flags by which run.py itself steers a trainer: whoever gave them too would break the plan.
-RESERVED_FLAGS = ("--log-dir", "--name", "--resume", "--evaluate")
+# Flags by which run.py itself steers a trainer, and what the user is told instead.
+RESERVED_FLAGS = {
+    "--log-dir": "the plan sets where each run is written: use --out DIR before the --",
+    "--name": "the plan sets where each run is written: use --out DIR before the --",
+    "--resume": "every run starts from nothing",
+    "--evaluate": "a comparison trains",
+    "--ablation-steps": "it would measure steps without communication; runs of their own do that "
+    "after the blocks (--phase-steps)",
+}
 
 # Variables that change what an engine does or how fast. They are left as the user set them, the
 # same for both engines, and written into the plan, so that a resumed comparison cannot mix them.
 STEERING_PREFIXES = (
-    "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "TORCH_", "CUDA_", "KMP_", "MALLOC_", "LD_PRELOAD",
+    "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
+    "SLURM_MPI_TYPE", "SLURM_CPU_BIND",
 )  # fmt: skip
 
 # The trainers set their threads by one rule. A value left over from the shell would be
 # overwritten by torchrun alone, and then the two engines would not run on equal terms.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+# What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
+NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+
+RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
+
+ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
+
+
+class UserError(Exception):
+    """Something that the user can set right; shown without a traceback."""
+
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to start one engine."""
+    """One way to start one engine, with trainer flags and variables of its own if it has any."""
 
     name: str
     engine: str
     launcher: str
     controller: str = ""  # horovodrun only: what it passes the messages with
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
-    def launch_words(self, workers: int) -> list[str]:
-        """Return the words before the trainer's path.
+    def launch_words(self, workers: int, hosts: str | None) -> list[str]:
+        """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
 
         No launcher binds a process to a core: horovodrun asks mpirun for `--bind-to none` and
-        torchrun never binds, so a bare mpirun must be told the same. Nor may mpirun count its
-        slots itself (it would refuse more workers than physical cores): horovodrun gives it
+        torchrun never binds, so a bare mpirun and srun must be told the same. Nor may mpirun count
+        its slots itself (it would refuse more workers than physical cores): horovodrun gives it
         `localhost:N`.
+
+        Variables reach the ranks by themselves on this host. On others, horovodrun passes all of
+        them on, and so does srun; mpirun only those that it is told.
         """
         n = str(workers)
         if self.launcher == "torchrun":
             return ["torchrun", "--standalone", "--nproc-per-node", n]
+        if self.launcher == "srun":
+            return ["srun", "--ntasks", n, "--cpu-bind=none", "--export=ALL", "python"]
+        on_hosts = [] if hosts is None else ["-H", hosts]
         if self.launcher == "horovodrun":
-            return ["horovodrun", f"--{self.controller}", "-np", n, "python"]
-        return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
+            return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
+        if hosts is None:
+            return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
+        exported = [word for name in self.names_for_other_hosts() for word in ("-x", name)]
+        # Host by host, as horovodrun fills them.
+        placing = ["--bind-to", "none", "--map-by", "slot"]
+        return ["mpirun", "-np", n, *on_hosts, *placing, *exported, "python"]
+
+    def names_for_other_hosts(self) -> list[str]:
+        """Return the variables that mpirun takes to other hosts: only those that have a value."""
+        known = os.environ.keys() | set_variables().keys()
+        needed = {name for name in NEEDED_ELSEWHERE if name in known}
+        return sorted(needed | steering_variables().keys() | self.environment.keys())
 
 
 CONFIGURATIONS = {
@@ -56,53 +97,106 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("ddp-torchrun", "ddp", "torchrun"),
         Configuration("ddp-mpirun", "ddp", "mpirun"),
+        Configuration("ddp-srun", "ddp", "srun"),
         Configuration("horovod-mpi", "horovod", "horovodrun", "mpi"),
         Configuration("horovod-gloo", "horovod", "horovodrun", "gloo"),
         Configuration("horovod-mpirun", "horovod", "mpirun"),
+        Configuration("horovod-srun", "horovod", "srun"),
     )
 }
 DEFAULT_CONFIGURATIONS = ("ddp-torchrun", "horovod-mpi")
 
 
 @dataclass(frozen=True)
+class Case:
+    """A training that configurations are compared on: model, precision, batch, data."""
+
+    name: str = ""
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Run:
     """One start of one trainer: the unit of evidence."""
 
-    block: int
+    block: int  # 0: none, the run shows the phases of a step
     configuration: Configuration
     workers: int
     seed: int | None  # None: the user's own --seed stands among the trainer's arguments
+    case: str = ""
+    arguments: tuple[str, ...] = ()  # the trainer's, all but the run's place and its seed
+    hosts: str | None = None
 
     @property
     def name(self) -> str:
         return f"{self.configuration.name}-{self.workers}"
 
     @property
+    def cell(self) -> str:
+        """What is repeated in each block."""
+        return f"{self.case}/{self.name}" if self.case else self.name
+
+    @property
     def folder(self) -> str:
         """Where the trainer writes, seen from the comparison's folder."""
-        return f"block-{self.block}/{self.name}"
+        return f"block-{self.block}/{self.cell}" if self.block else f"phases/{self.cell}"
 
-    def command(self, log_dir: Path, trainer_arguments: tuple[str, ...]) -> list[str]:
+    def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
         trainer = ROOT / TRAINERS[self.configuration.engine]
         if trainer.is_relative_to(Path.cwd()):
             trainer = trainer.relative_to(Path.cwd())
-        words = [*self.configuration.launch_words(self.workers), str(trainer)]
+        own = self.configuration.environment
+        words = ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
+        words += [*self.configuration.launch_words(self.workers, self.hosts), str(trainer)]
         words += ["--log-dir", str(log_dir), "--name", self.name]
         if self.seed is not None:
             words += ["--seed", str(self.seed)]
-        return [*words, *trainer_arguments]
+        return [*words, *self.arguments]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and in which order."""
+    """What is compared, and in which order. `check_plan` tells whether it can be meant."""
 
     configurations: tuple[str, ...] = DEFAULT_CONFIGURATIONS
     workers: tuple[int, ...] = (1, 2)
     blocks: int = 3
     seed: int = 42
     trainer_arguments: tuple[str, ...] = ()
+    cases: tuple[Case, ...] = (Case(),)
+    defined: tuple[Configuration, ...] = ()  # by the plan itself, beside CONFIGURATIONS
+    judged_pairs: tuple[tuple[str, str], ...] = ()  # empty: each against the first
+    global_batch_size: int | None = None  # of all workers together: strong scaling
+    global_learning_rate: float | None = None
+    hosts: str | None = None  # "a:2,b:2"; None: this host
+    null: bool = False
+    until_interval: float | None = None
+    max_blocks: int = 20
+    phase_steps: int = 120  # 0: no runs that show the phases of a step
+    timeout: int = 1800  # seconds
+    question: str | None = None
+    plan_file: str | None = None
+
+    def known(self) -> dict[str, Configuration]:
+        """Return all configurations that this plan may name."""
+        return CONFIGURATIONS | {
+            configuration.name: configuration for configuration in self.defined
+        }
+
+    def members(self) -> list[Configuration]:
+        """Return the configurations that run; in a null test each runs again, as another one."""
+        chosen = [self.known()[name] for name in self.configurations]
+        if not self.null:
+            return chosen
+        return [twin for c in chosen for twin in (c, replace(c, name=f"{c.name}-again"))]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return which configurations are judged against each other."""
+        if self.null:
+            return [(name, f"{name}-again") for name in self.configurations]
+        first, *others = self.configurations
+        return list(self.judged_pairs) or [(first, other) for other in others]
 
     def runs(self) -> list[Run]:
         """Return all runs: each block holds every configuration once, in an order of its own.
@@ -114,29 +208,135 @@ class Plan:
         training; each block has another one. Blocks with one seed would repeat one training, bit
         by bit, and show a top-1 without any spread, as if it were certain.
         """
-        own_seed = any(
-            word == "--seed" or word.startswith("--seed=") for word in self.trainer_arguments
-        )
         runs = []
         for block in range(1, self.blocks + 1):
-            cells = [(name, workers) for name in self.configurations for workers in self.workers]
+            cells = [
+                (case, configuration, workers)
+                for case in self.cases
+                for configuration in self.members()
+                for workers in self.workers
+            ]
             random.Random(f"{self.seed}/{block}").shuffle(cells)
-            seed = None if own_seed else self.seed + block - 1
-            runs += [Run(block, CONFIGURATIONS[name], n, seed) for name, n in cells]
+            runs += [self.run(block, case, c, workers) for case, c, workers in cells]
         return runs
 
+    def run(self, block: int, case: Case, configuration: Configuration, workers: int) -> Run:
+        """Return one run; what stands later among its arguments wins."""
+        arguments = (*self.trainer_arguments, *case.flags, *configuration.flags)
+        own_seed = last_value(arguments, "--seed") is not None
+        seed = None if own_seed else self.seed + max(block, 1) - 1
+        if self.global_batch_size is not None:
+            arguments = (*arguments, *self.share_of_global_batch(arguments, workers))
+        return Run(block, configuration, workers, seed, case.name, arguments, self.hosts)
+
+    def share_of_global_batch(self, arguments: Sequence[str], workers: int) -> list[str]:
+        """Return the flags by which `workers` workers share the global batch (strong scaling).
+
+        The trainers multiply --base-lr by the number of workers and by --batches-per-allreduce, so
+        the global rate is divided by both: then any number of workers trains with the same rate. A
+        gradual warm-up would begin at one worker's rate, which is another one at each number of
+        workers; a linear one begins at 1 % of the global rate.
+        """
+        assert self.global_batch_size is not None and self.global_learning_rate is not None
+        passes = workers * int(last_value(arguments, "--batches-per-allreduce") or 1)
+        share, rest = divmod(self.global_batch_size, passes)
+        if rest:
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} cannot be shared equally by "
+                f"{workers} workers ({passes} forward passes a step): give a multiple of {passes}, "
+                "or other --workers"
+            )
+        flags = ["--batch-size", str(share), "--base-lr", repr(self.global_learning_rate / passes)]
+        if last_value(arguments, "--warmup-epochs") not in ("0", "0.0"):
+            flags += ["--warmup-method", "linear"]
+        return flags
+
     def warm_up_runs(self) -> list[Run]:
-        """Return one run for each engine, at its most workers; what it measures is thrown away.
+        """Return one run for each engine and case, at its most workers; its figures are thrown
+        away.
 
         It pays for cold file caches and for the embedded data's one-time writing, which would
         otherwise fall on whichever engine comes first, and it finds a broken set-up in seconds.
         """
         first_of_engine: dict[str, Configuration] = {}
-        for name in self.configurations:
-            first_of_engine.setdefault(CONFIGURATIONS[name].engine, CONFIGURATIONS[name])
-        block = 0
-        seed = next(run.seed for run in self.runs())
-        return [Run(block, c, max(self.workers), seed) for c in first_of_engine.values()]
+        for configuration in self.members():
+            first_of_engine.setdefault(configuration.engine, configuration)
+        return [
+            self.run(0, case, configuration, max(self.workers))
+            for case in self.cases
+            for configuration in first_of_engine.values()
+        ]
+
+    def phase_runs(self) -> list[Run]:
+        """Return one short run of each cell, in which stretches of steps with and without the
+        exchange of gradients alternate: what the exchange costs is their difference.
+
+        They end no later than the measured runs do.
+        """
+        if not self.phase_steps:
+            return []
+        runs = []
+        for case in self.cases:
+            for configuration in self.members():
+                for workers in self.workers:
+                    run = self.run(0, case, configuration, workers)
+                    if "--use-adasum" in map(flag_name, run.arguments):
+                        continue  # it combines updates, and has no gradients to leave unexchanged
+                    steps = self.phase_steps
+                    if own := last_value(run.arguments, "--max-steps"):
+                        # Below two stretches nothing would be measured.
+                        steps = min(steps, max(int(own), 2 * ABLATION_STEPS))
+                    arguments = (
+                        *without_flag(run.arguments, "--max-steps"),
+                        "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
+                    )  # fmt: skip
+                    runs.append(replace(run, arguments=arguments))
+        return runs
+
+
+# Second names of the trainers' flags (recipe/config.py).
+FLAG_ALIASES = {
+    "-a": "--arch", "--model": "--arch", "-b": "--batch-size", "-j": "--workers",
+    "-e": "--evaluate", "--test-only": "--evaluate", "--weight-decay": "--wd",
+    "--opt-level": "--precision", "--lr-warmup-epochs": "--warmup-epochs",
+    "--lr-warmup-method": "--warmup-method",
+}  # fmt: skip
+
+
+def flag_name(word: str) -> str:
+    """Return a word's flag by its first name, without a value; "" if the word is no flag."""
+    name = word.split("=")[0].replace("_", "-")
+    name = FLAG_ALIASES.get(name, name)
+    return name if name.startswith("--") else ""
+
+
+def last_value(words: Sequence[str], flag: str) -> str | None:
+    """Return the value that a trainer would take for a flag: the last one given."""
+    value = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if flag_name(word) == flag:
+            value = word.partition("=")[2] if "=" in word else following
+    return value
+
+
+def without_flag(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words without a flag that takes one value."""
+    kept, skip = list[str](), False
+    for word in words:
+        if skip:
+            skip = False
+        elif flag_name(word) == flag:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
+
+
+def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
+    """Return the settings that configurations give by flags of their own, by their field's name."""
+    flags = [flag_name(word) for c in configurations for word in c.flags]
+    names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def trainers_sha256() -> str:
@@ -173,46 +373,86 @@ def steering_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(STEERING_PREFIXES) and not name.startswith("OMPI_ALLOW_RUN_AS_ROOT")
+        if name.startswith(STEERING_PREFIXES)
+        and not name.startswith("OMPI_ALLOW_RUN_AS_ROOT")
+        and name not in REMOVED_VARIABLES
     }
 
 
-def plan_record(plan: Plan, created_utc: str) -> dict[str, Any]:
+def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Return what plan.json holds: enough for the report, and to go on after an interruption."""
+    members = plan.members()
     return {
-        **asdict(plan),
+        "question": plan.question,
+        "plan_file": plan.plan_file,
+        "configurations": [configuration.name for configuration in members],
+        "configuration_details": {
+            configuration.name: {
+                "engine": configuration.engine,
+                "launcher": configuration.launcher,
+                "controller": configuration.controller,
+                "flags": list(configuration.flags),
+                "environment": configuration.environment,
+            }
+            for configuration in members
+        },
+        "pairs": [list(pair) for pair in plan.pairs()],
+        "varied": varied_fields(members),
+        "cases": [{"name": case.name, "flags": list(case.flags)} for case in plan.cases],
+        "workers": list(plan.workers),
+        "scaling": "weak" if plan.global_batch_size is None else "strong",
+        "global_batch_size": plan.global_batch_size,
+        "global_learning_rate": plan.global_learning_rate,
+        "hosts": plan.hosts,
+        "blocks": plan.blocks,
+        "seed": plan.seed,
+        "null": plan.null,
+        "until_interval": plan.until_interval,
+        "max_blocks": plan.max_blocks,
+        "phase_steps": plan.phase_steps,
+        "timeout": plan.timeout,
+        "trainer_arguments": list(plan.trainer_arguments),
+        "warnings": list(warnings),
         "created_utc": created_utc,
         "trainers_sha256": trainers_sha256(),
         "environment": {
             "set": {name: value for name, value in set_variables().items() if name != "PATH"},
             "removed": list(REMOVED_VARIABLES),
             "inherited": steering_variables(),
+            "affinity": sorted(os.sched_getaffinity(0)),  # inherited, too: no launcher binds
         },
-        "runs": [
-            {
-                "block": run.block,
-                "configuration": run.configuration.name,
-                "engine": run.configuration.engine,
-                "launcher": run.configuration.launcher,
-                "workers": run.workers,
-                "seed": run.seed,
-                "folder": run.folder,
-            }
-            for run in plan.runs()
-        ],
+        "runs": [run_record(run) for run in plan.runs()],
+        "phase_runs": [run_record(run) for run in plan.phase_runs()],
     }
+
+
+def run_record(run: Run) -> dict[str, Any]:
+    return {
+        "block": run.block,
+        "case": run.case,
+        "configuration": run.configuration.name,
+        "engine": run.configuration.engine,
+        "launcher": run.configuration.launcher,
+        "workers": run.workers,
+        "seed": run.seed,
+        "folder": run.folder,
+    }
+
+
+# What makes other runs when it is changed; the rest (more blocks, other pairs) does not.
+IDENTITY = (
+    "configurations", "configuration_details", "cases", "workers", "global_batch_size",
+    "global_learning_rate", "hosts", "seed", "trainer_arguments",
+)  # fmt: skip
 
 
 def plan_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return in what a new plan would make other runs than an old one; more blocks are none."""
-
-    def plain(value: Any) -> Any:
-        return json.loads(json.dumps(value))  # tuples become lists, as in the file
-
+    new = json.loads(json.dumps(new))  # as the file would hold it
     differences = [
-        f"{name}: {old.get(name)!r} there, {plain(new[name])!r} now"
-        for name in ("configurations", "workers", "seed", "trainer_arguments")
-        if plain(new[name]) != old.get(name)
+        f"{name}: {old.get(name)!r} there, {new[name]!r} now"
+        for name in IDENTITY
+        if new[name] != old.get(name)
     ]
     if new["trainers_sha256"] != old.get("trainers_sha256"):
         differences.append("the sources of the recipe or the trainers were changed since")

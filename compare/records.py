@@ -2,6 +2,7 @@
 
 import json
 import numbers
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,26 @@ ENVIRONMENT_FIELDS = (
     "device_name", "cpu_model", "cores", "threads", "python", "torch", "torchvision", "horovod",
     "mpi", "cuda", "command", "started_utc", "git_commit",
 )  # fmt: skip
+# What a run measured beside its throughput. A part may be missing or null, and so may each of its
+# figures: then it was not measured.
+PHASE_NUMBERS = (
+    "steps", "step_seconds", "data_seconds", "forward_seconds", "backward_seconds",
+    "exposed_communication_seconds", "optimizer_seconds",
+)  # fmt: skip
+RANK_NUMBERS = (
+    "rank", "cpu_seconds", "peak_memory_bytes", "data_seconds", "forward_seconds",
+    "backward_seconds", "optimizer_seconds",
+)  # fmt: skip
+INPUT_NUMBERS = ("images_per_second", "files_per_second", "megabytes_per_second", "wait_share")
+ENERGY_NUMBERS = (
+    "gpu_joules_per_image", "gpu_watts", "gpu_utilization_percent", "cpu_joules_per_image",
+)  # fmt: skip
+# Fields of plan.json, and of each run that it lists.
+PLAN_FIELDS = (
+    "created_utc", "seed", "blocks", "configurations", "workers", "trainer_arguments",
+    "environment", "runs",
+)  # fmt: skip
+PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
 METRIC_NUMBERS = {
     "step": ("epoch", "step", "loss", "top1", "seconds", "images_per_second"),
     "epoch": ("epoch", "step", "loss", "top1", "seconds"),
@@ -35,12 +56,14 @@ class RunRecord:
 
     folder: Path
     block: int
+    case: str  # "" in a plan without cases
     configuration: str
     engine: str
     launcher: str
     workers: int
     status: str  # "completed", "failed", "timed out", "not run"
     exit_code: int | None
+    other_load: float | None  # cores that other processes kept busy meanwhile; None: not measured
     summary: dict[str, Any]
     environment: dict[str, Any]
     config: dict[str, Any]
@@ -49,6 +72,11 @@ class RunRecord:
     @property
     def name(self) -> str:
         return f"{self.configuration}-{self.workers}"
+
+    @property
+    def cell(self) -> tuple[str, int, str]:
+        """Which runs this one is a repetition of: case, workers, configuration."""
+        return self.case, self.workers, self.configuration
 
     @property
     def is_complete(self) -> bool:
@@ -84,18 +112,24 @@ class Comparison:
     folder: Path
     plan: dict[str, Any]
     runs: list[RunRecord]
+    phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
 
     @property
     def complete(self) -> list[RunRecord]:
         return [run for run in self.runs if run.is_complete]
 
-    def find(self, block: int, configuration: str, workers: int) -> RunRecord:
-        return next(
-            run
-            for run in self.runs
-            if (run.block, run.configuration, run.workers) == (block, configuration, workers)
-        )
+    @property
+    def cases(self) -> list[str]:
+        """The cases' names, in the plan's order; the one name "" in a plan without cases."""
+        return [case["name"] for case in self.plan["cases"]]
+
+    def find(self, block: int, configuration: str, workers: int, case: str = "") -> RunRecord:
+        """Return a planned run; KeyError if the plan has no such run."""
+        for run in self.runs:
+            if (run.block, *run.cell) == (block, case, workers, configuration):
+                return run
+        raise KeyError(f"block {block}, case {case!r}, {configuration}, {workers} workers")
 
 
 def newest_comparison(runs: Path) -> Path:
@@ -109,6 +143,52 @@ def newest_comparison(runs: Path) -> Path:
     return folders[-1]
 
 
+def recorded_comparison(results: Path) -> Path | None:
+    """Return the newest comparison that was recorded as results/MACHINE/DATE-QUESTION/.
+
+    Those of the question `engines` come first: whoever asks for none in particular means that one.
+    None if there is none.
+    """
+    folders = [path.parent for path in results.glob("*/*/plan.json")]
+
+    def age(folder: Path) -> tuple[bool, str, str]:
+        date = re.match(r"\d{4}-?\d{2}-?\d{2}", folder.name)
+        digits = date[0].replace("-", "") if date else ""
+        return folder.name.endswith("engines"), digits, str(folder)
+
+    return max(folders, key=age, default=None)
+
+
+def find_comparison(path: Path) -> Path:
+    """Return the comparison that a user's path means: its own folder or plan.json, one of its
+    blocks or runs, or a folder that holds no other. RecordError says what there is instead."""
+    if not path.exists():
+        raise RecordError(
+            f"{path} does not exist: give the path of a comparison, as in "
+            "`python compare/report.py runs/compare-...`"
+        )
+    folder = path if path.is_dir() else path.parent
+    here = folder.resolve()
+    for candidate in (here, *here.parents[:3]):  # block-1/CASE/CONFIGURATION-2 lies three below
+        if (candidate / "plan.json").exists():
+            return folder if candidate == here else candidate
+    inside = sorted(plan.parent for plan in folder.glob("*/plan.json"))
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        names = ", ".join(str(one) for one in inside[-5:])
+        raise RecordError(f"{path} holds {len(inside)} comparisons: give one of them, as {names}")
+    if (folder / "config.json").exists():
+        raise RecordError(
+            f"{path} is the folder of a single run: a comparison needs two, which "
+            "`python compare/run.py` starts in turn"
+        )
+    raise RecordError(
+        f"{path} holds no plan.json, so that it is no comparison: make one with `make compare` or "
+        "`python compare/run.py`"
+    )
+
+
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison. A missing or unfinished run is told by its status, a broken one raises."""
     if not folder.is_dir():
@@ -117,25 +197,16 @@ def load_comparison(folder: Path) -> Comparison:
             "`python compare/report.py runs/compare-...`"
         )
     plan_path = folder / "plan.json"
-    plan = read_object(plan_path)
-    for field in (
-        "created_utc",
-        "seed",
-        "blocks",
-        "configurations",
-        "workers",
-        "trainer_arguments",
-        "environment",
-        "runs",
-    ):
-        require(plan, field, plan_path)
-    runs = []
-    for planned in plan["runs"]:
-        for field in ("block", "configuration", "engine", "launcher", "workers", "folder"):
-            require(planned, field, plan_path)
-        runs.append(load_run(folder / planned["folder"], planned))
-    earlier = sorted(folder.glob("block-*/*.failed-*"))
-    comparison = Comparison(folder, plan, runs, earlier)
+    plan = read_plan(plan_path)
+    runs = [load_run(folder / planned["folder"], planned) for planned in plan["runs"]]
+    phase_runs = [load_run(folder / planned["folder"], planned) for planned in plan["phase_runs"]]
+    earlier = sorted(
+        path
+        for pattern in ("block-*/*.failed-*", "block-*/*/*.failed-*", "phases/*.failed-*",
+                        "phases/*/*.failed-*")
+        for path in folder.glob(pattern)
+    )  # fmt: skip
+    comparison = Comparison(folder, plan, runs, phase_runs, earlier)
     if not comparison.complete:
         ended = [run for run in runs if run.status != "not run"]
         reason = f"{len(ended)} failed" if ended else "none was started"
@@ -144,8 +215,44 @@ def load_comparison(folder: Path) -> Comparison:
     return comparison
 
 
+def read_plan(path: Path) -> dict[str, Any]:
+    """Read plan.json. What a plan could not yet hold when it was written gets the value that it
+    then had without a name: one case, each configuration judged against the first, nothing varied.
+    """
+    plan = read_object(path)
+    for field in PLAN_FIELDS:
+        require(plan, field, path)
+    names = plan["configurations"]
+    plan = {
+        "question": None,
+        "plan_file": None,
+        "configuration_details": {},
+        "pairs": [[names[0], other] for other in names[1:]],
+        "varied": [],
+        "cases": [{"name": "", "flags": []}],
+        "scaling": "weak",
+        "hosts": None,
+        "null": False,
+        "until_interval": None,
+        "warnings": [],
+        "phase_runs": [],
+        **plan,
+    }
+    cases = [require(case, "name", path) for case in plan["cases"]]
+    for pair in plan["pairs"]:
+        if len(pair) != 2 or not set(pair) <= set(names):
+            raise RecordError(f"{path}: the pair {pair!r} is not of two of {', '.join(names)}")
+    for planned in (*plan["runs"], *plan["phase_runs"]):
+        for field in PLANNED_FIELDS:
+            require(planned, field, path)
+        planned.setdefault("case", "")
+        if planned["case"] not in cases:
+            raise RecordError(f"{path}: a run of case {planned['case']!r}, which the plan lacks")
+    return plan
+
+
 def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
-    """Read one run folder."""
+    """Read one run folder. RecordError if it is broken, or another run than the planned one."""
     outcome_path, summary_path = folder / "outcome.json", folder / "summary.json"
     # A trainer started by hand, with a pasted command, has no outcome.json.
     outcome = read_object(outcome_path) if outcome_path.exists() else {}
@@ -157,12 +264,14 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
     run = RunRecord(
         folder,
         planned["block"],
+        planned["case"],
         planned["configuration"],
         planned["engine"],
         planned["launcher"],
         planned["workers"],
         status,
         outcome.get("exit_code"),
+        outcome.get("other_load"),
         {},
         {},
         {},
@@ -182,13 +291,55 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         for field in SUMMARY_TEXTS:
             if not isinstance(require(run.summary, field, summary_path), str):
                 raise RecordError(f"{summary_path}: {field} is {run.summary[field]!r}, not a text")
+        for field, planned_value in (("engine", run.engine), ("world_size", run.workers)):
+            if run.summary[field] != planned_value:
+                raise RecordError(
+                    f"{summary_path}: {field} is {run.summary[field]!r}, but the plan has "
+                    f"{planned_value!r} there: it is another run's folder"
+                )
+        check_measured(run.summary, summary_path)
         if not isinstance(require(run.summary, "fingerprint", summary_path), dict):
             raise RecordError(f"{summary_path}: fingerprint is not an object")
         run.environment = read_object(folder / "environment.json")
         for field in ENVIRONMENT_FIELDS:
             require(run.environment, field, folder / "environment.json")
         run.config = read_object(folder / "config.json")
+        check_place(run.config, planned["folder"], folder / "config.json")
     return run
+
+
+def check_place(config: dict[str, Any], planned: str, path: Path) -> None:
+    """Raise RecordError if a run was written for another place of the plan: another case, say."""
+    for field in ("log_dir", "name"):
+        require(config, field, path)
+    written = Path(config["log_dir"]) / config["name"]
+    parts = Path(planned).parts
+    if written.parts[-len(parts) :] != parts:
+        raise RecordError(
+            f"{path}: it was written as {written}, but the plan has {planned} there: it is another "
+            "run's folder"
+        )
+
+
+def check_measured(summary: dict[str, Any], path: Path) -> None:
+    """Raise RecordError if a part of the summary that may be missing is there, but is no such."""
+    for part, fields in (
+        ("phases", PHASE_NUMBERS),
+        ("input", INPUT_NUMBERS),
+        ("energy", ENERGY_NUMBERS),
+    ):
+        if (record := summary.get(part)) is None:
+            continue
+        if not isinstance(record, dict):
+            raise RecordError(f"{path}: {part} is not an object")
+        check_optional_numbers(record, fields, f"{path}, {part}")
+    ranks = summary.get("ranks")
+    if ranks is None:
+        return
+    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
+        raise RecordError(f"{path}: ranks is not a list of objects")
+    for rank in ranks:
+        check_optional_numbers(rank, RANK_NUMBERS, f"{path}, ranks")
 
 
 def read_text(path: Path) -> str:
@@ -213,6 +364,11 @@ def require(record: dict[str, Any], field: str, path: Path) -> Any:
     if field not in record:
         raise RecordError(f"{path}: the field '{field}' is missing")
     return record[field]
+
+
+def check_optional_numbers(record: dict[str, Any], fields: tuple[str, ...], where: str) -> None:
+    """Check the numbers of those fields that are there and not null."""
+    check_numbers(record, tuple(f for f in fields if record.get(f) is not None), where)
 
 
 def check_numbers(record: dict[str, Any], fields: tuple[str, ...], where: Path | str) -> None:

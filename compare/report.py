@@ -2,51 +2,64 @@
 
     python compare/report.py                       the newest comparison under runs/
     python compare/report.py runs/compare-20261121-120000 --html /tmp/page.html
+    python compare/report.py runs/compare-... --markdown | gh issue create --body-file -
+    python compare/report.py BEFORE AFTER          several side by side, without a verdict
 
+Without one of the flags for formats it prints the table and writes report.html into DIR; with
+some of them it writes what they ask for, and the table, unless a format goes to the terminal.
 Reads run folders only: it needs neither torch nor Horovod, and no machine like the measured one.
 """
 
 import argparse
-import json
+import os
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from compare.findings import (
-    Row,
-    Verdict,
-    difference_text,
-    judge,
-    loss_text,
-    table_rows,
-    three_digits,
-    troubles,
+from compare.records import (
+    Comparison,
+    RecordError,
+    find_comparison,
+    load_comparison,
+    newest_comparison,
+    recorded_comparison,
 )
-from compare.records import Comparison, RecordError, load_comparison, newest_comparison
+
+ROOT = Path(__file__).resolve().parent.parent
+STDOUT = Path("-")
+DEFAULT = Path("<default>")  # --html and --svg without a path
+TEXT_FORMATS = ("markdown", "csv", "json")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that the command line asks for and return the exit code."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
+        sys.stdout.reconfigure(errors="replace")
     try:
-        folder = options.comparison or newest_comparison(Path("runs"))
-        comparison = load_comparison(folder)
-        rows, verdicts = table_rows(comparison), judge(comparison)
-        if options.json:
-            print(json.dumps(as_json(comparison, rows, verdicts), indent=2))
-        else:
-            print(terminal_report(comparison, rows, verdicts), flush=True)
-        if options.html or not (options.json or options.no_html):
-            page = options.html or folder / "report.html"
-            write_page(comparison, rows, verdicts, page)
-            if not options.json:
-                print(f"\nthe whole report: {page}")
+        report(options)
+        sys.stdout.flush()
     except RecordError as error:
         print(f"compare/report.py: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "compare":
+            raise
+        print(
+            f"compare/report.py: this needs {error.name}: pip install tabulate jinja2 (--no-html "
+            "does without jinja2)",
+            file=sys.stderr,
+        )
+        return 1
     except BrokenPipeError:  # `report.py | head`: whoever reads has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(
+            f"compare/report.py: {error.filename}: {error.strerror}; --html FILE writes the page "
+            "elsewhere, --no-html none",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -60,117 +73,170 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "comparison",
+        "comparisons",
         type=Path,
-        nargs="?",
+        nargs="*",
         metavar="DIR",
-        help="a comparison's folder (default: the newest one under runs/)",
+        help="comparisons' folders (default: the newest one under runs/; where there is none, the "
+        "recorded one under results/)",
     )
+    for name, text in (
+        ("markdown", "table and verdicts as Markdown, for an issue"),
+        ("csv", "one line a run, with units in the names of the columns"),
+        ("json", "everything that the report says, and every run's figures"),
+    ):
+        add(
+            f"--{name}",
+            type=Path,
+            nargs="?",
+            const=STDOUT,
+            metavar="FILE",
+            help=f"{text}; without a FILE, or with -, to the terminal",
+        )
     add(
         "--html",
         type=Path,
+        nargs="?",
+        const=DEFAULT,
         metavar="FILE",
-        help="where the page is written (default: report.html in DIR)",
+        help="the page (default: report.html in DIR)",
     )
-    add("--no-html", action="store_true", help="print the table and the verdict only")
     add(
-        "--json",
-        action="store_true",
-        help="print JSON instead of the table; a page is written only with --html",
+        "--svg",
+        type=Path,
+        nargs="?",
+        const=DEFAULT,
+        metavar="FOLDER",
+        help="every plot as a file (default: the folder plots in DIR)",
     )
+    add("--no-html", action="store_true", help="no page")
     options = parser.parse_args(argv)
+    asked = [name for name in (*TEXT_FORMATS, "html", "svg") if getattr(options, name)]
+    to_terminal = [f"--{name}" for name in asked if getattr(options, name) == STDOUT]
+    if len(to_terminal) > 1:
+        parser.error(f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE")
+    if options.svg == STDOUT:
+        parser.error("--svg writes several files: give it a FOLDER")
     if options.html and options.no_html:
         parser.error("--html and --no-html exclude each other")
+    for name in (*TEXT_FORMATS, "html"):
+        path = getattr(options, name)
+        if path and path.is_dir():
+            parser.error(
+                f"--{name} takes a file, and {path} is a folder: write the comparison before "
+                f"--{name}"
+            )
+    options.asked, options.to_terminal = asked, bool(to_terminal)
     return options
 
 
-def terminal_report(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]) -> str:
-    """Return the report as text: table, verdicts, what differs, what is missing."""
-    parts = [terminal_table(rows)]
-    for verdict in verdicts:
-        lines = [verdict.sentence()]
-        lines += [f"  {difference_text(fact)}" for fact in verdict.differences]
-        lines += [
-            f"  {text}" for text in (verdict.training_sentence(), verdict.cpu_sentence()) if text
-        ]
-        parts.append("\n".join(lines))
-    if lines := troubles(comparison):
-        parts.append("\n".join(["Not in these figures:", *(f"  {line}" for line in lines)]))
-    return "\n\n".join(parts)
+def report(options: argparse.Namespace) -> None:
+    """Print and write what is asked for."""
+    comparisons, note = load_comparisons(options.comparisons)
+    single = comparisons[0] if len(comparisons) == 1 else None
+    if not options.to_terminal:
+        from compare.text import side_by_side_report, terminal_report
+
+        text = terminal_report(single) if single else side_by_side_report(comparisons)
+        print("\n\n".join(filter(None, [note, text])), flush=True)
+    elif note:
+        print(note, file=sys.stderr)
+
+    for name in TEXT_FORMATS:
+        if (path := getattr(options, name)) is not None:
+            write(path, format_text(name, comparisons), options)
+
+    if page := page_path(options, comparisons, is_recorded=bool(note)):
+        from compare.page import render_page, render_side_by_side
+
+        text = render_page(single) if single else render_side_by_side(comparisons)
+        write(page, text, options)
+    elif single and note and (single.folder / "report.html").exists():
+        say(f"the whole report: {single.folder / 'report.html'}", options)
+    if options.svg is not None:
+        say(write_plots(options.svg, comparisons), options)
 
 
-def terminal_table(rows: list[Row]) -> str:
-    import tabulate
-
-    tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
-    headers = [
-        "configuration",
-        "workers",
-        "images/s",
-        "scaling",
-        "CPU ms\n/image",
-        "top-1 %",
-        "top-5 %",
-        "loss",
-        "weights",
-        "blocks",
-    ]
-    cells = [
-        [
-            row.configuration,
-            str(row.workers),
-            three_digits(row.images_per_second),
-            "" if row.efficiency is None else f"{100 * row.efficiency:.0f} %",
-            three_digits(row.cpu_ms_per_image),
-            "–" if row.top1 is None else f"{row.top1:.2f}",
-            "–" if row.top5 is None else f"{row.top5:.2f}",
-            loss_text(row.loss),
-            row.weights,
-            str(row.blocks)
-            if row.blocks == row.planned_blocks
-            else f"{row.blocks} of {row.planned_blocks}",
-        ]
-        for row in rows
-    ]
-    align = ("left", *["right"] * 7, "left", "right")
-    return tabulate.tabulate(
-        cells, headers, tablefmt="simple", disable_numparse=True, colalign=align
-    )
-
-
-def as_json(comparison: Comparison, rows: list[Row], verdicts: list[Verdict]) -> dict[str, Any]:
-    """Return the whole report as plain values."""
-    return {
-        "comparison": str(comparison.folder),
-        "plan": comparison.plan,
-        "rows": [asdict(row) for row in rows],
-        "verdicts": [
-            {
-                **asdict(verdict),
-                "sentence": verdict.sentence(),
-                "shows_difference": verdict.speed is not None and verdict.speed.shows_difference,
-            }
-            for verdict in verdicts
-        ],
-        "troubles": troubles(comparison),
-    }
-
-
-def write_page(
-    comparison: Comparison, rows: list[Row], verdicts: list[Verdict], path: Path
-) -> None:
-    """Write the HTML page. Its libraries are imported here: the table does without them."""
+def load_comparisons(paths: list[Path]) -> tuple[list[Comparison], str]:
+    """Load the comparisons, and say it if there is none of the user's own to load."""
+    if paths:
+        return [load_comparison(find_comparison(path)) for path in paths], ""
     try:
-        from compare.page import render_page
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "compare":
+        return [load_comparison(newest_comparison(Path("runs")))], ""
+    except RecordError:
+        recorded = recorded_comparison(ROOT / "results")
+        if recorded is None or any(Path("runs").glob("compare-*/plan.json")):
             raise
-        raise RecordError(
-            f"the page needs {error.name}: pip install matplotlib jinja2, or use --no-html"
-        ) from None
-    text = render_page(comparison, rows, verdicts)
+        shown = (
+            recorded.relative_to(Path.cwd()) if recorded.is_relative_to(Path.cwd()) else recorded
+        )
+        comparison = load_comparison(shown)
+        machine = comparison.complete[0].environment
+        return [comparison], (
+            f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
+            f"{machine['device_name'] or machine['cpu_model']} and lies in {shown}.\n"
+            "Your own: make compare"
+        )
+
+
+def page_path(
+    options: argparse.Namespace, comparisons: list[Comparison], is_recorded: bool
+) -> Path | None:
+    """Return where the page is to be written; None for none. A record is left as it is."""
+    wanted = options.html is not None or not (options.asked or options.no_html or is_recorded)
+    if len(comparisons) > 1:
+        if options.html == DEFAULT:
+            raise RecordError("several comparisons have no folder in common: give --html a FILE")
+        return options.html if wanted else None
+    if not wanted:
+        return None
+    given = options.html not in (None, DEFAULT)
+    return options.html if given else comparisons[0].folder / "report.html"
+
+
+def format_text(name: str, comparisons: list[Comparison]) -> str:
+    from compare import text
+
+    functions: dict[str, Callable[[list[Comparison]], str]] = {
+        "markdown": text.as_markdown, "csv": text.as_csv, "json": text.as_json,
+    }  # fmt: skip
+    return functions[name](comparisons)
+
+
+def write(path: Path, content: str, options: argparse.Namespace) -> None:
+    """Write a file, at once and as a whole, and say so; or print its content."""
+    if path == STDOUT:
+        print(content, end="" if content.endswith("\n") else "\n")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, content)
+    say(f"{'the whole report' if path.suffix == '.html' else 'written'}: {path}", options)
+
+
+def replace_file(path: Path, content: str) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(content, encoding="utf-8")
+    draft.replace(path)
+
+
+def say(text: str, options: argparse.Namespace) -> None:
+    """Tell what was written, where it does not get into what goes through a pipe."""
+    print(f"\n{text}", file=sys.stderr if options.to_terminal else sys.stdout)
+
+
+def write_plots(folder: Path, comparisons: list[Comparison]) -> str:
+    """Write every plot as a file that opens by itself, and return what is to be said of it."""
+    from compare.chart import standalone
+    from compare.plots import all_plots
+
+    if len(comparisons) > 1:
+        raise RecordError("--svg takes one comparison: several have no plots in common")
+    folder = comparisons[0].folder / "plots" if folder == DEFAULT else folder
+    plots = all_plots(comparisons[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    for plot in plots:
+        replace_file(folder / f"{plot.name}.svg", standalone(plot.svg))
+    return f"{len(plots)} plots: {folder}"
 
 
 if __name__ == "__main__":

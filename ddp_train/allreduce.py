@@ -1,0 +1,68 @@
+"""Measure torch.distributed's allreduce.
+
+    torchrun --nproc-per-node 2 ddp_train/allreduce.py --sizes 4096 67108864
+
+compare/collectives.py starts this and its like, and compares them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_train.rendezvous import meeting_point
+from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
+from recipe.errors import one_message
+from recipe.world import World, isolate_mpi_singleton, read_world
+
+
+def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
+    """What sums the tensors: as DDP does it, and on the fp16 wire as its fp16_compress_hook does
+    (which also divides: a pass over the halves that is left out here, on all engines)."""
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[wire]
+
+    def reduce() -> None:
+        sent = []
+        for tensor in tensors:
+            message = tensor.to(dtype)  # the tensor itself where it is of this type
+            sent.append((tensor, message, dist.all_reduce(message, async_op=True)))
+        for tensor, message, work in sent:
+            work.wait()
+            if message is not tensor:
+                tensor.copy_(message)
+
+    return reduce
+
+
+def main(options: Options, world: World) -> None:
+    """Measure as `options` says. Every rank calls this."""
+    device = pick_device(options, world)
+    isolate_mpi_singleton(world)
+    transport = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(transport, **meeting_point(world))
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values := values.to(device))
+        return values.cpu()
+
+    measure(
+        Backend(
+            name="torch.distributed",
+            transport={"nccl": "NCCL", "gloo": "Gloo"}[transport],
+            device=device,
+            versions={"torch": torch.__version__},
+            wires=WIRES,
+            prepare=prepare,
+            barrier=dist.barrier,
+            sum_over_ranks=sum_over_ranks,
+        ),
+        world,
+        options,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world = read_world()
+    with one_message(world):
+        main(parse_options(__doc__), world)

@@ -1,0 +1,542 @@
+"""What a comparison may conclude: only from runs that differ in what the plan varies, within one
+case, and with the reason where it was measured."""
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, a_config, a_world
+from test_compare_records import TWO_CASES, edit, edit_fingerprint, make_comparison
+
+from compare.findings import (
+    DECIDED_BY,
+    EQUAL_IN_ENVIRONMENT,
+    EQUAL_IN_SUMMARY,
+    EQUAL_WHERE_USED,
+    EQUAL_WHERE_WRITTEN,
+    PLACES,
+    START,
+    Verdict,
+    all_cells,
+    compare_facts,
+    explain,
+    input_rows,
+    judge,
+    label_of,
+    load_warnings,
+    phase_rows,
+    resource_rows,
+    table_rows,
+    troubles,
+)
+from compare.plan import Case, Configuration, Plan
+from compare.records import Comparison, load_comparison
+from recipe.config import Config
+from recipe.data import open_data
+from recipe.device import core_row
+from recipe.environment import describe, fingerprint
+from recipe.model import build_model
+
+HOROVOD_TUNED = Configuration(
+    "horovod-tuned", "horovod", "horovodrun", "mpi", environment={"HOROVOD_CYCLE_TIME": "1"}
+)
+DDP_FP16 = Configuration("ddp-fp16", "ddp", "torchrun", flags=("--fp16-allreduce",))
+HOROVOD_FP16 = Configuration("horovod-fp16", "horovod", "horovodrun", "mpi", ("--fp16-allreduce",))
+DDP_BATCH = Configuration("ddp-64", "ddp", "torchrun", flags=("--batch-size", "64"))
+
+
+def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Comparison:
+    """Make a comparison and load it: of one number of workers unless told otherwise."""
+    settings = {"workers": (2,), "blocks": 3, **plan}
+    return load_comparison(make_comparison(tmp_path / "compare-1", Plan(**settings), ratio))
+
+
+def differing(verdict: Verdict) -> list[str]:
+    return [fact.field for fact in verdict.differences]
+
+
+def another(value: Any) -> Any:
+    """Return a value of the same kind that is not equal."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, list | tuple):
+        return [*value, "more"]
+    if isinstance(value, dict):
+        return {**value, "MALLOC_ARENA_MAX": "1"}
+    return f"not {value}"
+
+
+# ------------------------------------------------------------------------- what must be equal
+
+
+CONFIG = a_config(
+    data="synthetic", synthetic_images=40, arch="squeezenet1_1",
+    train_crop_size=32, val_crop_size=32, val_resize_size=32,
+)  # fmt: skip
+
+
+def real_fingerprint(config: Config) -> dict[str, Any]:
+    """Return the fingerprint that a trainer of either engine makes, at two workers."""
+    data = open_data(config)
+    model = build_model(config, 10, download=True)
+    scale = config.batches_per_allreduce * 2
+    told = fingerprint(config, a_world(0, 2), data, model, CPU, 1, scale)
+    return dict(json.loads(json.dumps(told)))
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Comparison:
+    """A comparison of the two engines in which every run says of itself what real ones do."""
+    comparison = compare(tmp_path_factory.mktemp("real"), blocks=1, phase_steps=0)
+    told = real_fingerprint(CONFIG)
+    cores = torch.stack([core_row(a_world(rank, 2)) for rank in range(2)])
+    surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, cores)
+    for run in comparison.runs:
+        run.summary["fingerprint"] = dict(told)
+        run.config = json.loads(json.dumps(asdict(CONFIG)))
+        run.environment = {**surroundings, "mpi": None}
+        if run.engine == "horovod":
+            run.environment |= {"engine": "horovod", "transport": "MPI", "launcher": "mpirun"}
+            run.environment |= {"version": "0.28.1", "horovod": "0.28.1", "mpi": "Open MPI 4.1.8"}
+    return comparison
+
+
+def caught_in(comparison: Comparison, record: dict[str, Any], field: str) -> list[str]:
+    """Change one field of one run, and return what then forbids the verdict."""
+    before = record[field]
+    record[field] = another(before)
+    [verdict] = judge(comparison)
+    record[field] = before
+    assert not verdict.differences or verdict.speed is None
+    return differing(verdict)
+
+
+def test_what_real_trainers_say_of_themselves_is_equal(real):
+    [verdict] = judge(real)
+    assert differing(verdict) == []
+    assert verdict.speed is not None
+
+
+def test_every_field_of_a_real_fingerprint_changed_alone_is_caught(real):
+    told = real.runs[0].summary["fingerprint"]
+    assert len(told) > 40
+    assert {field: caught_in(real, told, field) for field in told} == {
+        field: [field] for field in told
+    }
+
+
+def test_every_setting_of_a_real_trainer_changed_alone_is_caught(real):
+    """Those of the fingerprint are there as they are in effect; the others in config.json."""
+    run = real.runs[-1]
+    settings = run.config.keys() - run.summary["fingerprint"].keys()
+    assert {"log_interval", "cuda"} <= settings
+    caught = {field: caught_in(real, run.config, field) for field in settings}
+    assert caught == {field: [] if field in PLACES else [field] for field in settings}
+
+
+# Of environment.json: what is no condition of a comparison, or stands in the fingerprint as well.
+NO_CONDITION = {"command", "started_utc", "git_commit", "version", *START}
+
+
+def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_condition(real):
+    run = real.runs[0]
+    fields = run.environment.keys() - run.summary["fingerprint"].keys() - NO_CONDITION
+    compared = {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_WRITTEN, *EQUAL_WHERE_USED, "variables"}
+    assert fields == compared - run.summary["fingerprint"].keys()
+    for field in fields - {*EQUAL_WHERE_USED, "variables"}:
+        assert caught_in(real, run.environment, field) == [EQUAL_WHERE_WRITTEN.get(field, field)]
+    assert caught_in(real, run.environment, "variables") == ["MALLOC_ARENA_MAX"]
+
+
+@pytest.mark.parametrize("field", EQUAL_IN_SUMMARY)
+def test_how_much_was_trained_must_be_equal(real, field):
+    summary = real.runs[0].summary
+    told = [] if field in summary["fingerprint"] else [field]
+    assert caught_in(real, summary, field) == told
+
+
+def test_two_versions_of_horovod_are_caught_between_configurations_that_use_it(tmp_path):
+    names = ("horovod-mpi", "horovod-mpirun")
+    comparison = compare(tmp_path, configurations=names, blocks=1)
+    assert differing(judge(comparison)[0]) == []
+    for field in EQUAL_WHERE_USED:
+        assert caught_in(comparison, comparison.runs[0].environment, field) == [field]
+
+
+# ------------------------------------------------------------------------- what the plan varies
+
+
+def test_a_wire_format_that_the_plan_varies_may_differ(tmp_path):
+    comparison = compare(
+        tmp_path,
+        configurations=("ddp-torchrun", "ddp-fp16", "horovod-mpi", "horovod-fp16"),
+        defined=(DDP_FP16, HOROVOD_FP16),
+        judged_pairs=(
+            ("ddp-torchrun", "ddp-fp16"),
+            ("ddp-torchrun", "horovod-mpi"),
+            ("ddp-fp16", "horovod-fp16"),
+        ),
+    )
+    verdicts = judge(comparison)
+    assert [differing(verdict) for verdict in verdicts] == [[], [], []]
+    assert verdicts[0].second_label == "DDP (torchrun, Gloo) with --fp16-allreduce"
+    facts = {fact.field: fact for fact in compare_facts(comparison, comparison.complete)}
+    for field in ("wire_format", "fp16_allreduce"):
+        assert facts[field].is_varied and not facts[field].is_equal
+        assert not facts[field].forbids_verdict
+
+
+def test_between_two_that_set_it_alike_it_may_not_differ(tmp_path):
+    """The plan varies the wire format, but not within this pair."""
+    pair = ("ddp-fp16", "horovod-fp16")
+    comparison = compare(tmp_path, configurations=pair, defined=(DDP_FP16, HOROVOD_FP16))
+    assert comparison.plan["varied"] == ["fp16_allreduce"]
+    edit_fingerprint(comparison.folder / "block-2/horovod-fp16-2", "wire_format", "fp32")
+    [verdict] = judge(load_comparison(comparison.folder))
+    assert differing(verdict) == ["wire_format"]
+    assert verdict.sentence().endswith("the runs differ in more than the engine.")
+
+
+def test_nothing_but_the_varied_setting_may_differ(tmp_path):
+    pair = ("ddp-torchrun", "ddp-fp16")
+    comparison = compare(tmp_path, configurations=pair, defined=(DDP_FP16,))
+    edit_fingerprint(comparison.folder / "block-1/ddp-fp16-2", "batch_norm", "sync")
+    [verdict] = judge(load_comparison(comparison.folder))
+    assert differing(verdict) == ["batch_norm"]
+    assert verdict.sentence().endswith("the runs differ in more than what the plan varies.")
+
+
+def test_a_batch_that_the_plan_varies_may_differ_with_the_number_of_its_steps(tmp_path):
+    pair = ("ddp-torchrun", "ddp-64")
+    comparison = compare(tmp_path, configurations=pair, defined=(DDP_BATCH,))
+    [verdict] = judge(comparison)
+    assert differing(verdict) == []
+    told = {fact.field for fact in compare_facts(comparison, comparison.complete) if fact.is_varied}
+    assert told == {"batch_size", "samples_seen"}
+
+
+CHANGES: dict[str, Any] = {
+    "fp16_allreduce": True, "batch_size": 5, "batches_per_allreduce": 2, "epochs": 9,
+    "max_steps": 3, "seed": 1, "arch": "squeezenet1_0", "synthetic_images": 41, "base_lr": 0.5,
+    "lr_scheduler": "cosine", "lr_step_epochs": (1, 2), "lr_gamma": 0.3, "lr_min": 0.01,
+    "warmup_epochs": 1.5, "warmup_method": "linear", "precision": "bf16", "bucket_cap_mb": 1.0,
+    "channels_last": True, "batch_norm": "sync", "workers": 2, "momentum": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
+    base = replace(CONFIG, warmup_epochs=1.0, epochs=4, lr_scheduler="step", lr_step_epochs=(3,))
+    if field == "lr_min":  # which only this schedule has
+        base = replace(base, lr_scheduler="cosine")
+    first, second = (
+        real_fingerprint(base),
+        real_fingerprint(replace(base, **{field: CHANGES[field]})),
+    )
+    found = {name for name in first if first[name] != second[name]}
+    expected = {field, *DECIDED_BY.get(field, ())} - {"steps", "samples_seen"}
+    assert found == expected & first.keys()
+
+
+def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
+    pair = ("horovod-mpi", "horovod-tuned")
+    comparison = compare(tmp_path, configurations=pair, defined=(HOROVOD_TUNED,))
+    [verdict] = judge(comparison)
+    assert differing(verdict) == []
+    assert verdict.second_label == "Horovod (horovodrun, MPI) with HOROVOD_CYCLE_TIME=1"
+    for run in comparison.runs:  # set by the shell, or the machine, for one of them alone
+        if run.configuration == "horovod-tuned":
+            run.environment["variables"] = {"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"}
+    assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
+
+
+@pytest.mark.parametrize("field", ["affinity", "allocator"])
+def test_cores_and_allocator_must_be_equal_even_where_variables_differ(tmp_path, field):
+    pair = ("horovod-mpi", "horovod-tuned")
+    comparison = compare(tmp_path, configurations=pair, defined=(HOROVOD_TUNED,), blocks=1)
+    assert caught_in(comparison, comparison.runs[0].environment, field) == [field]
+
+
+def test_configurations_that_used_the_same_have_different_labels(tmp_path):
+    twin = Configuration("ddp-twin", "ddp", "torchrun")
+    names = ("ddp-torchrun", "ddp-twin", "ddp-fp16")
+    comparison = compare(tmp_path, configurations=names, defined=(twin, DDP_FP16), blocks=1)
+    labels = [label_of(comparison, name) for name in names]
+    assert labels[:2] == [
+        "DDP (torchrun, Gloo) as ddp-torchrun",
+        "DDP (torchrun, Gloo) as ddp-twin",
+    ]
+    assert len(set(labels)) == 3
+    assert [row.label for row in table_rows(comparison)] == labels
+
+
+# ------------------------------------------------------------------------- the null test
+
+
+def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: str = "") -> None:
+    """Set the throughputs of the plan's first pair, block by block."""
+    for block, speeds in enumerate(pairs, start=1):
+        for name, speed in zip(comparison.plan["pairs"][0], speeds, strict=True):
+            for workers in comparison.plan["workers"]:
+                run = comparison.find(block, name, workers, case)
+                run.summary["images_per_second"] = speed
+
+
+def test_a_null_test_without_a_difference_says_that_all_is_well(tmp_path):
+    comparison = compare(tmp_path, configurations=("ddp-torchrun",), null=True)
+    set_speeds(comparison, [(100.0, 101.0), (103.0, 100.0), (99.0, 100.0)])
+    [verdict] = judge(comparison)
+    assert (verdict.first, verdict.second) == ("ddp-torchrun", "ddp-torchrun-again")
+    assert verdict.second_label == "DDP (torchrun, Gloo), again"
+    assert re.fullmatch(
+        r"At 2 workers no difference was shown between DDP \(torchrun, Gloo\) and itself, as it "
+        r"should be: speed ratio 1\.000, 95 % interval 0\.948 to 1\.062, 3 blocks\.",
+        verdict.sentence(),
+    )
+    assert explain(verdict, comparison) == ""
+
+
+def test_a_null_test_with_a_difference_says_what_is_not_fit(tmp_path):
+    comparison = compare(tmp_path, configurations=("ddp-torchrun",), null=True)
+    set_speeds(comparison, [(105.0, 100.0), (104.9, 100.0), (105.1, 100.0)])
+    [verdict] = judge(comparison)
+    assert re.search(
+        r"At 2 workers a difference was shown between DDP \(torchrun, Gloo\) and itself: .*"
+        r"This machine or this plan is not fit to tell differences of 5 %",
+        verdict.sentence(),
+    )
+    assert explain(verdict, comparison) == ""
+
+
+@pytest.mark.parametrize("field", sorted(START))
+def test_in_a_null_test_not_even_the_start_may_differ(tmp_path, field):
+    comparison = compare(tmp_path, configurations=("horovod-mpi",), null=True, blocks=1)
+    assert caught_in(comparison, comparison.runs[0].summary, field) == [field]
+    assert "differ in more than the order" in judge_with(comparison, field).sentence()
+
+
+def judge_with(comparison: Comparison, field: str) -> Verdict:
+    comparison.runs[0].summary[field] = "something else"
+    return judge(comparison)[0]
+
+
+# ------------------------------------------------------------------------- cases
+
+
+def test_each_case_has_verdicts_of_its_own(tmp_path):
+    comparison = compare(tmp_path, cases=TWO_CASES, workers=(1, 2))
+    set_speeds(comparison, [(100.0, 50.0), (100.0, 50.1), (100.0, 49.9)], "VGG-16")
+    verdicts = judge(comparison)
+    assert [(verdict.case, verdict.workers) for verdict in verdicts] == [
+        ("ResNet-18", 1), ("ResNet-18", 2), ("VGG-16", 1), ("VGG-16", 2),
+    ]  # fmt: skip
+    assert [verdict.speed.ratio for verdict in verdicts] == pytest.approx(
+        [1.1, 1.1, 2.0, 2.0], rel=0.02
+    )
+    told = "VGG-16, 2 workers: DDP (torchrun, Gloo) trained 2.000 times faster than Horovod ("
+    assert verdicts[3].sentence().startswith(told)
+    rows = table_rows(comparison)
+    assert [(row.case, row.workers, row.configuration) for row in rows] == all_cells(comparison)
+    assert rows[4].images_per_second == 100 and rows[0].images_per_second > 500
+    # VGG-16 ran at the same speed with two workers as with one.
+    assert rows[6].efficiency == pytest.approx(0.5)
+    assert {row.weights for row in rows} == {"equal"}
+
+
+def test_the_facts_of_two_cases_are_never_compared(tmp_path):
+    comparison = compare(tmp_path, cases=TWO_CASES)
+    with pytest.raises(ValueError, match="several cases"):
+        compare_facts(comparison, comparison.complete)
+    # They differ in model and batch, and each has its verdict all the same.
+    assert [differing(verdict) for verdict in judge(comparison)] == [[], []]
+    comparison.find(2, "horovod-mpi", 2, "VGG-16").summary["fingerprint"]["arch"] = "resnet18"
+    assert [differing(verdict) for verdict in judge(comparison)] == [[], ["arch"]]
+    assert judge(comparison)[1].differences[0].case == "VGG-16"
+
+
+def test_a_run_that_failed_is_missed_in_its_own_case_alone(tmp_path):
+    comparison = compare(tmp_path, cases=TWO_CASES)
+    outcome = comparison.folder / "block-1/VGG-16/horovod-mpi-2/outcome.json"
+    edit(outcome, status="failed", exit_code=3)
+    comparison = load_comparison(comparison.folder)
+    assert [verdict.missing_blocks for verdict in judge(comparison)] == [(), (1,)]
+    assert (
+        "block 1, VGG-16, horovod-mpi, 2 workers: failed with exit code 3"
+        in troubles(comparison)[0]
+    )
+
+
+# ------------------------------------------------------------------------- phases
+
+
+def test_phases_come_from_the_runs_with_ablation(tmp_path):
+    comparison = compare(tmp_path, workers=(1, 2))
+    rows = phase_rows(comparison)
+    assert [(row.configuration, row.workers) for row in rows] == [
+        ("ddp-torchrun", 1), ("horovod-mpi", 1), ("ddp-torchrun", 2), ("horovod-mpi", 2),
+    ]  # fmt: skip
+    for row in rows:
+        run = next(
+            r for r in comparison.phase_runs if r.cell == (row.case, row.workers, row.configuration)
+        )
+        assert row.step_seconds == run.summary["phases"]["step_seconds"]
+        assert list(row.parts) == [
+            "data",
+            "forward",
+            "backward",
+            "exposed communication",
+            "optimizer",
+        ]
+        assert math.isclose(sum(row.shares.values()), 1)
+        assert row.note == ""
+
+
+def test_without_ablation_phases_are_those_of_the_median_run(tmp_path):
+    comparison = compare(tmp_path, phase_steps=0)
+    for block, seconds in enumerate((0.3, 0.1, 0.2), start=1):
+        phases = comparison.find(block, "horovod-mpi", 2).summary["phases"]
+        phases.update(step_seconds=seconds, data_seconds=seconds / 2)
+    row = phase_rows(comparison)[1]
+    assert (row.step_seconds, row.data_seconds) == (0.2, 0.1)
+    assert row.exposed_communication_seconds is None
+    assert "exposed communication" not in row.parts
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(1.015, False), (1.025, True), (0.975, True)])
+def test_phases_that_do_not_add_up_are_told(tmp_path, factor, is_told):
+    comparison = compare(tmp_path, blocks=1)
+    phases = comparison.phase_runs[0].summary["phases"]
+    phases["step_seconds"] /= factor
+    note = phase_rows(comparison)[0].note
+    assert note == (f"the phases add up to {100 * factor:.1f} % of the step" if is_told else "")
+
+
+@pytest.mark.parametrize("phases", [None, {}, {"steps": 0, "step_seconds": None}])
+def test_phases_that_were_not_measured_have_no_row(tmp_path, phases):
+    comparison = compare(tmp_path, blocks=3, phase_steps=0)
+    for run in comparison.runs:
+        run.summary["phases"] = phases
+    assert phase_rows(comparison) == []
+    [verdict] = judge(comparison)
+    assert explain(verdict, comparison).endswith("the phases were not measured.")
+
+
+def test_the_reason_is_the_phase_that_accounts_for_most(tmp_path):
+    comparison = compare(tmp_path, ratio=1.3)
+    slow, fast = comparison.phase_runs[1].summary, comparison.phase_runs[0].summary
+    parts = {"data_seconds": 0.002, "forward_seconds": 0.030, "backward_seconds": 0.050,
+             "optimizer_seconds": 0.008, "exposed_communication_seconds": 0.010}  # fmt: skip
+    fast["phases"] = {"steps": 50, "step_seconds": 0.100, **parts}
+    parts |= {"exposed_communication_seconds": 0.041, "forward_seconds": 0.040}
+    slow["phases"] = {"steps": 50, "step_seconds": 0.141, **parts}
+    [verdict] = judge(comparison)
+    assert explain(verdict, comparison) == (
+        "Where it comes from: a step of Horovod (horovodrun, MPI) took 141.0 ms, of DDP (torchrun, "
+        "Gloo) 100.0 ms. Of these 41.0 ms, exposed communication accounts for 31.0 ms (76 %); "
+        "forward 10.0 ms more."
+    )
+    # Where one of the two did not measure it apart, both are told with it.
+    slow["phases"] |= {"exposed_communication_seconds": None, "backward_seconds": 0.091}
+    assert "backward with the exchange of gradients accounts for 31.0 ms" in explain(
+        verdict, comparison
+    )
+    # Runs that contradict the verdict do not explain it.
+    slow["phases"]["step_seconds"] = 0.090
+    assert "do not show the difference" in explain(verdict, comparison)
+
+
+def test_steps_of_different_size_are_not_explained(tmp_path):
+    pair = ("ddp-torchrun", "ddp-64")
+    comparison = compare(tmp_path, configurations=pair, defined=(DDP_BATCH,))
+    set_speeds(comparison, [(100.0, 120.0), (100.0, 121.0), (100.0, 122.0)])
+    [verdict] = judge(comparison)
+    assert verdict.speed.shows_difference
+    assert "different numbers of images" in explain(verdict, comparison)
+
+
+def test_where_no_difference_was_shown_nothing_is_explained(tmp_path):
+    comparison = compare(tmp_path)
+    set_speeds(comparison, [(100.0, 101.0), (103.0, 100.0), (99.0, 100.0)])
+    assert explain(judge(comparison)[0], comparison) == ""
+    comparison.runs[0].summary["fingerprint"]["seed"] = 7
+    assert explain(judge(comparison)[0], comparison) == ""
+
+
+# ------------------------------------------------------------------------- resources, input, load
+
+
+def test_resources_are_medians_and_the_largest_memory(tmp_path):
+    comparison = compare(tmp_path)
+    for block, (watts, memory) in enumerate([(300, 5e9), (100, 7e9), (200, 6e9)], start=1):
+        summary = comparison.find(block, "ddp-torchrun", 2).summary
+        summary["energy"]["gpu_watts"] = watts
+        summary["peak_memory_bytes"] = memory
+    ddp, horovod = resource_rows(comparison)
+    assert (ddp.gpu_watts, ddp.peak_memory_bytes) == (200, 7e9)
+    assert (ddp.gpu_joules_per_image, horovod.gpu_watts) == (None, None)
+    comparison.find(2, "ddp-torchrun", 2).summary["energy"] = None
+    assert resource_rows(comparison)[0].gpu_watts is None  # of two runs alone it is not told
+
+
+def set_ranks(summary: dict[str, Any], *ranks: tuple[float, float, float | None, float]) -> None:
+    """Set each rank's forward, backward, exposed and data seconds."""
+    fields = (
+        "forward_seconds",
+        "backward_seconds",
+        "exposed_communication_seconds",
+        "data_seconds",
+    )
+    summary["ranks"] = [dict(zip(fields, rank, strict=True)) for rank in ranks]
+
+
+def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
+    comparison = compare(tmp_path, workers=(3,), blocks=1)
+    ablated, run = comparison.phase_runs[0].summary, comparison.find(1, "ddp-torchrun", 3).summary
+    set_ranks(ablated, (1.0, 1.0, 0.1, 0), (1.0, 1.2, 0.1, 0), (1.0, 2.3, 0.1, 9.0))
+    set_ranks(run, (1.0, 5.0, None, 1.0), (1.0, 5.0, None, 1.5), (1.0, 9.0, None, 1.0))
+    row = resource_rows(comparison)[0]
+    assert row.straggler_ratio == pytest.approx(3.3 / 2.2)
+    assert row.straggler_phases == "forward and backward"
+    # Without ablation the fast ranks wait for the slow in their backward: it is left out.
+    set_ranks(ablated, (1.0, 1.0, None, 0), (1.0, 1.2, None, 0), (1.0, 2.3, None, 9.0))
+    row = resource_rows(comparison)[0]
+    assert row.straggler_ratio == pytest.approx(2.5 / 2.0)
+    assert row.straggler_phases == "data and forward"
+    run["ranks"] = None
+    assert resource_rows(comparison)[0].straggler_ratio is None
+
+
+def test_a_single_rank_has_no_straggler(tmp_path):
+    comparison = compare(tmp_path, workers=(1,), blocks=1)
+    assert [row.straggler_ratio for row in resource_rows(comparison)] == [None, None]
+
+
+def test_input_is_told_where_it_was_measured(tmp_path):
+    comparison = compare(tmp_path)
+    for block, share in enumerate((0.1, 0.5, 0.2), start=1):
+        record = comparison.find(block, "ddp-torchrun", 2).summary["input"]
+        record.update(files_per_second=100.0 * block, wait_share=share)
+    comparison.find(1, "horovod-mpi", 2).summary["input"] = None
+    ddp, horovod = input_rows(comparison)
+    assert (ddp.files_per_second, ddp.megabytes_per_second, ddp.wait_share) == (200.0, None, 0.2)
+    assert (horovod.images_per_second, horovod.wait_share) == (None, None)
+
+
+def test_other_load_is_told_with_the_run_that_it_disturbed(tmp_path):
+    comparison = compare(tmp_path, cases=(Case("A"),))
+    comparison.plan["warnings"] = ["Horovod was built without NCCL"]
+    comparison.find(2, "ddp-torchrun", 2, "A").other_load = 0.9  # of two cores
+    comparison.find(3, "ddp-torchrun", 2, "A").other_load = 0.19
+    comparison.find(1, "ddp-torchrun", 2, "A").other_load = None
+    comparison.phase_runs[1].other_load = 1.5
+    assert load_warnings(comparison) == [
+        "Horovod was built without NCCL",
+        "block 2, A, ddp-torchrun, 2 workers: other processes kept 0.9 of 2 cores busy",
+        "phases, A, horovod-mpi, 2 workers: other processes kept 1.5 of 2 cores busy",
+    ]

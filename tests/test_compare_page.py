@@ -1,0 +1,338 @@
+"""The page in a real browser: quiet, self-contained, readable on a phone, and its script works.
+
+Each check looks at the page as it is laid out, in a headless Chromium that is driven over its own
+DevTools protocol (by Playwright, which downloads nothing here: the browser is the system's).
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from test_compare_records import edit, make_comparison
+
+from compare import report
+from compare.chart import standalone
+from compare.plan import Case, Plan
+from compare.plots import all_plots
+from compare.records import load_comparison
+
+WIDTHS = (390, 1440)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), ""
+)
+
+
+def on_ci() -> bool:
+    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM:
+        remedy = "there is no Chromium: bash tools/debian_packages.sh installs it"
+        if on_ci():
+            pytest.fail(remedy)
+        pytest.skip(remedy)
+    api = pytest.importorskip if not on_ci() else __import__
+    api("playwright.sync_api")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+PLANS = {
+    "two engines": Plan(),
+    "null test": Plan(workers=(2,), null=True, blocks=8),
+    "cases": Plan(
+        configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"),
+        cases=(Case("resnet50"), Case("vgg16", ("--arch", "vgg16"))),
+        question="Does a network with many weights tell the engines apart?",
+    ),
+    "one configuration": Plan(configurations=("ddp-torchrun",), workers=(1, 2, 4)),
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The paths of the pages by name."""
+    root = tmp_path_factory.mktemp("pages")
+    folders = {
+        name: make_comparison(root / name.replace(" ", "-"), plan) for name, plan in PLANS.items()
+    }
+    folders["troubles"] = make_comparison(root / "troubles")
+    edit(folders["troubles"] / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
+    edit(folders["troubles"] / "block-2/horovod-mpi-2/outcome.json", other_load=1.7)
+    edit(folders["troubles"] / "block-2/horovod-mpi-2/environment.json", cpu_model="Another one")
+    paths = {}
+    for name, folder in folders.items():
+        assert report.main([str(folder)]) == 0
+        paths[name] = folder / "report.html"
+    paths["side by side"] = root / "side-by-side.html"
+    both = [str(folders["two engines"]), str(folders["troubles"])]
+    assert report.main([*both, "--html", str(paths["side by side"])]) == 0
+    return paths
+
+
+NAMES = [*PLANS, "troubles", "side by side"]
+
+
+class Watched:
+    """A page with all that it said and asked for."""
+
+    def __init__(self, browser, path: Path, width: int = 1440, **context):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **context)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def __enter__(self):
+        return self.page
+
+    def __exit__(self, *_):
+        self.context.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_quiet_and_asks_for_nothing(browser, pages, name, width):
+    watched = Watched(browser, pages[name], width)
+    with watched as page:
+        page.wait_for_load_state("networkidle")
+        page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+        page.mouse.wheel(0, 3000)
+    assert watched.said == []
+    assert watched.asked == [pages[name].as_uri()]
+    assert pages[name].stat().st_size < 1_000_000
+
+
+# Texts of the page and of its plots that lie over each other, or out of their picture or window.
+# Letters' boxes have room above and below, hence the slack.
+FAULTS = """() => {
+  const faults = [], slack = 2.5, width = document.documentElement.clientWidth;
+  for (const one of document.querySelectorAll('details')) one.open = true;
+  const pageWidth = document.documentElement.scrollWidth;
+  if (pageWidth > width) faults.push('the page is broader than the window');
+  const seen = (element) => {  // what a box that scrolls leaves to be seen of it
+    const box = element.getBoundingClientRect(), frame = element.closest('.scroll');
+    if (!frame) return box;
+    const { left, right } = frame.getBoundingClientRect();
+    const [from, to] = [Math.max(box.left, left), Math.min(box.right, right)];
+    return { left: from, right: to, top: box.top, bottom: box.bottom, width: to - from,
+             height: box.height };
+  };
+  const phone = matchMedia('screen and (max-width: 46rem)').matches;
+  const hidden = (element) => phone && element.closest('.cards thead');
+  const shown = (box) => box.width > 0 && box.height > 0;
+  const overlap = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > slack
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > slack;
+  const check = (items, where) => {
+    items.forEach((a, i) => items.slice(i + 1).forEach((b) => {
+      if (overlap(a.box, b.box)) faults.push(`${where}: "${a.text}" over "${b.text}"`);
+    }));
+  };
+  for (const svg of document.querySelectorAll('svg')) {
+    const frame = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll('text')]
+      .map((element) => ({ text: element.textContent, box: element.getBoundingClientRect() }));
+    check(texts, svg.closest('figure').id);
+    for (const { text, box } of texts) {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.top < frame.top - 1
+          || box.bottom > frame.bottom + 1) faults.push(`"${text}" sticks out of its plot`);
+    }
+  }
+  const leaves = [...document.querySelectorAll(
+    'h1, h2, h3, p, li, th, td, dt, dd, figcaption, summary, pre, svg, .tools > *, footer')];
+  const boxes = leaves.filter((element) => !element.querySelector('p, li, pre, svg'))
+    .map((element) => ({ text: element.textContent.trim().slice(0, 40), element,
+                         box: seen(element) }))
+    .filter(({ box }) => shown(box) && box.width > 1);
+  const apart = boxes.filter(({ element }) => !hidden(element));
+  check(apart, 'page');
+  for (const { text, box } of apart) {
+    if (box.left < 0 || box.right > width + 1) faults.push(`"${text}" sticks out of the window`);
+  }
+  for (const table of document.querySelectorAll('table')) {
+    const frame = table.closest('.scroll') ? null : table.parentElement.getBoundingClientRect();
+    if (frame && table.getBoundingClientRect().right > frame.right + 1)
+      faults.push(`a table is broader than the text: ${table.tHead.textContent}`);
+  }
+  const probe = document.body.appendChild(document.createElement('span'));
+  for (const cell of phone ? document.querySelectorAll('.cards td') : []) {
+    const style = getComputedStyle(cell, '::before');  // a label, which has no box of its own
+    probe.textContent = cell.dataset.label;
+    probe.style = `font: ${style.font}; position: absolute; white-space: nowrap`;
+    const room = parseFloat(getComputedStyle(cell).gridTemplateColumns);
+    if (style.whiteSpace === 'nowrap' && probe.getBoundingClientRect().width > room)
+      faults.push(`the label "${cell.dataset.label}" runs into its value`);
+  }
+  probe.remove();
+  for (const cell of document.querySelectorAll('td, th, dd, dt, pre')) {
+    if (cell.scrollWidth > cell.clientWidth + 1 && !hidden(cell))
+      faults.push(`"${cell.textContent.trim()}" is broader than its cell`);
+  }
+  return faults;
+}"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_lies_over_anything_else(browser, pages, name, width):
+    with Watched(browser, pages[name], width) as page:
+        assert page.evaluate(FAULTS) == []
+
+
+def test_the_check_of_overlaps_sees_one(browser, pages, tmp_path):
+    path = tmp_path / "page.html"
+    text = pages["two engines"].read_text()
+    path.write_text(re.sub(r"<h2>Results", '<h2 style="margin-bottom:-40px">Results', text))
+    with Watched(browser, path) as page:
+        assert any("Results" in fault for fault in page.evaluate(FAULTS))
+    path.write_text(re.sub(r"(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', text))
+    with Watched(browser, path) as page:
+        assert any("sticks out of its plot" in fault for fault in page.evaluate(FAULTS))
+    path.write_text(text.replace("</style>", "td, th { white-space: nowrap !important }</style>"))
+    for width, words in ((390, "runs into its value"), (1440, "is broader than the text")):
+        with Watched(browser, path, width) as page:
+            assert any(words in fault for fault in page.evaluate(FAULTS))
+
+
+def column(page, number: int) -> list[str]:
+    cells = page.locator(f"table.cards >> nth=0 >> tbody tr > :nth-child({number})")
+    return [text.strip() for text in cells.all_inner_texts()]
+
+
+def test_a_click_on_a_header_sorts_and_a_third_one_restores(browser, pages):
+    with Watched(browser, pages["two engines"]) as page:
+        as_measured = column(page, 3)
+        header = page.locator("table.cards >> nth=0 >> th", has_text="images/s")
+        numbers = [float(text.split(" ")[0].replace(",", "")) for text in as_measured]
+        assert numbers != sorted(numbers)
+        for state, wanted in (
+            ("ascending", sorted(numbers)),
+            ("descending", sorted(numbers, reverse=True)),
+            (None, numbers),
+        ):
+            header.locator("button").click()
+            assert header.get_attribute("aria-sort") == state
+            now = [float(text.split(" ")[0].replace(",", "")) for text in column(page, 3)]
+            assert now == wanted
+
+
+def test_a_phone_sorts_by_a_menu(browser, pages):
+    with Watched(browser, pages["two engines"], 390) as page:
+        page.locator(".tools select").first.select_option(label="images/s")
+        numbers = [float(re.findall(r"[\d,]+", t)[0].replace(",", "")) for t in column(page, 3)]
+        assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("clipboard", [True, False])
+def test_copying_gives_tab_separated_values(browser, pages, clipboard):
+    permissions = ["clipboard-read", "clipboard-write"]
+    with Watched(browser, pages["two engines"], permissions=permissions) as page:
+        if not clipboard:  # a page without it falls back on what browsers had before
+            page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")
+        before = page.locator("table.cards").first
+        button = page.locator(".tools:has(+ table.cards) button").first
+        button.click()
+        page.wait_for_function("element => element.textContent === 'copied'",
+                               arg=button.element_handle())  # fmt: skip
+        lines = page.evaluate("navigator.clipboard.readText()").splitlines()
+        table = [line.split("\t") for line in lines]
+        assert table[0][:3] == ["configuration", "workers", "images/s"]
+        assert len(table) == 1 + before.locator("tbody tr").count()
+        assert len({len(line) for line in table}) == 1
+        assert all(float(line[2]) > 0 for line in table[1:])  # no range, no thousands' comma
+
+
+def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
+    with Watched(browser, pages["two engines"], has_touch=True) as page:
+        tip = page.locator(".tip")
+        assert tip.is_hidden()
+        svg = page.locator("#throughput svg")
+        svg.scroll_into_view_if_needed()
+        box = svg.locator(".hits circle").first.bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(x, y)
+        assert re.fullmatch(r"ddp-torchrun, 1 worker: [\d,]+", tip.inner_text())
+        page.mouse.move(0, 0)
+        assert tip.is_hidden()
+        page.touchscreen.tap(x, y)
+        assert tip.is_visible()
+        svg.focus()
+        told = []
+        for key in ("ArrowRight", "ArrowRight", "End", "Home"):
+            page.keyboard.press(key)
+            told.append(tip.inner_text())
+        assert len(set(told[:3])) == 3
+        assert told[3] == told[0] or told[3]
+        page.keyboard.press("Escape")
+        assert tip.is_hidden()
+
+
+def test_the_page_works_without_its_script(browser, pages):
+    with Watched(browser, pages["two engines"], java_script_enabled=False) as page:
+        assert page.locator("table.cards tbody tr").count() >= 8
+        assert page.locator(".tools").count() == 0
+        assert page.locator("#throughput .hits circle title").count() > 0
+        details = page.locator("#throughput details")
+        details.locator("summary").click()
+        assert details.locator("table").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_letters_stand_out_from_the_paper(browser, pages, scheme):
+    """WCAG 2.1 asks for a contrast of 4.5 : 1."""
+    script = """() => {
+      const light = (text) => {
+        const parts = text.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+          .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+      };
+      const paper = light(getComputedStyle(document.body).backgroundColor);
+      return [...document.querySelectorAll('p, td, th, dt, dd, li, figcaption, summary, svg text')]
+        .map((element) => {
+          const style = getComputedStyle(element);
+          const ink = light(element.closest('svg') ? style.fill : style.color);
+          const [dark, bright] = [paper, ink].sort((a, b) => a - b);
+          return [(bright + 0.05) / (dark + 0.05), element.textContent.trim().slice(0, 40)];
+        }).filter(([contrast]) => contrast < 4.5);
+    }"""
+    with Watched(browser, pages["troubles"], color_scheme=scheme) as page:
+        assert page.evaluate(script) == []
+
+
+@pytest.mark.parametrize("name", ["two engines", "cases"])
+def test_print_has_light_colours_and_no_buttons(browser, pages, name):
+    with Watched(browser, pages[name], color_scheme="dark") as page:
+        page.emulate_media(media="print")
+        page.set_viewport_size({"width": 680, "height": 900})  # A4 with margins of 15 mm
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == "rgb(255, 255, 255)"
+        assert not page.locator(".tools").first.is_visible()
+        assert page.evaluate(FAULTS) == []
+        assert len(page.pdf(format="A4")) > 10_000
+
+
+def test_a_plot_opens_by_itself(browser, tmp_path):
+    comparison = load_comparison(make_comparison(tmp_path / "comparison"))
+    for plot in all_plots(comparison):
+        path = tmp_path / f"{plot.name}.svg"
+        path.write_text(standalone(plot.svg))
+        watched = Watched(browser, path)
+        with watched as page:
+            assert page.evaluate("document.documentElement.tagName") == "svg"
+            assert page.evaluate("document.querySelector('text').getBoundingClientRect().width") > 5
+            assert page.evaluate("document.querySelectorAll('parsererror').length") == 0
+        assert watched.said == [] and watched.asked == [path.as_uri()]
+        assert "var(" not in path.read_text() and "currentColor" not in path.read_text()

@@ -1,0 +1,402 @@
+"""Plans: files and flags, what they make of the trainers' commands, and what is refused."""
+
+import contextlib
+import io
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compare import run as run_module
+from compare.options import make_plan, parse_options
+from compare.plan import (
+    CONFIGURATIONS,
+    FLAG_ALIASES,
+    Plan,
+    UserError,
+    plan_record,
+    varied_fields,
+    without_flag,
+)
+from compare.plan_file import PLANS, read_hostfile, read_hosts, read_percentage
+from compare.run import main
+from recipe.config import parse_args
+from recipe.schedule import learning_rate
+from recipe.world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder to be in, on a machine that has every tool."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
+    return tmp_path
+
+
+def plan_of(*words: str) -> Plan:
+    return make_plan(parse_options(list(words), ""))
+
+
+def dry_run(*words: str) -> list[list[str]]:
+    """The words of each measured run's command."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert main([*words, "--dry-run", "--no-warm-up", "--no-phases"]) == 0
+    lines = output.getvalue().splitlines()
+    return [shlex.split(line) for line in lines if not line.startswith(("unset ", "export "))]
+
+
+def write_plan(folder: Path, text: str) -> str:
+    (folder / "plan.toml").write_text(text)
+    return "plan.toml"
+
+
+FILE = """
+question = "Which?"
+time = "a minute"
+configurations = ["ddp-torchrun", "ddp-fp16", "horovod-tuned"]
+pairs = [["ddp-fp16", "ddp-torchrun"]]
+workers = [4, 2]
+blocks = 5
+seed = 7
+timeout = 60
+flags = "--arch resnet18 --data '/a b'"
+until_interval = "2.5 %"
+max_blocks = 12
+phase_steps = 40
+
+[configuration.ddp-fp16]
+base = "ddp-torchrun"
+flags = "--fp16-allreduce --threads 1"
+
+[configuration.horovod-tuned]
+base = "horovod-gloo"
+environment = { HOROVOD_CYCLE_TIME = "2", HOROVOD_FUSION_THRESHOLD = "1 000" }
+
+[case.a]
+flags = "--precision bf16"
+
+[case.b]
+"""
+
+
+def test_a_file_says_all_that_a_plan_holds(here):
+    plan = plan_of(write_plan(here, FILE))
+    assert plan.configurations == ("ddp-torchrun", "ddp-fp16", "horovod-tuned")
+    assert (plan.workers, plan.blocks, plan.seed, plan.timeout) == ((2, 4), 8, 7, 60)
+    assert (plan.until_interval, plan.max_blocks, plan.phase_steps) == (0.025, 12, 40)
+    assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
+    assert [case.name for case in plan.cases] == ["a", "b"]
+    record = json.loads(json.dumps(plan_record(plan, "now")))
+    assert record["question"] == "Which?" and record["plan_file"] == "plan.toml"
+    assert record["pairs"] == [["ddp-fp16", "ddp-torchrun"]]
+    assert record["varied"] == ["fp16_allreduce", "threads"]
+    assert record["configuration_details"]["horovod-tuned"]["controller"] == "gloo"
+    assert len(record["runs"]) == 3 * 2 * 2 * 8 and len(record["phase_runs"]) == 3 * 2 * 2
+    run = next(run for run in plan.runs() if run.cell == "a/ddp-fp16-2")
+    words = run.command(Path("logs"))
+    ends = ["--precision", "bf16", "--fp16-allreduce", "--threads", "1"]
+    assert words[-5:] == ends  # the nearer to the run, the later, and the later wins
+
+
+def test_flags_win_over_the_file(here):
+    name = write_plan(here, FILE)
+    plan = plan_of(
+        name, "--workers", "1", "--seed", "8", "--configurations", "ddp-torchrun", "horovod-tuned",
+        "--case", "c=--arch alexnet", "--no-phases", "--", "--arch", "vgg16",
+    )  # fmt: skip
+    assert (plan.workers, plan.seed, plan.phase_steps) == ((1,), 8, 0)
+    assert plan.pairs() == [("ddp-torchrun", "horovod-tuned")]  # the file's pair is gone
+    assert [case.name for case in plan.cases] == ["c"]
+    assert plan.trainer_arguments[4:6] == ("--arch", "vgg16")
+    plan = plan_of(name, "--define", "ddp-fp16=ddp-mpirun --x", "--pairs", "ddp-fp16:horovod-tuned")
+    assert plan.known()["ddp-fp16"].launcher == "mpirun"
+    assert plan.pairs() == [("ddp-fp16", "horovod-tuned")]
+
+
+def test_without_anything_the_plan_is_the_default_one():
+    plan = plan_of()
+    default = Plan()
+    assert plan.configurations == default.configurations and plan.workers == default.workers
+    assert plan_record(plan, "")["cases"] == [{"name": "", "flags": []}]
+    assert plan_record(plan, "")["pairs"] == [["ddp-torchrun", "horovod-mpi"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("block = 3", ["block", "did you mean blocks?"]),
+        ("blocks = '3'", ["blocks = '3'", "a whole number"]),
+        ("blocks = true", ["blocks = True", "a whole number"]),
+        ("blocks = 0", ["blocks 0", "positive"]),
+        ("workers = [1, 'two']", ["workers: 'two'", "a whole number"]),
+        ("workers = []", ["workers 0"]),
+        ("blocks = ", ["is not TOML"]),
+        ("configurations = ['ddp-torchrn']", ["ddp-torchrn", "did you mean ddp-torchrun?"]),
+        ("[configuration.x]\nbase = 'horovod'", ["'x'", "'horovod'", "horovod-"]),
+        ("[configuration.x]\nflags = '--a'", ["'x'", "no base"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }", ["1", "a text"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
+         ["configuration.x.environ", "did you mean environment?"]),
+        ("[configuration.ddp-torchrun]\nbase = 'ddp-torchrun'", ["is a ready one"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["'x'", "give a seed"]),
+        ("[case.'a/b']", ["'a/b'", "folder"]),
+        ("[case.a]\nflag = '--x'", ["case.a.flag", "did you mean flags?"]),
+        ("flags = \"--a 'b\"", ["--a 'b", "quotation"]),
+        ("flags = '--log-dir x'", ["--log-dir cannot be passed", "--out"]),
+        ("flags = '--ablation-steps 5'", ["--ablation-steps", "phase_steps"]),
+        ("[case.a]\nflags = '--test-only'", ["--test-only cannot be passed"]),
+        ("until_interval = '2'", ["until_interval 2", "2%"]),
+        ("until_interval = '200%'", ["until_interval 200%"]),
+        ("until_interval = '2%'\nmax_blocks = 4", ["max_blocks 4"]),
+        ("until_interval = '2%'\nconfigurations = ['ddp-torchrun']", ["until_interval", "null"]),
+        ("phase_steps = 5", ["phase_steps 5", "20 or more"]),
+        ("pairs = [['ddp-torchrun']]", ["pairs", "two names"]),
+        ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo is not among"]),
+        ("pairs = [['ddp-torchrun', 'ddp-torchrun']]", ["null"]),
+        ("null = true\npairs = [['ddp-torchrun', 'horovod-mpi']]", ["null", "pairs"]),
+        ("global_batch_size = 64", ["global_batch_size", "global_learning_rate"]),
+        ("hosts = 'a:2,b'", ["'b'", "name:N"]),
+        ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, text, words):
+    assert main([write_plan(here, text), "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    message = told.err.replace("\\'", "'")
+    assert message.startswith("compare/run.py: plan.toml") and "Traceback" not in message
+    for word in words:
+        assert word in message
+    assert not (here / "runs").exists()
+
+
+def test_a_plan_that_is_not_there_is_told_with_the_nearest_one(here, capsys):
+    assert main(["scalling", "--dry-run"]) == 2
+    assert "did you mean scaling?" in capsys.readouterr().err
+    assert main(["nowhere.toml", "--dry-run"]) == 2
+    assert "nowhere.toml: there is no such plan file" in capsys.readouterr().err
+
+
+READY = sorted(path.stem for path in PLANS.glob("*.toml"))
+
+
+def test_there_is_a_plan_for_each_question():
+    assert READY == [
+        "communication-bound", "input", "launchers", "quick-look", "scaling", "strong-scaling",
+        "time-to-accuracy", "tuned-against-tuned", "wire-format",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
+    head = (PLANS / f"{name}.toml").read_text().splitlines()
+    assert head[0].startswith("# Question: ")
+    assert any(line.startswith("# Time:     ") for line in head)
+    assert any(line.startswith("# Change:   ") for line in head)
+    plan = plan_of(name)
+    assert plan.question and plan.question.endswith("?")
+    assert plan.plan_file == f"compare/plans/{name}.toml"
+    assert len(dry_run(name)) == len(plan.runs()) >= 3
+    runs = {
+        (run.cell, run.arguments): run for run in [*plan.runs(), *plan.phase_runs()]
+    }  # of all blocks one: they differ in their seed
+    for run in runs.values():
+        words = run.command(Path("logs"))
+        flags = words[words.index("--log-dir") :]
+        world = World(0, run.workers, 0, run.workers, "torchrun", "here")
+        config = parse_args(run.configuration.engine, world, flags)  # ends the process if wrong
+        assert config.name == run.name and config.keep_checkpoints == 0
+
+
+def test_the_ready_plans_are_listed_with_question_and_time(capsys):
+    assert main(["--list-plans"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in READY:
+        index = lines.index(name)
+        assert lines[index + 1].strip().endswith("?") and "cores" in lines[index + 2]
+
+
+# Strong scaling
+
+
+STRONG = ("--global-batch-size", "96", "--global-learning-rate", "0.3", "--blocks", "1")
+
+
+@pytest.mark.parametrize("more", [(), ("--batches-per-allreduce", "2"), ("--warmup-epochs", "0")])
+def test_all_numbers_of_workers_train_with_the_same_batch_and_rate(more):
+    """By the trainers' own arithmetic, at each point of the training."""
+    found = []
+    for run in plan_of(*STRONG, "--workers", "1", "2", "4", "--", *more).runs():
+        words = run.command(Path("logs"))
+        world = World(0, run.workers, 0, run.workers, "torchrun", "here")
+        config = parse_args("ddp", world, words[words.index("--log-dir") :])
+        scale = run.workers * config.batches_per_allreduce
+        assert config.batch_size * scale == 96
+        rates = [learning_rate(config, config.epochs * i / 50, scale) for i in range(51)]
+        assert max(rates) == pytest.approx(0.3, rel=1e-2)  # looked at in 51 points
+        found.append(rates)
+    for rates in found:
+        assert rates == pytest.approx(found[0])
+
+
+def test_in_weak_scaling_batch_and_rate_are_left_alone():
+    for run in plan_of("--", "--batch-size", "8").runs():
+        assert run.arguments[:2] == ("--batch-size", "8") and "--base-lr" not in run.arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--workers", "5"], "cannot be shared equally by 5 workers"),
+        (["--", "--batches-per-allreduce=64"], "give a multiple of 64"),
+        (["--", "-b", "8"], "-b does not go together with --global-batch-size"),
+        (["--", "--base-lr", "1"], "--global-learning-rate sets it"),
+        (["--case", "a=--base_lr=1"], "--base_lr=1 does not go together"),
+        (["--", "--lr-warmup-method", "gradual"], "use linear"),
+        (["--", "--use-adasum"], "another rule"),
+        (["--global-batch-size", "0"], "above 0"),
+    ],
+)
+def test_what_would_make_strong_scaling_unequal_is_refused(words, told, capsys):
+    assert main([*STRONG, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# Hosts
+
+
+def test_a_run_on_several_hosts_is_started_there_with_its_variables(here, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    commands = dry_run(
+        "--hosts", "a:2,b:2", "--workers", "4", "--blocks", "1", "--configurations", "ddp-mpirun",
+        "horovod-mpi", "horovod-gloo", "tuned", "--define", "tuned=horovod-mpirun MY_KNOB=1",
+    )  # fmt: skip
+    starts = {words[words.index("--name") + 1]: words for words in commands}
+    for name, controller in (("horovod-mpi-4", "--mpi"), ("horovod-gloo-4", "--gloo")):
+        assert starts[name][:7] == ["horovodrun", controller, "-np", "4", "-H", "a:2,b:2", "python"]
+    ddp, tuned = starts["ddp-mpirun-4"], starts["tuned-4"]
+    assert ddp[:5] == ["mpirun", "-np", "4", "-H", "a:2,b:2"]
+    assert tuned[:2] == ["env", "MY_KNOB=1"] and tuned[2] == "mpirun"
+
+    def exported(words):
+        return {words[i + 1] for i, word in enumerate(words) if word == "-x"}
+
+    # mpirun warns of a variable that is not set, and takes nothing along that it is not told.
+    assert {"PATH", "NCCL_DEBUG", "PYTHONUNBUFFERED"} <= exported(ddp)
+    assert "LD_LIBRARY_PATH" not in exported(ddp)
+    assert exported(tuned) - exported(ddp) == {"MY_KNOB"}
+
+
+def test_threads_are_those_of_the_fullest_host(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    words = ("--configurations", "ddp-mpirun", "--workers", "4", "--hosts")
+    assert plan_of(*words, "a:2,b:2").trainer_arguments[:2] == ("--threads", "4")
+    assert plan_of(*words, "a:4,b:2").trainer_arguments[:2] == ("--threads", "2")
+
+
+def test_a_hostfile_is_read_as_both_launchers_read_it(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# the cluster\nnode1 slots=4\n\nnode2   slots = 2  # small\n")
+    assert read_hostfile(path) == "node1:4,node2:2"
+    assert read_hosts(read_hostfile(path)) == {"node1": 4, "node2": 2}
+    assert plan_of(
+        "--configurations", "ddp-mpirun", "--hostfile", str(path), "--workers", "6"
+    ).hosts == ("node1:4,node2:2")
+    for text, told in (("node1 slots=x", "line 1: 'node1 slots=x'"), ("\n", "names no host")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=told):
+            read_hostfile(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--hosts", "a:2,b:2"], ["ddp-torchrun", "ddp-mpirun", "ddp-srun"]),
+        (["--hosts", "a:2"], ["torchrun would have to be started"]),
+        (["--hosts", "a:2", "--configurations", "ddp-srun"], ["Slurm allocation"]),
+        (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
+         ["takes 2 workers, but 3"]),
+        (["--hosts", "a:1,a:1"], ["each host once"]),
+        (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
+    ],
+)  # fmt: skip
+def test_hosts_that_cannot_be_used_are_refused(words, told, capsys):
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in told)
+
+
+def test_torchrun_on_this_host_by_name_is_fine():
+    plan_of("--hosts", "localhost:2", "--configurations", "ddp-torchrun")
+
+
+def test_srun_starts_both_engines_without_binding(here):
+    commands = dry_run("--configurations", "ddp-srun", "horovod-srun", "--workers", "8", "--blocks",
+                       "1")  # fmt: skip
+    for words in commands:
+        assert words[:3] == ["srun", "--ntasks", "8"] and "--cpu-bind=none" in words
+
+
+def test_srun_outside_slurm_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None)
+    assert main(["--configurations", "ddp-srun"]) == 2
+    assert "needs srun" in capsys.readouterr().err
+
+
+# Small parts
+
+
+def test_aliases_are_those_of_the_trainers():
+    """Every second name in recipe/config.py is known here, else --null's and --pairs' judgement of
+    what a configuration varies, and the checks of reserved flags, would miss it."""
+    from typing import get_type_hints
+
+    from recipe.config import SECTIONS
+
+    found = {}
+    for section in SECTIONS.values():
+        for name, hint in get_type_hints(section, include_extras=True).items():
+            for extra in getattr(hint, "__metadata__", ()):
+                for alias in getattr(extra, "aliases", None) or ():
+                    found[alias] = f"--{name.replace('_', '-')}"
+    assert found and found.items() <= FLAG_ALIASES.items()
+    assert FLAG_ALIASES.keys() - found.keys() == {"--opt-level"}  # resolved into --precision
+
+
+def test_varied_fields_bear_the_names_of_the_configuration():
+    from dataclasses import replace
+
+    base = CONFIGURATIONS["ddp-torchrun"]
+    flags = ("-b", "8", "--no-cuda", "--weight_decay=1", "--static-graph", "--lr-min", "-1")
+    assert varied_fields([base, replace(base, flags=flags)]) == [
+        "batch_size", "cuda", "wd", "static_graph", "lr_min",
+    ]  # fmt: skip
+
+
+def test_a_flag_is_taken_out_in_every_form():
+    words = ["--a", "--max-steps", "3", "--max_steps=4", "--b", "5"]
+    assert without_flag(words, "--max-steps") == ["--a", "--b", "5"]
+
+
+@pytest.mark.parametrize(("own", "steps"), [((), "120"), (("--max-steps", "30"), "30"),
+                                            (("--max_steps=5",), "20"),
+                                            (("--max-steps", "500"), "120")])  # fmt: skip
+def test_runs_for_the_phases_end_no_later_than_the_measured_ones(own, steps):
+    for run in plan_of("--", *own).phase_runs():
+        assert run.arguments[-4:] == ("--ablation-steps", "10", "--max-steps", steps)
+        assert sum(word.startswith(("--max-steps", "--max_steps")) for word in run.arguments) == 1
+
+
+def test_adasum_has_no_runs_for_the_phases():
+    plan = plan_of("--configurations", "horovod-mpi", "--", "--use-adasum")
+    assert plan.runs() and plan.phase_runs() == []
+
+
+@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.5 %", 0.005), (".5%", 0.005)])
+def test_percentages(text, share):
+    assert read_percentage(text) == pytest.approx(share)

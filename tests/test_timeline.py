@@ -1,0 +1,389 @@
+"""Profiles of several runs, ranks and engines in one file: on one clock, and well formed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, launch
+
+from compare.timeline import main
+
+BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
+Event = dict[str, Any]
+
+
+def torch_trace(start_us: float, pid: int, steps: int = 2, gpu: bool = False) -> Event:
+    """A trace as torch.profiler writes it: steps of 100 us, in each an operator and an arrow."""
+    named = {"process_name": "python", "process_labels": "CPU"}
+    events: list[Event] = [
+        {"ph": "M", "name": name, "pid": pid, "tid": 0, "ts": start_us,
+         "args": {"labels" if "labels" in name else "name": text}}
+        for name, text in named.items()
+    ]  # fmt: skip
+    events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": pid, "ts": start_us,
+                   "args": {"name": f"thread {pid} (python)"}})  # fmt: skip
+    if gpu:
+        events.append({"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": start_us,
+                       "args": {"labels": "GPU 0"}})  # fmt: skip
+    for step in range(steps):
+        ts = start_us + 100 * step
+        common = {"pid": pid, "tid": pid}
+        events += [
+            {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": ts + 10.125, "dur": 5.5,
+             **common},
+            {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": ts,
+             "dur": 100.0, **common},
+            {"ph": "s", "id": step, "cat": "ac2g", "name": "ac2g", "ts": ts + 11, **common},
+            {"ph": "f", "id": step, "cat": "ac2g", "name": "ac2g", "ts": ts + 20, "bp": "e",
+             "pid": 0 if gpu else pid, "tid": 7 if gpu else pid},
+        ]  # fmt: skip
+        if gpu:
+            events += [
+                {"ph": "X", "cat": "kernel", "name": "add", "ts": ts + 20, "dur": 30,
+                 "pid": 0, "tid": 7},
+                {"ph": "X", "cat": "gpu_user_annotation", "name": f"ProfilerStep#{step}",
+                 "ts": ts + 20, "dur": 80 if step + 1 < steps else 400, "pid": 0, "tid": 7},
+            ]  # fmt: skip
+    events += [
+        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans",
+         "tid": "PyTorch Profiler", "ts": start_us - 1, "dur": 100.0 * steps + 2},
+        {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "",
+         "ts": start_us + 100 * steps},
+    ]  # fmt: skip
+    return {"baseTimeNanoseconds": BASE_NS, "traceEvents": events}
+
+
+def horovod_timeline(start_us: int) -> list[Event]:
+    """Horovod's timeline of two tensors; it began 1 ms before `start_us`."""
+
+    def tensor(pid: int, name: str, at: int) -> list[Event]:
+        return [
+            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}},
+            {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
+            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": at, "pid": pid},
+            {"ph": "X", "name": "1", "ts": at + 1, "pid": pid, "dur": 0},
+            {"ph": "E", "ts": at + 2, "pid": pid},
+            {"ph": "B", "name": "ALLREDUCE", "ts": at + 3, "pid": pid},
+            {"ph": "B", "name": "MPI_ALLREDUCE", "ts": at + 3, "pid": pid},
+            {"ph": "E", "ts": at + 9, "pid": pid},
+            {"ph": "E", "ts": at + 9, "pid": pid, "args": {"dtype": "float32", "shape": "[3]"}},
+        ]
+
+    first = {"start_time_since_epoch_in_micros": BASE_NS // 1000 + start_us - 1000}
+    return [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": first},
+        {"ph": "i", "name": "CYCLE_START", "ts": 1000, "s": "g"},
+        *tensor(1, "allreduce.fc.weight", 1030),
+        *tensor(2, "allreduce.conv1.weight", 1140),
+    ]
+
+
+def make_run(folder: Path, start_us: int, ranks: int = 2, horovod: bool = False, **more: Any
+             ) -> Path:  # fmt: skip
+    profile = folder / "profile"
+    profile.mkdir(parents=True)
+    for rank in range(ranks):
+        trace = torch_trace(start_us + rank, 4000 + rank, **more)
+        (profile / f"rank-{rank}.json").write_text(json.dumps(trace))
+    if horovod:
+        text = json.dumps(horovod_timeline(start_us))
+        (profile / "horovod-timeline.json").write_text(text)
+    return folder
+
+
+def merged(runs: list[Path], *flags: str) -> Event:
+    out = runs[0].parent / "merged.json"
+    assert main([*map(str, runs), "-o", str(out), *flags]) == 0
+    trace = json.loads(out.read_text())
+    check_format(trace)
+    return trace
+
+
+def check_format(trace: Event) -> None:
+    """What Perfetto's importer and the Trace Event Format ask for: whole numbers as process and
+    thread, names for each, times that do not run backwards, spans that nest, arrows in pairs."""
+    events = trace["traceEvents"]
+    named = {"process_name": set(), "thread_name": set(), "process_sort_index": set()}
+    for event in events:
+        if event["ph"] == "M" and event["name"] in named:
+            key = event["pid"] if "process" in event["name"] else (event["pid"], event["tid"])
+            assert key not in named[event["name"]], event
+            named[event["name"]].add(key)
+    assert named["process_name"] == named["process_sort_index"]
+    tids = [tid for _, tid in named["thread_name"]]
+    assert len(set(tids) | named["process_name"]) == len(tids) + len(named["process_name"])
+    last = 0
+    stacks: dict[int, list[tuple[int, int]]] = {}
+    arrows: dict[tuple[str, int], str] = {}
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        assert event["ph"] in "Xisf" and isinstance(event["name"], str), event
+        assert event["pid"] in named["process_name"], event
+        assert (event["pid"], event["tid"]) in named["thread_name"], event
+        begin = round(event["ts"] * 1000)
+        assert begin >= last, event
+        last = begin
+        if event["ph"] == "X":
+            end = begin + round(event["dur"] * 1000)
+            assert end >= begin
+            stack = stacks.setdefault(event["tid"], [])
+            while stack and stack[-1][1] <= begin:
+                stack.pop()
+            assert not stack or end <= stack[-1][1], ("overlap", event, stack[-1])
+            stack.append((begin, end))
+        elif event["ph"] in "sf":
+            key = event["cat"], event["id"]
+            arrows[key] = arrows.get(key, "") + event["ph"]
+        else:
+            assert event["s"] == "t"
+    assert set(arrows.values()) <= {"sf"}, arrows
+
+
+def processes(trace: Event) -> dict[str, int]:
+    """Process numbers by name, in the order in which Perfetto shows them."""
+    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    order = {
+        event["pid"]: event["args"]["sort_index"]
+        for event in metadata
+        if event["name"] == "process_sort_index"
+    }
+    named = [event for event in metadata if event["name"] == "process_name"]
+    return {
+        event["args"]["name"]: event["pid"]
+        for event in sorted(named, key=lambda event: order[event["pid"]])
+    }
+
+
+def threads(trace: Event, pid: int) -> dict[str, int]:
+    return {
+        event["args"]["name"]: event["tid"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name" and event["pid"] == pid
+    }
+
+
+def find(trace: Event, name: str, process: str | None = None) -> list[Event]:
+    pid = processes(trace)[process] if process else None
+    return [
+        event
+        for event in trace["traceEvents"]
+        if event["name"] == name and (pid is None or event["pid"] == pid)
+    ]
+
+
+def test_ranks_and_horovod_stand_in_order_with_clear_names(tmp_path):
+    run = make_run(tmp_path / "hvd", 5000, horovod=True)
+    trace = merged([run])
+    assert list(processes(trace)) == [
+        "hvd, rank 0, CPU",
+        "hvd, rank 0, Horovod",
+        "hvd, rank 1, CPU",
+    ]
+    tensors = threads(trace, processes(trace)["hvd, rank 0, Horovod"])
+    assert set(tensors) == {"allreduce.fc.weight", "allreduce.conv1.weight", "cycles"}
+    assert "thread 4000 (python)" in threads(trace, processes(trace)["hvd, rank 0, CPU"])
+
+
+def test_torch_and_horovod_are_on_one_clock(tmp_path):
+    trace = merged([make_run(tmp_path / "hvd", 5000, horovod=True)])
+    (step, *_) = find(trace, "ProfilerStep#0", "hvd, rank 0, CPU")
+    negotiation, other = find(trace, "NEGOTIATE_ALLREDUCE")
+    assert negotiation["ts"] - step["ts"] == pytest.approx(30)
+    assert other["ts"] - step["ts"] == pytest.approx(140)
+    (operator, _) = find(trace, "aten::add", "hvd, rank 0, CPU")
+    assert operator["ts"] - step["ts"] == pytest.approx(10.125)
+    absolute = trace["baseTimeNanoseconds"] + round(step["ts"] * 1000)
+    assert absolute == BASE_NS + 5000 * 1000
+
+
+def test_horovods_spans_are_whole_and_know_their_tensor(tmp_path):
+    trace = merged([make_run(tmp_path / "hvd", 5000, horovod=True)])
+    span, _ = find(trace, "ALLREDUCE")
+    assert span["dur"] == 6 and span["args"] == {"dtype": "float32", "shape": "[3]"}
+    inner, _ = find(trace, "MPI_ALLREDUCE")
+    assert (inner["ts"], inner["tid"]) == (span["ts"], span["tid"])
+    assert span["tid"] == threads(trace, span["pid"])["allreduce.fc.weight"]
+    assert len(find(trace, "rank 1 is ready")) == 2
+
+
+def test_a_gpu_is_a_process_of_its_own(tmp_path):
+    trace = merged([make_run(tmp_path / "ddp", 5000, ranks=1, gpu=True)])
+    assert list(processes(trace)) == ["ddp, rank 0, CPU", "ddp, rank 0, GPU 0"]
+    assert len(find(trace, "add", "ddp, rank 0, GPU 0")) == 2
+
+
+def test_arrows_of_two_ranks_are_not_mixed(tmp_path):
+    trace = merged([make_run(tmp_path / "ddp", 5000)])
+    ids = [event["id"] for event in trace["traceEvents"] if event["ph"] == "s"]
+    assert len(ids) == 4 == len(set(ids))
+
+
+def test_runs_are_aligned_at_their_first_profiled_step(tmp_path, capsys):
+    runs = [make_run(tmp_path / "ddp", 5000), make_run(tmp_path / "hvd", 9_000_000, horovod=True)]
+    trace = merged(runs)
+    first, second = (
+        find(trace, "ProfilerStep#0", f"{name}, rank 0, CPU")[0]["ts"] for name in ("ddp", "hvd")
+    )
+    assert first == second
+    assert trace["otherData"]["hvd"] == {"shifted_by_nanoseconds": -8_995_000_000}
+    # What belongs to a run moves with it: Horovod's timeline, and the other rank.
+    assert find(trace, "NEGOTIATE_ALLREDUCE")[0]["ts"] - second == pytest.approx(30)
+    assert find(trace, "ProfilerStep#0", "hvd, rank 1, CPU")[0]["ts"] - second == 1
+    assert "begin together" in capsys.readouterr().out
+    apart = merged(runs, "--align", "none")
+    times = [find(apart, "ProfilerStep#0", f"{name}, rank 0, CPU")[0]["ts"]
+             for name in ("ddp", "hvd")]  # fmt: skip
+    assert times[1] - times[0] == 8_995_000
+
+
+def test_the_gpus_copy_of_a_step_mark_does_not_count(tmp_path, capsys):
+    """A GPU is behind the CPU: its marks would stretch the window of the profiled steps."""
+    run = make_run(tmp_path / "hvd", 5000, ranks=1, gpu=True, horovod=True)
+    timeline = horovod_timeline(5000)
+    # An allreduce after the last step of the CPU (200 us), but within the GPU's mark (520 us).
+    timeline += [{"ph": "B", "name": "ALLREDUCE", "ts": 1300, "pid": 1},
+                 {"ph": "E", "ts": 1310, "pid": 1}]  # fmt: skip
+    (run / "profile/horovod-timeline.json").write_text(json.dumps(timeline))
+    merged([run])
+    assert "2 within the profiled steps, 1 before or after" in capsys.readouterr().out
+
+
+def test_without_step_marks_it_says_by_what_it_aligned(tmp_path, capsys):
+    runs = [make_run(tmp_path / "a", 5000), make_run(tmp_path / "b", 7000, steps=0)]
+    merged(runs)
+    shown = capsys.readouterr().out
+    assert "No step is marked in b" in shown and "rank 1: no step is marked" in shown
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20, 75, 130])
+def test_an_unfinished_timeline_is_merged_as_far_as_it_goes(tmp_path, capsys, cut):
+    run = make_run(tmp_path / "hvd", 5000, horovod=True)
+    path = run / "profile/horovod-timeline.json"
+    path.write_text(path.read_text()[:-cut])
+    trace = merged([run])
+    shown = capsys.readouterr().out
+    assert "ends in the middle" in shown
+    assert len(find(trace, "ALLREDUCE")) == 2
+    unfinished = [e for e in trace["traceEvents"] if e.get("args", {}).get("unfinished")]
+    assert bool(unfinished) == ("had not ended" in shown) == (cut > 1)
+
+
+def test_an_end_whose_begin_the_timeline_has_not_is_left_out(tmp_path, capsys):
+    run = make_run(tmp_path / "hvd", 5000, horovod=True)
+    path = run / "profile/horovod-timeline.json"
+    events = json.loads(path.read_text())
+    events.insert(2, {"ph": "E", "ts": 1001, "pid": 1})
+    path.write_text(json.dumps(events))
+    trace = merged([run])
+    assert "1 had begun before it (left out)" in capsys.readouterr().out
+    assert len(find(trace, "ALLREDUCE")) == 2
+
+
+def test_where_the_merged_file_lies(tmp_path, capsys):
+    runs = [make_run(tmp_path / "block-1" / name, 5000) for name in ("a", "b")]
+    assert main([str(runs[0])]) == 0
+    assert (runs[0] / "timeline.json").exists()
+    assert main([*map(str, runs)]) == 0
+    assert (tmp_path / "block-1/timeline.json").exists()
+    assert "https://ui.perfetto.dev" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [make_run(tmp_path / block / "ddp-2", 5000, ranks=1) for block in ("b-1", "b-2")]
+    assert list(processes(merged(runs))) == ["b-1/ddp-2, rank 0, CPU", "b-2/ddp-2, rank 0, CPU"]
+
+
+def cut_trace(run: Path) -> list[str]:
+    path = run / "profile/rank-1.json"
+    path.write_text(path.read_text()[:-40])
+    return [str(run)]
+
+
+def without_base(run: Path) -> list[str]:
+    path = run / "profile/rank-0.json"
+    path.write_text(json.dumps({"traceEvents": []}))
+    return [str(run)]
+
+
+def without_start(run: Path) -> list[str]:
+    (run / "profile/horovod-timeline.json").write_text('[{"ph": "i", "name": "x", "ts": 1}]')
+    return [str(run)]
+
+
+def other_list(run: Path) -> list[str]:
+    (run / "profile/horovod-timeline.json").write_text("[1, 2]")
+    return [str(run)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (lambda run: [f"{run}-none"], "there is no such run folder"),
+        (lambda run: [str(run.parent)], "holds no profile/rank-*.json"),
+        (lambda run: [str(run), str(run)], "given twice"),
+        (lambda run: [str(run), "-o", str(run / "profile/rank-0.json")], "among the profiles"),
+        (lambda run: [str(run), "-o", str(run / "x.txt")], "ends in .json"),
+        (lambda run: [str(run), "-o", str(run / "no/x.json")], "cannot be written"),
+        (cut_trace, "rank-1.json cannot be read"),
+        (without_base, "no baseTimeNanoseconds"),
+        (without_start, "does not tell when it began"),
+        (other_list, "is no timeline of Horovod"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_is_written(tmp_path, capsys, words, said):
+    run = make_run(tmp_path / "run", 5000, horovod=True)
+    command = words(run)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_neither_torch_nor_horovod_is_needed():
+    code = (
+        "import compare.timeline, compare.parity, sys; "
+        "print(*{'torch', 'horovod', 'mpi4py'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.launch
+def test_real_profiles_of_both_engines(tmp_path, capsys):
+    """The clocks of torch and of Horovod agree: each step's allreduces lie within that step."""
+    flags = (
+        "--arch shufflenet_v2_x0_5 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 "
+        f"--batch-size 12 --threads 1 --keep-checkpoints 0 --max-steps 10 --profile-steps 3 "
+        f"--log-dir {tmp_path}"
+    )
+    for launcher, engine in (("torchrun", "ddp"), ("horovodrun --mpi", "horovod")):
+        done = launch(launcher, engine, f"{flags} --name {engine}")
+        assert done.returncode == 0, done.output
+    trace = merged([tmp_path / "ddp", tmp_path / "horovod"])
+    assert list(processes(trace)) == [
+        "ddp, rank 0, CPU", "ddp, rank 1, CPU",
+        "horovod, rank 0, CPU", "horovod, rank 0, Horovod", "horovod, rank 1, CPU",
+    ]  # fmt: skip
+    begin = min(find(trace, "ProfilerStep#1", f"ddp, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
+    other = min(
+        find(trace, "ProfilerStep#1", f"horovod, rank {rank}, CPU")[0]["ts"] for rank in (0, 1)
+    )
+    assert begin == other
+    timeline = threads(trace, processes(trace)["horovod, rank 0, Horovod"])
+    tensors = {name for name in timeline if name.startswith("allreduce.")}
+    assert "allreduce.fc.weight" in tensors
+    spans = [event for event in find(trace, "ALLREDUCE") if event["cat"] == "horovod"]
+    for number in (1, 2, 3):
+        (step,) = find(trace, f"ProfilerStep#{number}", "horovod, rank 0, CPU")
+        end = step["ts"] + step["dur"]
+        within = [e for e in spans if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end]
+        seen = [name for name, tid in timeline.items() if any(e["tid"] == tid for e in within)]
+        assert sorted(seen) == sorted(tensors), number
+    assert f"{3 * len(tensors):,} within the profiled steps" in capsys.readouterr().out
