@@ -13,6 +13,7 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `report.py | head`: whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # records.py checks what it reads, field by field; this is what it did not think of.
+        print(f"compare/report.py: {damage_text(options.comparisons, error)}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(
             f"compare/report.py: {error.filename}: {error.strerror}; --html FILE writes the page "
@@ -62,6 +67,19 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def damage_text(comparisons: list[Path], error: Exception) -> str:
+    """Say that a record is not as it should be, and where the report stumbled over it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).parent == Path(__file__).parent]
+    at = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}" if ours else "unknown"
+    where = " ".join(map(str, comparisons)) or "the newest comparison"
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return (
+        f"{where}: a record there is damaged, or of another version of this project: a value is "
+        f"not what it should be ({reason}; compare/{at})"
+    )
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -215,8 +233,11 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
 
 def replace_file(path: Path, content: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(content, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(content, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def say(text: str, options: argparse.Namespace) -> None:

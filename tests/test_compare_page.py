@@ -35,8 +35,8 @@ def browser():
         if on_ci():
             pytest.fail(remedy)
         pytest.skip(remedy)
-    api = pytest.importorskip if not on_ci() else __import__
-    api("playwright.sync_api")
+    if not on_ci():
+        pytest.importorskip("playwright.sync_api", reason="make setup installs Playwright")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
