@@ -12,7 +12,6 @@ The unit of evidence is a launch: each block starts each backend once, in random
 import argparse
 import contextlib
 import csv
-import datetime
 import importlib.util
 import io
 import json
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -41,30 +40,28 @@ from compare.chart import (
     series_colour,
     standalone,
 )
+from compare.files import replace_file, utc_stamp, write_json
 from compare.launch import (
-    busy_cpu_seconds,
+    Outcome,
     duration,
-    end_processes,
-    own_cpu_seconds,
-    start_watchdog,
+    print_line,
+    print_tail,
+    start_command,
     utc_now,
-    write_json,
+    write_outcome,
 )
 from compare.paired import MIN_BLOCKS, Estimate, estimate_ratio
 from compare.plan import (
     CONFIGURATIONS,
     REMOVED_VARIABLES,
     ROOT,
-    RUN_MARK,
     UserError,
-    run_environment,
     set_variables,
 )
-from compare.plan_file import most_on_a_host, read_hosts
+from compare.plan_file import most_on_a_host, positive, read_hosts
 from compare.preflight import LEAST_LOAD, LEAST_LOAD_PER_CORE, busy_cores, other_load_warnings
 
 TABLE_WIDTH = 100
-TAIL_LINES = 20  # of a failed launch's output that are shown
 WIRES = ("fp32", "fp16")
 UNSTEADY = 2.0  # ratio of the quartiles of the repetitions, from which on it is told
 GAP = 18  # between the plot's two charts
@@ -274,13 +271,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
-
-
 def size_bytes(text: str) -> int:
     """Return the bytes of `4096`, `4K` or `256M`."""
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
@@ -353,15 +343,12 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         outcome = launch(name, options, place)
         left = (time.monotonic() - began) / number * (len(launches) - number)
         ending = f"   about {duration(left)} left" if left else ""
-        if outcome["status"] == "completed":
-            print_line(f"{label}   {outcome['seconds']:5.1f} s{ending}")
+        if outcome.status == "completed":
+            print_line(f"{label}   {outcome.seconds:5.1f} s{ending}")
         else:
             failed.add(name)
-            print_line(f"{label}   {outcome['status'].upper()}: no more launches of {name}")
-            log = place / "output.log"
-            for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
-                print(f"        | {line}")
-            print(f"        all of it: {log}", flush=True)
+            print_line(f"{label}   {outcome.status.upper()}: no more launches of {name}")
+            print_tail(place / "output.log")
 
 
 def order(options: argparse.Namespace, block: int) -> list[str]:
@@ -384,44 +371,23 @@ def load_warnings(options: argparse.Namespace) -> list[str]:
     return [*lines, *other_load_warnings(busy_cores(seconds=1.0))]
 
 
-def launch(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """Start a backend once, wait for its end, leave no process of it, write how it ended."""
     folder.mkdir(parents=True)
     out = folder / "measurements.jsonl"
-    command = BACKENDS[name].command(options, out)
-    (folder / "command.txt").write_text(shlex.join(command) + "\n")
-    mark = f"{os.getpid()}-{time.time_ns()}"
-    busy, own = busy_cpu_seconds(), own_cpu_seconds()
-    began = time.monotonic()
-    with (folder / "output.log").open("wb") as log, start_watchdog(mark):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=run_environment() | {RUN_MARK: mark},
-            start_new_session=True,
-        )
+
+    def wait(process: subprocess.Popen[bytes]) -> str:
         try:
             process.wait(options.timeout)
-            status = "completed" if process.returncode == 0 and out.exists() else "failed"
         except subprocess.TimeoutExpired:
-            status = "timed out"
-        finally:
-            left = end_processes(process, mark)
-    seconds = time.monotonic() - began
-    busy, own = busy_cpu_seconds() - busy, own_cpu_seconds() - own
-    # What was killed is not among the processes that were waited for.
-    is_counted = status == "completed" and left == 0
-    outcome = {
-        "status": status,
-        "exit_code": process.returncode,
-        "seconds": round(seconds, 3),
-        "leftover_processes": left,
-        "other_load": max(0.0, busy - own) / seconds if is_counted else None,
-        "ended_utc": utc_now(),
-    }
-    write_json(folder / "outcome.json", outcome)
+            return "timed out"
+        return "ended"
+
+    outcome = start_command(BACKENDS[name].command(options, out), folder, wait)
+    if outcome.status == "ended":
+        is_good = outcome.exit_code == 0 and out.exists()
+        outcome = replace(outcome, status="completed" if is_good else "failed")
+    write_outcome(folder, outcome)
     return outcome
 
 
@@ -435,15 +401,6 @@ def dry_run_lines(options: argparse.Namespace, folder: Path) -> list[str]:
         lines.append(f"mkdir -p {shlex.quote(str(place))}")
         lines.append(shlex.join(BACKENDS[name].command(options, place / "measurements.jsonl")))
     return lines
-
-
-def print_line(text: str) -> None:
-    """Print a finished line, over the running one on a terminal."""
-    print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
-
-
-def utc_stamp() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
 
 
 # -- Reading a folder ------------------------------------------------------------------------------
@@ -548,9 +505,9 @@ def report(measurement: Measurement, options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, as_json(measurement))
     if options.csv is not None:
-        write_whole(options.csv, as_csv(measurement))
+        replace_file(options.csv, as_csv(measurement))
     if options.svg is not None:
-        write_whole(options.svg, plot(measurement))
+        replace_file(options.svg, plot(measurement))
     return 1 if measurement.failed else 0
 
 
@@ -866,13 +823,6 @@ def plot(measurement: Measurement) -> str:
         f' font-size="{FONT_SIZE}"><title>{title}</title>{"".join(parts)}</svg>'
     )
     return standalone(whole)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from compare.files import write_json
 from compare.plan import RUN_MARK, Run, run_environment
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
+TAIL_LINES = 20  # of a failed run's output that are shown
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,34 @@ def start_and_wait(
     log_dir = log_dir or (comparison / run.folder).parent
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
-    command = run.command(log_dir)
+    line = LiveLine(label, folder, seconds_left)
+    outcome = start_command(
+        run.command(log_dir),
+        folder,
+        lambda process: wait(process, folder, timeout, line, end_after_steps),
+        counts_load=run.configuration.launcher != "srun",  # Slurm's daemon starts those tasks
+    )
+    if outcome.status == "ended":
+        is_good = outcome.exit_code == 0 and (folder / "summary.json").exists()
+        outcome = replace(outcome, status="completed" if is_good else "failed")
+    elif outcome.status == "warm":
+        outcome = replace(outcome, status="completed")
+    write_outcome(folder, outcome)
+    return outcome
+
+
+def start_command(
+    command: list[str],
+    folder: Path,
+    wait: Callable[[subprocess.Popen[bytes]], str],
+    counts_load: bool = True,
+) -> Outcome:
+    """Start a command, its output in `folder`, and leave no process of it, whatever happens.
+
+    `wait` returns how it ended, which becomes the outcome's status: "ended" if on its own.
+    """
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
     mark = f"{os.getpid()}-{time.time_ns()}"
-    environment = run_environment() | {RUN_MARK: mark}
-    line = LiveLine(label, folder, seconds_left)
     busy, own = busy_cpu_seconds(), own_cpu_seconds()
     began = time.monotonic()
     with (folder / "output.log").open("wb") as log, start_watchdog(mark):
@@ -67,29 +93,24 @@ def start_and_wait(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=run_environment() | {RUN_MARK: mark},
             start_new_session=True,
         )
         try:
-            status = wait(process, folder, began + timeout, line, end_after_steps)
+            status = wait(process)
         finally:
             # Also after a normal end: what a launcher leaves behind would slow the next run.
             left = end_processes(process, mark)
     seconds = time.monotonic() - began
     busy, own = busy_cpu_seconds() - busy, own_cpu_seconds() - own
-    exit_code = process.returncode
-    # What was killed, and tasks that Slurm's own daemon started, are not among our children.
-    is_counted = status == "ended" and left == 0 and run.configuration.launcher != "srun"
+    # What was killed is not among the children that were waited for.
+    is_counted = counts_load and status == "ended" and left == 0
     other_load = round(max(0.0, busy - own) / seconds, 3) if is_counted else None
-    if status == "ended" and exit_code == 0 and (folder / "summary.json").exists():
-        status = "completed"
-    elif status == "ended":
-        status = "failed"
-    if status == "warm":
-        status = "completed"
-    outcome = Outcome(status, exit_code, round(seconds, 3), left, other_load)
+    return Outcome(status, process.returncode, round(seconds, 3), left, other_load)
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
     write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
-    return outcome
 
 
 def busy_cpu_seconds() -> float:
@@ -179,6 +200,18 @@ class LiveLine:
         print(f"\r{text}", end="\033[K", flush=True)
 
 
+def print_line(text: str) -> None:
+    """Print a finished line, over the running one on a terminal."""
+    print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
+
+
+def print_tail(log: Path) -> None:
+    """Print the end of a failed run's output, and where all of it is."""
+    for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+        print(f"        | {line}")
+    print(f"        all of it: {log}", flush=True)
+
+
 def last_step(metrics: Path) -> dict[str, Any] | None:
     """Return the last step line of a metrics.jsonl, by reading its end alone: it may be long."""
     try:
@@ -206,19 +239,19 @@ def duration(seconds: float) -> str:
 def wait(
     process: subprocess.Popen[bytes],
     folder: Path,
-    deadline: float,
+    timeout: float,
     line: LiveLine,
     end_after_steps: int | None,
 ) -> str:
-    """Wait for the launcher's end, the deadline, or the steps that a warm-up is to make."""
+    """Wait for the launcher's end, the time limit, or the steps that a warm-up is to make."""
     began = time.monotonic()
     while process.poll() is None:
-        now = time.monotonic()
-        if now > deadline:
+        elapsed = time.monotonic() - began
+        if elapsed > timeout:
             return "timed out"
         if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
             return "warm"
-        line.show(now - began)
+        line.show(elapsed)
         time.sleep(0.1)
     return "ended"
 
@@ -284,13 +317,6 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file so that it is there whole or not at all, whatever happens."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    draft.replace(path)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Exit code: 0 equal or within the tolerance, 1 diverged, 2 a mistake in what was 
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import re
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from compare.files import utc_stamp
 from compare.launch import start_and_wait
 from compare.plan import (
     CONFIGURATIONS,
@@ -42,6 +42,7 @@ from compare.plan import (
     UserError,
     flag_name,
 )
+from compare.plan_file import positive
 from compare.run import check_tools
 
 WIDTH = 100  # columns
@@ -646,8 +647,7 @@ def run_both(options: argparse.Namespace) -> tuple[Path, Path]:
     )  # fmt: skip
     configurations = [CONFIGURATIONS[name] for name in options.configurations]
     check_tools(Plan(configurations=tuple(options.configurations), workers=(options.workers,)))
-    now = datetime.datetime.now(datetime.timezone.utc)
-    folder = options.out or Path("runs") / now.strftime("parity-%Y%m%d-%H%M%S")
+    folder = options.out or Path("runs") / f"parity-{utc_stamp()}"
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: take another --out DIR")
     folders = []
@@ -873,13 +873,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     options.steps = options.steps or DEFAULT_STEPS
     options.timeout = options.timeout or 1800
     return options
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
 
 
 def not_negative_int(text: str) -> int:

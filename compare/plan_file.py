@@ -17,6 +17,7 @@ A plan file names what `python compare/run.py --help` names, with _ in the place
     flags = "--arch vgg16"
 """
 
+import argparse
 import difflib
 import re
 import shlex
@@ -235,6 +236,14 @@ def read_percentage(text: str) -> float:
     if found is None:
         raise UserError(f"--until-interval {text}: write a percentage, as in 2%")
     return float(found[1]) / 100
+
+
+def positive(text: str) -> int:
+    """Read a flag's whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
 
 
 def list_plans() -> str:

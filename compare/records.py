@@ -4,6 +4,7 @@ import json
 import numbers
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ ENVIRONMENT_FIELDS = (
     "device_name", "cpu_model", "cores", "threads", "python", "torch", "torchvision", "horovod",
     "mpi", "cuda", "command", "started_utc", "git_commit",
 )  # fmt: skip
+ENVIRONMENT_TYPES: dict[str, type] = {
+    "hosts": list, "cores": int, "threads": int, "variables": dict, "command": list,
+}  # fmt: skip
 # What a run measured beside its throughput. A part may be missing or null, and so may each of its
 # figures: then it was not measured.
 PHASE_NUMBERS = (
@@ -89,19 +93,23 @@ class RunRecord:
         return f"{engine} ({self.launcher}, {self.summary['transport']})"
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the lines of one kind of metrics.jsonl. Read anew each time: seldom needed."""
+        """Return the lines of one kind of metrics.jsonl."""
+        return self.metrics_by_kind.get(kind, [])
+
+    @cached_property
+    def metrics_by_kind(self) -> dict[str, list[dict[str, Any]]]:
+        """metrics.jsonl, read when it is first asked for: a long training has many lines."""
         path = self.folder / "metrics.jsonl"
-        lines = []
+        lines: dict[str, list[dict[str, Any]]] = {}
         for number, text in enumerate(read_text(path).splitlines(), start=1):
             try:
                 line = json.loads(text)
             except ValueError as error:
                 raise RecordError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(line, dict) or "kind" not in line:
+            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 raise RecordError(f"{path}, line {number}: the field 'kind' is missing")
-            if line["kind"] == kind:
-                check_numbers(line, METRIC_NUMBERS[kind], f"{path}, line {number}")
-                lines.append(line)
+            check_numbers(line, METRIC_NUMBERS.get(line["kind"], ()), f"{path}, line {number}")
+            lines.setdefault(line["kind"], []).append(line)
         return lines
 
 
@@ -303,6 +311,13 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         run.environment = read_object(folder / "environment.json")
         for field in ENVIRONMENT_FIELDS:
             require(run.environment, field, folder / "environment.json")
+        for field, kind in ENVIRONMENT_TYPES.items():
+            value = run.environment.get(field, kind())
+            if not isinstance(value, kind):
+                raise RecordError(
+                    f"{folder / 'environment.json'}: {field} is {value!r}, which is not of type "
+                    f"{kind.__name__}"
+                )
         run.config = read_object(folder / "config.json")
         check_place(run.config, planned["folder"], folder / "config.json")
     return run

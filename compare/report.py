@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from compare.files import replace_file
 from compare.records import (
     Comparison,
     RecordError,
@@ -229,15 +230,6 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
     say(f"{'the whole report' if path.suffix == '.html' else 'written'}: {path}", options)
-
-
-def replace_file(path: Path, content: str) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(content, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def say(text: str, options: argparse.Namespace) -> None:

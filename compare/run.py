@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from compare import preflight
-from compare.launch import Outcome, duration, start_and_wait, utc_now, write_json
+from compare.files import write_json
+from compare.launch import Outcome, duration, print_line, print_tail, start_and_wait, utc_now
 from compare.options import make_plan, parse_options
 from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import (
@@ -44,7 +45,6 @@ from compare.plan import (
 from compare.plan_file import list_plans
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
-TAIL_LINES = 20  # of a failed run's output that are shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -462,22 +462,11 @@ def show_outcome(
             code = " (exit code 0, but no summary.json)"
         after = duration(outcome.seconds)
         print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
-        for line in last_lines(folder / "output.log"):
-            print(f"        | {line}")
-        print(f"        all of it: {folder / 'output.log'}", flush=True)
+        print_tail(folder / "output.log")
     if outcome.leftover_processes:
         number = outcome.leftover_processes
         noun = "process was" if number == 1 else "processes were"
         print(f"        {number} {noun} left behind and killed")
-
-
-def print_line(text: str) -> None:
-    """Print a finished line, over the running one on a terminal."""
-    print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
-
-
-def last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compare.files import replace_file
 from compare.plan import UserError
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
@@ -341,12 +342,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
     """Write the merged file whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(json.dumps(trace, separators=(",", ":")))
-        draft.replace(path)
+        replace_file(path, json.dumps(trace, separators=(",", ":")))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 

@@ -213,6 +213,14 @@ def test_a_missing_field_is_named_with_its_file(tmp_path, file, field):
         load_comparison(folder)
 
 
+@pytest.mark.parametrize(("field", "value"), [("hosts", "node"), ("cores", "2"), ("variables", [])])
+def test_a_field_of_another_type_is_named_with_its_file(tmp_path, field, value):
+    folder = make_comparison(tmp_path / "compare-1")
+    edit(folder / "block-1/ddp-torchrun-1/environment.json", **{field: value})
+    with pytest.raises(RecordError, match=rf"environment\.json: {field} is .*, which is not of"):
+        load_comparison(folder)
+
+
 def test_more_fields_are_no_error(tmp_path):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1/summary.json", tomorrow=1)
