@@ -1,0 +1,115 @@
+"""Keep a measurement in results/, small enough for a repository and without this machine's paths.
+
+    python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
+
+Copies what the trainers and run.py (or collectives.py) wrote into
+results/MACHINE/DATE-QUESTION/, and its report beside it. Left out: warm-ups, TensorBoard's files
+(metrics.jsonl holds the same), checkpoints, traces and profiles. The home directory becomes ~, and
+the project's own folder a dot.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from compare import collectives, report
+from compare.plan import ROOT, UserError
+from compare.records import RecordError
+
+# Of a run's folder, and of the comparison's.
+LEFT_OUT = (
+    "warm-up",
+    "tensorboard",
+    "checkpoints",
+    "traces",
+    "profile",
+    "lock",
+    "plots",
+    "*.draft",
+)
+KEPT = {".json", ".jsonl", ".txt", ".log", ".md", ".html", ".svg", ".csv"}
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Keep what the command line names and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python compare/keep.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a finished measurement, as under runs/")
+    add("--machine", required=True, metavar="NAME", help="short, such as 2-core-xeon")
+    add("--question", required=True, metavar="NAME", help="what it answers, such as wire-format")
+    add("--results", type=Path, default=ROOT / "results", metavar="DIR", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    try:
+        for flag in ("machine", "question"):
+            if not NAME.fullmatch(name := getattr(options, flag)):
+                raise UserError(f"--{flag} {name}: write small letters, digits, dots and hyphens")
+        kept = keep(options.folder, options.results / options.machine, options.question)
+    except (UserError, RecordError, OSError) as error:
+        print(f"compare/keep.py: {error}", file=sys.stderr)
+        return 2
+    print(f"kept: {kept}")
+    return 0
+
+
+def keep(folder: Path, machine: Path, question: str) -> Path:
+    """Copy a measurement with its report and return the copy's folder; nothing is overwritten."""
+    plan = next(
+        (folder / n for n in ("plan.json", "collectives.json") if (folder / n).exists()), None
+    )
+    if plan is None:
+        raise UserError(f"{folder}: holds neither a plan.json nor a collectives.json")
+    date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text())
+    if date is None:
+        raise UserError(f"{plan}: has no date in its field created_utc")
+    target = machine / f"{date[1]}-{question}"
+    if target.exists():
+        raise UserError(f"{target} exists: take another --question, or delete it")
+    workshop = machine / ".draft"
+    draft = workshop / target.name  # the report says what folder it is of
+    shutil.rmtree(workshop, ignore_errors=True)
+    try:
+        shutil.copytree(folder, draft, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for path in sorted(p for p in draft.rglob("*") if p.is_file()):
+            if path.suffix not in KEPT:
+                path.unlink()
+            else:
+                path.write_text(without_paths(path.read_text(errors="replace")))
+        write_report(draft, is_comparison=plan.name == "plan.json")
+        draft.rename(target)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return target
+
+
+def without_paths(text: str) -> str:
+    """Replace the project's folder and the home directory, which say nothing elsewhere."""
+    return text.replace(f"{ROOT}/", "./").replace(f"{Path.home()}/", "~/")
+
+
+def write_report(folder: Path, is_comparison: bool) -> None:
+    """Write the report as a page and as text; RecordError or UserError if there is none to make."""
+    text = io.StringIO()
+    if is_comparison:
+        arguments = [str(folder), "--markdown", str(folder / "report.md"), "--html"]
+        with contextlib.redirect_stdout(text):
+            status = report.main(arguments)
+    else:
+        arguments = ["--show", str(folder), "--svg", str(folder / "allreduce.svg")]
+        with contextlib.redirect_stdout(text):
+            status = collectives.main(arguments)
+        (folder / "report.txt").write_text(text.getvalue().lstrip())
+    if status:
+        raise UserError(f"{folder}: there is no report to be made of it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What is kept in results/: whole, small, and free of this machine's paths."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_compare_records import edit, make_comparison
+
+from compare import keep, report
+from compare.plan import ROOT
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    folder = make_comparison(tmp_path / "runs/compare-1")
+    run = folder / "block-1/ddp-torchrun-1"
+    edit(run / "config.json", cache_dir=str(Path.home() / ".cache/x"))
+    (run / "output.log").write_text(f"{ROOT}/ddp_train/train.py said something\n")
+    (run / "tensorboard").mkdir()
+    (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff\xfe")
+    (run / "model.pt").write_bytes(b"\xff" * 100)
+    (folder / "warm-up/ddp-torchrun-1").mkdir(parents=True)
+    (folder / "warm-up/ddp-torchrun-1/output.log").write_text("warm")
+    (folder / "lock").write_text("123")
+    return folder
+
+
+def words(folder: Path, results: Path) -> list[str]:
+    return [str(folder), "--machine", "m", "--question", "engines", "--results", str(results)]
+
+
+def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
+    assert keep.main(words(comparison, tmp_path / "results")) == 0
+    kept = tmp_path / "results/m/2026-11-21-engines"
+    assert capsys.readouterr().out == f"kept: {kept}\n"
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+    files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
+    assert {"plan.json", "report.md", "report.html"} <= files
+    assert not [name for name in files if name.startswith(("warm-up", "lock")) or "tensor" in name]
+    assert not [name for name in files if name.endswith(".pt")]
+    run = kept / "block-1/ddp-torchrun-1"
+    assert json.loads((run / "config.json").read_text())["cache_dir"] == "~/.cache/x"
+    assert (run / "output.log").read_text() == "./ddp_train/train.py said something\n"
+    assert "draft" not in (kept / "report.html").read_text()
+    # The copy says what the original says.
+    assert report.main([str(comparison), "--markdown"]) == 0
+    original = capsys.readouterr().out.replace(f"{Path.home()}/", "~/")
+    assert original.strip() == (kept / "report.md").read_text().strip()
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, capsys):
+    results = tmp_path / "results"
+    assert keep.main(words(comparison, results)) == 0
+    assert keep.main(words(comparison, results)) == 2
+    assert "exists: take another --question" in capsys.readouterr().err
+    edit(comparison / "block-1/ddp-torchrun-1/summary.json", images_per_second="fast")
+    other = [*words(comparison, results)[:-1], str(tmp_path / "other")]
+    assert keep.main(other) == 2
+    assert list((tmp_path / "other/m").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "Big", "../x"])
+def test_a_name_that_is_no_folder_name_is_refused(comparison, tmp_path, name, capsys):
+    assert keep.main([str(comparison), "--machine", name, "--question", "q"]) == 2
+    assert "write small letters" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_plan_is_refused(tmp_path, capsys):
+    assert keep.main(words(tmp_path, tmp_path / "results")) == 2
+    assert "holds neither a plan.json nor" in capsys.readouterr().err
