@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
-from mpi4py import MPI
 
 from recipe.allreduce import Backend, Options, measure, parse_options
 from recipe.errors import UserError, one_message
-from recipe.world import World, lone_copy_message, read_world
+from recipe.world import World, lone_copy_message, prepare_mpi, read_world
+
+prepare_mpi(read_world())
+from mpi4py import MPI  # its import initialises MPI
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], object]:

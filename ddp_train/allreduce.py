@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_train.rendezvous import meeting_point
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.errors import one_message
-from recipe.world import World, isolate_mpi_singleton, read_world
+from recipe.world import World, read_world
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
@@ -37,7 +37,6 @@ def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
 def main(options: Options, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     device = pick_device(options, world)
-    isolate_mpi_singleton(world)
     transport = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(transport, **meeting_point(world))
 

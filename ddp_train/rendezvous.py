@@ -9,7 +9,7 @@ import psutil
 import torch.distributed as dist
 
 from recipe.errors import UserError
-from recipe.world import World, lone_copy_message
+from recipe.world import World, lone_copy_message, prepare_mpi
 
 
 def meeting_point(world: World) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> str:
 
 def _store_through_mpi(world: World) -> dist.Store:
     """A store on a free port of rank 0's host; MPI carries its address to the other ranks."""
+    prepare_mpi(world)
     try:
         from mpi4py import MPI
     except ImportError:

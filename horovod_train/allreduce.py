@@ -12,7 +12,7 @@ import torch
 
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.errors import UserError, fail, one_message
-from recipe.world import World, isolate_mpi_singleton, lone_copy_message, read_world
+from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 try:
     import horovod.torch as hvd
@@ -42,7 +42,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
 def main(options: Options, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     device = pick_device(options, world)
-    isolate_mpi_singleton(world)
+    prepare_mpi(world)
     hvd.init()
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)

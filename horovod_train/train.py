@@ -8,7 +8,7 @@ that the two engines ask for differently. What knows no engine is in recipe/.
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, fail, one_message
-from recipe.world import World, isolate_mpi_singleton, lone_copy_message, read_world
+from recipe.world import World, prepare_mpi, lone_copy_message, read_world
 
 if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
@@ -47,7 +47,7 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    isolate_mpi_singleton(world)
+    prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
     hvd.init()

@@ -70,9 +70,10 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins. The launcher then ends the rest.
     """
-    if message and world.rank != 0:
+    if world.rank != 0:
+        # Also without a message: the launcher would end rank 0 before it has told its own.
         time.sleep(OTHER_RANK_DELAY_S)
-        message = f"[rank {world.rank} on {world.host}] {message}"
+        message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
         turn = _take_the_word() if world.size > 1 else None
         if world.size > 1 and turn is None:

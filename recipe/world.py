@@ -93,12 +93,17 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
     )
 
 
-def isolate_mpi_singleton(world: World) -> None:
-    """Let MPI_Init work in a process that no MPI launcher started; call it before anything
-    initialises MPI.
+def prepare_mpi(world: World) -> None:
+    """Let MPI_Init find what it needs; call it before anything initialises MPI.
 
-    Open MPI's singletons start a helper daemon found under the prefix that Open MPI was built with,
-    which does not exist where it was installed from a wheel. A single process needs no daemon.
+    An Open MPI that was installed from a wheel does not lie under the prefix that it was built
+    with. Its mpirun passes the right one on to ranks on its own host by OPAL_PREFIX; to ranks on
+    other hosts only what it started there for PMIx does, by another name.
+
+    A process that no MPI launcher started is a singleton, which would start a helper daemon found
+    under that prefix. A single process needs no daemon.
     """
+    if "PMIX_INSTALL_PREFIX" in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
     if world.launcher in ("none", "torchrun"):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

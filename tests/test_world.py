@@ -5,7 +5,7 @@ import socket
 import pytest
 from making import a_world
 
-from recipe.world import LAUNCHERS, World, isolate_mpi_singleton, lone_copy_message, read_world
+from recipe.world import LAUNCHERS, World, lone_copy_message, prepare_mpi, read_world
 
 HOST = socket.gethostname()
 
@@ -115,8 +115,18 @@ def test_an_unknown_launcher() -> None:
 def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     variables: dict[str, str] = {}
     monkeypatch.setattr("os.environ", variables)
-    isolate_mpi_singleton(a_world(launcher=launcher))
+    prepare_mpi(a_world(launcher=launcher))
     assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
     variables["OMPI_MCA_ess_singleton_isolated"] = "0"  # whoever set it knows better
-    isolate_mpi_singleton(a_world(launcher=launcher))
+    prepare_mpi(a_world(launcher=launcher))
     assert variables["OMPI_MCA_ess_singleton_isolated"] == "0"
+
+
+def test_a_rank_on_another_host_finds_its_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"PMIX_INSTALL_PREFIX": "/where/mpirun/lies"}
+    monkeypatch.setattr("os.environ", variables)
+    prepare_mpi(a_world(launcher="mpirun"))
+    assert variables["OPAL_PREFIX"] == "/where/mpirun/lies"
+    variables["OPAL_PREFIX"] = "/mine"
+    prepare_mpi(a_world(launcher="mpirun"))
+    assert variables["OPAL_PREFIX"] == "/mine"
