@@ -100,10 +100,15 @@ def prepare_mpi(world: World) -> None:
     with. Its mpirun passes the right one on to ranks on its own host by OPAL_PREFIX; to ranks on
     other hosts only what it started there for PMIx does, by another name.
 
+    Who waits for a message in Open MPI looks for it again and again. Horovod's background thread
+    waits most of the time, and where the ranks' threads fill all cores that would keep one of them
+    from computing; so it offers its core to others between two looks.
+
     A process that no MPI launcher started is a singleton, which would start a helper daemon found
     under that prefix. A single process needs no daemon.
     """
     if "PMIX_INSTALL_PREFIX" in os.environ:
         os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if world.launcher in ("none", "torchrun"):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
