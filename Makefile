@@ -5,7 +5,7 @@
 #   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test lint lock clean
+.PHONY: help setup compare doctor test test-cluster lint lock clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BIN := $(abspath $(VENV))/bin
 IN_VENV := PATH="$(BIN):$$PATH"
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
 
 setup:  ## create the environment, install everything, build Horovod
@@ -25,8 +25,14 @@ compare: setup  ## train the digits with both engines, side by side, and report
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \
 		$(IN_VENV) python compare/report.py && exit $$status
 
+doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
+	$(IN_VENV) python compare/doctor.py $(ARGS)
+
 test: setup  ## run all tests
 	$(IN_VENV) python -m pytest tests $(ARGS)
+
+test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
+	$(IN_VENV) python -m pytest tests/cluster $(ARGS)
 
 lint: setup  ## check style, types, imports and spelling
 	$(IN_VENV) ruff check .

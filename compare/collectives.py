@@ -40,7 +40,9 @@ from compare.chart import (
     series_colour,
     standalone,
 )
+from compare.errors import UserError
 from compare.files import replace_file, utc_stamp, write_json
+from compare.hosts import most_on_a_host, read_hosts
 from compare.launch import (
     Outcome,
     duration,
@@ -55,10 +57,9 @@ from compare.plan import (
     CONFIGURATIONS,
     REMOVED_VARIABLES,
     ROOT,
-    UserError,
     set_variables,
 )
-from compare.plan_file import most_on_a_host, positive, read_hosts
+from compare.plan_file import positive
 from compare.preflight import LEAST_LOAD, LEAST_LOAD_PER_CORE, busy_cores, other_load_warnings
 
 TABLE_WIDTH = 100
@@ -80,7 +81,8 @@ class Backend:
     def command(self, options: argparse.Namespace, out: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
         name = self.configuration if options.hosts is None else self.configuration_on_hosts
-        words = CONFIGURATIONS[name].launch_words(options.workers, options.hosts)
+        configuration = replace(CONFIGURATIONS[name], interface=options.network_interface)
+        words = configuration.launch_words(options.workers, options.hosts)
         script = ROOT / self.script
         if script.is_relative_to(Path.cwd()):
             script = script.relative_to(Path.cwd())
@@ -225,6 +227,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         metavar="A:2,B:2",
         help="hosts and their slots; the first must see the results folder (default: this host)",
     )
+    add("--network-interface", metavar="NAME", help="that connects the hosts, such as eth0")
     add("--backends", nargs="+", choices=BACKENDS, metavar="NAME",
         help=f"of {', '.join(BACKENDS)} (default: all); the first is what others are compared "
         "with")  # fmt: skip
@@ -318,6 +321,7 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         "backends": options.backends,
         "workers": options.workers,
         "hosts": options.hosts,
+        "network_interface": options.network_interface,
         "blocks": options.blocks,
         "sizes": options.sizes,
         "wires": options.wires,

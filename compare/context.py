@@ -86,8 +86,8 @@ def plan_words(plan: dict[str, Any]) -> list[str]:
     if plan["until_interval"] is not None:
         words += ["--until-interval", f"{100 * plan['until_interval']:g}%"]
     default = Plan()
-    for field in ("hosts", "global_batch_size", "global_learning_rate", "max_blocks",
-                  "phase_steps", "timeout"):  # fmt: skip
+    for field in ("hosts", "network_interface", "global_batch_size", "global_learning_rate",
+                  "max_blocks", "phase_steps", "timeout"):  # fmt: skip
         value = plan.get(field)
         if value is not None and value != getattr(default, field):
             flag = f"--{field.replace('_', '-')}"

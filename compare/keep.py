@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 from compare import collectives, report
-from compare.plan import ROOT, UserError
+from compare.errors import UserError
+from compare.plan import ROOT
 from compare.records import RecordError
 
 # Of a run's folder, and of the comparison's.

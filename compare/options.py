@@ -5,21 +5,20 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+from compare.errors import UserError
+from compare.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
 from compare.paired import MIN_BLOCKS_TO_STOP
 from compare.plan import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
     Plan,
-    UserError,
     flag_name,
 )
 from compare.plan_file import (
     check_plan,
     find_plan_file,
-    most_on_a_host,
     read_case,
     read_definition,
-    read_hostfile,
     read_pair,
     read_percentage,
     read_plan_file,
@@ -95,10 +94,16 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     add(
         "--hosts",
         metavar="HOST:N,...",
-        help="hosts with the number of workers that each takes (default: this one)",
+        help="hosts with the number of workers that each takes, or `slurm`: those of this "
+        "allocation (default: this host)",
     )
     add(
         "--hostfile", type=Path, metavar="FILE", help="the same in lines of the form 'name slots=N'"
+    )
+    add(
+        "--network-interface",
+        metavar="NAME",
+        help="that connects the hosts, such as eth0 (default: the launchers look for one)",
     )
     add(
         "--global-batch-size",
@@ -193,6 +198,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
         for name, value in vars(options).items()
         if name in {item.name for item in fields(Plan)} and value is not None
     }
+    if options.hosts == SLURM:
+        values["hosts"] = read_allocation(os.environ)
     if options.hostfile is not None:
         if options.hosts is not None:
             raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")

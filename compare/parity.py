@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from compare.errors import UserError
 from compare.files import utc_stamp
 from compare.launch import start_and_wait
 from compare.plan import (
@@ -39,7 +40,6 @@ from compare.plan import (
     RESERVED_FLAGS,
     Plan,
     Run,
-    UserError,
     flag_name,
 )
 from compare.plan_file import positive

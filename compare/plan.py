@@ -11,6 +11,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from compare.errors import UserError
+from compare.hosts import interface_variables, is_only_here, placement
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 
@@ -39,13 +42,11 @@ REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
 
+RENDEZVOUS_PORT = 29400  # torchrun's own default, on the first of several hosts
+
 RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
 
 ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
-
-
-class UserError(Exception):
-    """Something that the user can set right; shown without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Configuration:
     controller: str = ""  # horovodrun only: what it passes the messages with
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    interface: str | None = None  # of the network between hosts; None: the launcher finds one
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables that this configuration's processes get beside the user's."""
+        return interface_variables(self.interface) | self.environment
 
     def launch_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
@@ -70,26 +77,56 @@ class Configuration:
         Variables reach the ranks by themselves on this host. On others, horovodrun passes all of
         them on, and so does srun; mpirun only those that it is told.
         """
+        own = [f"{name}={value}" for name, value in self.variables.items()]
+        return [*(["env", *own] if own else []), *self.launcher_words(workers, hosts)]
+
+    def launcher_words(self, workers: int, hosts: str | None) -> list[str]:
+        """Return the launcher and its flags."""
         n = str(workers)
         if self.launcher == "torchrun":
-            return ["torchrun", "--standalone", "--nproc-per-node", n]
+            if is_only_here(workers, hosts):
+                return ["torchrun", "--standalone", "--nproc-per-node", n]
+            assert hosts is not None
+            return self.torchrun_words(placement(workers, hosts))
         if self.launcher == "srun":
             return ["srun", "--ntasks", n, "--cpu-bind=none", "--export=ALL", "python"]
         on_hosts = [] if hosts is None else ["-H", hosts]
         if self.launcher == "horovodrun":
+            if self.interface and hosts is not None:
+                on_hosts += ["--network-interface", self.interface]
             return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
         if hosts is None:
             return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
+        return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), "python"]
+
+    def torchrun_words(self, placed: dict[str, int]) -> list[str]:
+        """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
+        ends with them. The ranks meet at the first host, by torchrun's own rendezvous."""
+        first, *_ = placed
+        on_each = set(placed.values())
+        if len(on_each) > 1:
+            told = ", ".join(f"{count} on {host}" for host, count in placed.items())
+            raise UserError(
+                f"{self.name}: torchrun takes the same number of workers on each host, which "
+                f"{told} are not; give other --workers or --hosts, or take ddp-mpirun"
+            )
+        one_each = ",".join(f"{host}:1" for host in placed)
+        return [
+            "mpirun", "-np", str(len(placed)), "-H", one_each, *self.placing_words(),
+            "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{RENDEZVOUS_PORT}",
+        ]  # fmt: skip
+
+    def placing_words(self) -> list[str]:
+        """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them."""
         exported = [word for name in self.names_for_other_hosts() for word in ("-x", name)]
-        # Host by host, as horovodrun fills them.
-        placing = ["--bind-to", "none", "--map-by", "slot"]
-        return ["mpirun", "-np", n, *on_hosts, *placing, *exported, "python"]
+        return ["--bind-to", "none", "--map-by", "slot", *exported]
 
     def names_for_other_hosts(self) -> list[str]:
         """Return the variables that mpirun takes to other hosts: only those that have a value."""
         known = os.environ.keys() | set_variables().keys()
         needed = {name for name in NEEDED_ELSEWHERE if name in known}
-        return sorted(needed | steering_variables().keys() | self.environment.keys())
+        return sorted(needed | steering_variables().keys() | self.variables.keys())
 
 
 CONFIGURATIONS = {
@@ -146,9 +183,7 @@ class Run:
         trainer = ROOT / TRAINERS[self.configuration.engine]
         if trainer.is_relative_to(Path.cwd()):
             trainer = trainer.relative_to(Path.cwd())
-        own = self.configuration.environment
-        words = ["env", *(f"{name}={value}" for name, value in own.items())] if own else []
-        words += [*self.configuration.launch_words(self.workers, self.hosts), str(trainer)]
+        words = [*self.configuration.launch_words(self.workers, self.hosts), str(trainer)]
         words += ["--log-dir", str(log_dir), "--name", self.name]
         if self.seed is not None:
             words += ["--seed", str(self.seed)]
@@ -170,6 +205,7 @@ class Plan:
     global_batch_size: int | None = None  # of all workers together: strong scaling
     global_learning_rate: float | None = None
     hosts: str | None = None  # "a:2,b:2"; None: this host
+    network_interface: str | None = None  # between the hosts; None: the launchers find one
     null: bool = False
     until_interval: float | None = None
     max_blocks: int = 20
@@ -186,7 +222,8 @@ class Plan:
 
     def members(self) -> list[Configuration]:
         """Return the configurations that run; in a null test each runs again, as another one."""
-        chosen = [self.known()[name] for name in self.configurations]
+        nic = self.network_interface
+        chosen = [replace(self.known()[name], interface=nic) for name in self.configurations]
         if not self.null:
             return chosen
         return [twin for c in chosen for twin in (c, replace(c, name=f"{c.name}-again"))]
@@ -392,7 +429,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
                 "launcher": configuration.launcher,
                 "controller": configuration.controller,
                 "flags": list(configuration.flags),
-                "environment": configuration.environment,
+                "environment": configuration.variables,
             }
             for configuration in members
         },
@@ -404,6 +441,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
         "global_batch_size": plan.global_batch_size,
         "global_learning_rate": plan.global_learning_rate,
         "hosts": plan.hosts,
+        "network_interface": plan.network_interface,
         "blocks": plan.blocks,
         "seed": plan.seed,
         "null": plan.null,
@@ -442,7 +480,7 @@ def run_record(run: Run) -> dict[str, Any]:
 # What makes other runs when it is changed; the rest (more blocks, other pairs) does not.
 IDENTITY = (
     "configurations", "configuration_details", "cases", "workers", "global_batch_size",
-    "global_learning_rate", "hosts", "seed", "trainer_arguments",
+    "global_learning_rate", "hosts", "network_interface", "seed", "trainer_arguments",
 )  # fmt: skip
 
 

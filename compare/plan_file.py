@@ -19,14 +19,16 @@ A plan file names what `python compare/run.py --help` names, with _ in the place
 
 import argparse
 import difflib
+import os
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from compare.errors import UserError
+from compare.hosts import SLURM, read_allocation, read_hostfile, read_hosts
 from compare.paired import MIN_BLOCKS_TO_STOP
 from compare.plan import (
     ABLATION_STEPS,
@@ -37,7 +39,6 @@ from compare.plan import (
     Case,
     Configuration,
     Plan,
-    UserError,
     flag_name,
     last_value,
 )
@@ -62,6 +63,7 @@ KEYS: dict[str, tuple[type, ...]] = {
     "flags": (str,),
     "hosts": (str,),
     "hostfile": (str,),
+    "network_interface": (str,),
     "global_batch_size": (int,),
     "global_learning_rate": (float,),
     "null": (bool,),
@@ -168,6 +170,8 @@ def plan_fields(key: str, value: Any) -> dict[str, Any]:
         return {"until_interval": read_percentage(value)}
     if key == "hostfile":
         return {"hosts": read_hostfile(Path(value))}
+    if key == "hosts" and value == SLURM:
+        return {"hosts": read_allocation(os.environ)}
     if key == "configuration":
         return {"defined": tuple(define(name, **inner) for name, inner in value.items())}
     if key == "case":
@@ -260,53 +264,6 @@ def near_match(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-
-
-def read_hosts(text: str) -> dict[str, int]:
-    """Return the slots of each host of `a:2,b:2`; raises UserError."""
-    hosts: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, slots = part.strip().partition(":")
-        if not name or not slots.isdecimal() or int(slots) < 1 or name in hosts:
-            raise UserError(
-                f"--hosts {text}: {part.strip() or 'nothing'!r} does not say one host and how many "
-                "workers it takes; write name:N, with commas between hosts and each host once"
-            )
-        hosts[name] = int(slots)
-    return hosts
-
-
-def read_hostfile(path: Path) -> str:
-    """Return a hostfile's lines `name slots=N` in the form `a:2,b:2`; raises UserError."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--hostfile {path} cannot be read: {error}") from None
-    hosts = []
-    for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = re.fullmatch(r"slots=(\d+)", "".join(words[1:]))
-        if slots is None:
-            raise UserError(
-                f"{path}, line {number}: {line.strip()!r} is not of the form 'name slots=N'"
-            )
-        hosts.append(f"{words[0]}:{slots[1]}")
-    if not hosts:
-        raise UserError(f"--hostfile {path} names no host: write lines of the form 'name slots=N'")
-    return ",".join(hosts)
-
-
-def is_here(host: str) -> bool:
-    return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
-
-
-def most_on_a_host(workers: int, hosts: str | None) -> int:
-    """Return how many of the workers share a host; hosts are filled one after the other."""
-    if hosts is None:
-        return workers
-    return min(workers, max(read_hosts(hosts).values()))
 
 
 def check_plan(plan: Plan) -> None:
@@ -456,6 +413,11 @@ def check_strong_scaling(plan: Plan) -> None:
 
 def check_hosts(plan: Plan) -> None:
     if plan.hosts is None:
+        if plan.network_interface is not None:
+            raise UserError(
+                f"--network-interface {plan.network_interface}: without --hosts or --hostfile all "
+                "workers are on this host, and use none"
+            )
         return
     hosts = read_hosts(plan.hosts)
     if max(plan.workers) > sum(hosts.values()):
@@ -469,9 +431,5 @@ def check_hosts(plan: Plan) -> None:
                 f"{configuration.name}: srun takes the hosts of its Slurm allocation; leave "
                 "--hosts and --hostfile out, and start run.py inside salloc or sbatch"
             )
-        if configuration.launcher == "torchrun" and not all(map(is_here, hosts)):
-            raise UserError(
-                f"{configuration.name}: torchrun would have to be started on each of {plan.hosts}, "
-                "which run.py does not do; take ddp-mpirun (or ddp-srun in a Slurm allocation) in "
-                "its place"
-            )
+        for workers in plan.workers:
+            configuration.launch_words(workers, plan.hosts)  # which refuses what it cannot place

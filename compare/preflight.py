@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
+from compare.hosts import is_here, most_on_a_host, read_hosts
 from compare.launch import busy_cpu_seconds
 from compare.plan import REMOVED_VARIABLES, Plan, Run, last_value, set_variables
-from compare.plan_file import is_here, most_on_a_host, read_hosts
 
 # Shares of a core. A mail program that wakes up now and then is below both, a compiler above.
 LEAST_LOAD, LEAST_LOAD_PER_CORE = 0.2, 0.05

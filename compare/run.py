@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from compare import preflight
+from compare.errors import UserError
 from compare.files import write_json
+from compare.hosts import is_only_here
 from compare.launch import Outcome, duration, print_line, print_tail, start_and_wait, utc_now
 from compare.options import make_plan, parse_options
 from compare.paired import Estimate, estimate_ratio, is_narrow
@@ -36,7 +38,6 @@ from compare.plan import (
     REMOVED_VARIABLES,
     Plan,
     Run,
-    UserError,
     plan_differences,
     plan_record,
     set_variables,
@@ -90,7 +91,8 @@ def check_tools(plan: Plan) -> None:
         )
     for configuration in chosen:
         tools = [configuration.launcher]
-        if configuration.controller == "mpi":
+        reaches_hosts = not is_only_here(max(plan.workers), plan.hosts)
+        if configuration.controller == "mpi" or (tools == ["torchrun"] and reaches_hosts):
             tools.append("mpirun")
         for tool in tools:
             if shutil.which(tool, path=path) is None:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compare.errors import UserError
 from compare.files import replace_file
-from compare.plan import UserError
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
 # What a trace's phase letters mean here (Trace Event Format): complete spans, instants, counters,

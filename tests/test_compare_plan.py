@@ -15,12 +15,11 @@ from compare.plan import (
     CONFIGURATIONS,
     FLAG_ALIASES,
     Plan,
-    UserError,
     plan_record,
     varied_fields,
     without_flag,
 )
-from compare.plan_file import PLANS, read_hostfile, read_hosts, read_percentage
+from compare.plan_file import PLANS, read_percentage
 from compare.run import main
 from recipe.config import parse_args
 from recipe.schedule import learning_rate
@@ -299,25 +298,51 @@ def test_threads_are_those_of_the_fullest_host(monkeypatch):
     assert plan_of(*words, "a:4,b:2").trainer_arguments[:2] == ("--threads", "2")
 
 
-def test_a_hostfile_is_read_as_both_launchers_read_it(tmp_path):
+def test_a_plan_takes_its_hosts_from_a_hostfile(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("# the cluster\nnode1 slots=4\n\nnode2   slots = 2  # small\n")
-    assert read_hostfile(path) == "node1:4,node2:2"
-    assert read_hosts(read_hostfile(path)) == {"node1": 4, "node2": 2}
-    assert plan_of(
-        "--configurations", "ddp-mpirun", "--hostfile", str(path), "--workers", "6"
-    ).hosts == ("node1:4,node2:2")
-    for text, told in (("node1 slots=x", "line 1: 'node1 slots=x'"), ("\n", "names no host")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=told):
-            read_hostfile(path)
+    path.write_text("node1 slots=4\nnode2 slots=2\n")
+    words = ("--configurations", "ddp-mpirun", "--hostfile", str(path), "--workers", "6")
+    assert plan_of(*words).hosts == "node1:4,node2:2"
+
+
+def test_torchrun_is_started_once_on_each_host(here):
+    (words,) = dry_run("--configurations", "ddp-torchrun", "--workers", "4", "--blocks", "1",
+                       "--no-phases", "--no-warm-up", "--hosts", "a:2,b:2")  # fmt: skip
+    assert words[:5] == ["mpirun", "-np", "2", "-H", "a:1,b:1"]
+    start = words.index("torchrun")
+    assert words[start : start + 9] == [
+        "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "a:29400",
+    ]  # fmt: skip
+
+
+def test_the_network_interface_reaches_every_launcher(here):
+    commands = dry_run(
+        "--configurations", "ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo",
+        "--workers", "4", "--blocks", "1", "--no-phases", "--no-warm-up", "--hosts", "a:2,b:2",
+        "--network-interface", "eth7",
+    )  # fmt: skip
+    assert len(commands) == 4
+    for words in commands:
+        launcher = "mpirun" if "mpirun" in words else "horovodrun"
+        before = words[: words.index(launcher)]
+        assert before[0] == "env"
+        given = dict(word.split("=") for word in before[1:])
+        assert set(given.values()) == {"eth7"}
+        assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= set(given)
+        if launcher == "mpirun":
+            taken_along = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+            assert set(given) <= set(taken_along)
+        else:
+            assert words[words.index("--network-interface") + 1] == "eth7"
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--hosts", "a:2,b:2"], ["ddp-torchrun", "ddp-mpirun", "ddp-srun"]),
-        (["--hosts", "a:2"], ["torchrun would have to be started"]),
+        (["--hosts", "a:2,b:1", "--workers", "3"], ["ddp-torchrun", "2 on a, 1 on b are not"]),
+        (["--network-interface", "eth0"], ["without --hosts"]),
+        (["--hosts", "slurm"], ["no Slurm allocation"]),
         (["--hosts", "a:2", "--configurations", "ddp-srun"], ["Slurm allocation"]),
         (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
          ["takes 2 workers, but 3"]),

@@ -54,7 +54,15 @@ def test_every_flag_exists() -> None:
     from recipe.config import Config
 
     known = {"--" + item.name.replace("_", "-") for item in fields(Config)}
-    launchers = {"--nproc-per-node", "--mpi", "--gloo", "--labels", "--help", "--list-plans"}
+    launchers = {
+        "--nproc-per-node",
+        "--mpi",
+        "--gloo",
+        "--labels",
+        "--help",
+        "--list-plans",
+        "--hosts",
+    }
     for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):
         assert flag in known | launchers, flag
 

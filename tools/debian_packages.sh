@@ -7,6 +7,9 @@
 set -euo pipefail
 NEEDED="
 chromium|google-chrome|chromium-browser : chromium chromium-browser
+ip : iproute2
+sshd : openssh-server
+ssh : openssh-client
 "
 
 is_there() {  # is_there COMMAND|COMMAND...

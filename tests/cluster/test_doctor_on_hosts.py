@@ -1,0 +1,64 @@
+"""The doctor on two hosts: sound ones, and with one thing after the other broken for real."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Host, hosts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with hosts(tmp_path_factory.mktemp("cluster") / "hosts") as made:
+        yield made
+
+
+def examine(hosts: list[Host], tmp_path: Path, *words: str) -> tuple[int, dict[str, dict]]:
+    """Return the doctor's exit code and what it found wrong, by host and subject."""
+    path = tmp_path / "doctor.json"
+    command = ["python", "compare/doctor.py", "--json", str(path), *words]
+    finished = hosts[0].run(command, 400, **ENVIRONMENT)
+    assert path.exists(), finished.output
+    findings = json.loads(path.read_text())["findings"]
+    wrong = {f"{f['host']}: {f['subject']}": f for f in findings if f["status"] == "failed"}
+    return finished.returncode, wrong
+
+
+def test_sound_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
+    assert examine(two_hosts, tmp_path, "--hosts", "node0:1,node1:1") == (0, {})
+
+
+def test_a_host_that_is_not_there(two_hosts: list[Host], tmp_path: Path) -> None:
+    code, wrong = examine(two_hosts, tmp_path, "--hosts", "node0:1,nowhere:1")
+    assert code == 1 and "/etc/hosts" in wrong["nowhere: ssh"]["remedy"]
+
+
+def test_data_that_one_host_lacks(two_hosts: list[Host], tmp_path: Path) -> None:
+    """/run is a place of each host's own."""
+    for part in ("train", "val"):
+        two_hosts[0].run(["mkdir", "-p", f"/run/data/{part}/cat"])
+    words = ("--hosts", "node0:1,node1:1", "--no-allreduce", "--data", "/run/data")
+    code, wrong = examine(two_hosts, tmp_path, *words)
+    assert code == 1 and list(wrong) == ["node1: data"]
+
+
+def test_a_host_that_lets_nobody_in(tmp_path: Path) -> None:
+    """As when the key was not copied."""
+    with hosts(tmp_path / "locked", ("locked0", "locked1")) as made:
+        (tmp_path / "locked/key.pub").write_text("")
+        words = ("--hosts", "locked0:1,locked1:1", "--no-allreduce")
+        code, wrong = examine(made, tmp_path, *words)
+        assert code == 1 and "ssh-copy-id locked1" in wrong["locked1: ssh"]["remedy"]
+
+
+def test_a_host_without_sshd(tmp_path: Path) -> None:
+    with hosts(tmp_path / "deaf", ("deaf0", "deaf1")) as made:
+        made[1].run(["sh", "-c", "kill $(cat /run/sshd.pid)"])
+        words = ("--hosts", "deaf0:1,deaf1:1", "--no-allreduce")
+        code, wrong = examine(made, tmp_path, *words)
+        assert code == 1 and "start sshd on deaf1" in wrong["deaf1: ssh"]["remedy"]

