@@ -250,9 +250,11 @@ def plot_train_seconds(comparison: Comparison, case: str, runs: list[RunRecord])
     """Draw the training time against workers; None if only one number was measured."""
     if len({run.workers for run in runs}) == 1:
         return None
-    epochs = {run.summary["epochs"] for run in runs}
+    # The last step of an epoch reaches into the next one: 4.0056 epochs are told as 4.
+    epochs = {float(f"{run.summary['epochs']:.2g}") for run in runs}
     steps = {run.summary["steps"] for run in runs}
-    what = f"{count(epochs.pop(), 'epoch')}" if len(epochs) == 1 else "what each run trained"
+    told = f"{next(iter(epochs)):g} epoch{'s' * (epochs != {1.0})}"
+    what = told if len(epochs) == 1 else "what each run trained"
     same_steps = len(steps) == 1
     return plot_against_workers(
         comparison,
