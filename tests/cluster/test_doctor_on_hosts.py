@@ -58,7 +58,8 @@ def test_a_host_that_lets_nobody_in(tmp_path: Path) -> None:
 
 def test_a_host_without_sshd(tmp_path: Path) -> None:
     with hosts(tmp_path / "deaf", ("deaf0", "deaf1")) as made:
-        made[1].run(["sh", "-c", "kill $(cat /run/sshd.pid)"])
+        made[1].sshd.terminate()
+        made[1].sshd.wait(10)
         words = ("--hosts", "deaf0:1,deaf1:1", "--no-allreduce")
         code, wrong = examine(made, tmp_path, *words)
         assert code == 1 and "start sshd on deaf1" in wrong["deaf1: ssh"]["remedy"]
