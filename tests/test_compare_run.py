@@ -74,7 +74,7 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import launch, plan, run
-plan.Configuration.launch_words = lambda self, workers, hosts: [sys.executable, {launcher!r}]
+plan.Configuration.launcher_words = lambda self, workers, hosts: [sys.executable, {launcher!r}]
 run.check_tools = lambda plan: None
 run.preflight.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []
@@ -686,7 +686,7 @@ def test_strict_does_not_start_and_leaves_nothing(comparing):
 def test_a_runs_own_work_is_not_other_load(comparing, monkeypatch):
     """A run that burns a CPU-second on a machine that was busy for four."""
     program = "import time\nwhile time.process_time() < 1: pass"
-    monkeypatch.setattr(Configuration, "launch_words", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(Configuration, "launcher_words", lambda *_: [sys.executable, "-c", program])
     monkeypatch.setattr(launch, "busy_cpu_seconds", iter([100.0, 104.0]).__next__)
     outcome = launch.start_and_wait(Plan().runs()[0], comparing.folder, 60, "a run")
     assert 2.0 < outcome.other_load * outcome.seconds <= 3.0  # run.py and its watchdog work, too

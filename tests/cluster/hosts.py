@@ -162,7 +162,9 @@ def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[byte
     script = INIT.format(name=name, folder=folder, home=Path.home(), sshd=shutil.which("sshd"))
     with (folder / f"{name}-sshd.log").open("wb") as log:
         return subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", "--mount", "--uts", "sh", "-c", script],
+            # Not `ip netns exec`, which puts a /sys without cgroups in the place of the machine's.
+            ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "--mount", "--uts", "sh", "-c",
+             script],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
