@@ -10,6 +10,8 @@ chromium|google-chrome|chromium-browser : chromium chromium-browser
 ip : iproute2
 sshd : openssh-server
 ssh : openssh-client
+munged : munge
+slurmctld : slurm-wlm
 "
 
 is_there() {  # is_there COMMAND|COMMAND...
