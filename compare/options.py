@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from compare.plan import (
     DEFAULT_CONFIGURATIONS,
     Plan,
     flag_name,
+    without_flag,
 )
 from compare.plan_file import (
     check_plan,
@@ -170,6 +172,19 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
 
     add = parser.add_argument_group("how it is done").add_argument
     add(
+        "--slurm",
+        metavar="'FLAGS'",
+        help="do it in Slurm jobs, a block each, one after the other, and follow them from here; "
+        "FLAGS are sbatch's, as in --slurm='--nodes 2 --ntasks-per-node 4'",
+    )
+    add(
+        "--block",
+        type=int,
+        metavar="N",
+        help="do that block alone, and after the last one that is missing the runs for the phases "
+        "(for job arrays)",
+    )
+    add(
         "--out",
         type=Path,
         metavar="DIR",
@@ -198,8 +213,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
         for name, value in vars(options).items()
         if name in {item.name for item in fields(Plan)} and value is not None
     }
-    if options.hosts == SLURM:
-        values["hosts"] = read_allocation(os.environ)
     if options.hostfile is not None:
         if options.hosts is not None:
             raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
@@ -222,7 +235,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
     plan = replace(
         Plan(**values), trainer_arguments=(*file_arguments, *options.arguments_after_dashes)
     )
+    if plan.hosts == SLURM or options.slurm is not None:
+        # Those of the job that --slurm submits are not known before it runs.
+        hosts = None if options.slurm is not None else read_allocation(os.environ)
+        plan = replace(plan, hosts=hosts, is_allocation=True)
     check_plan(plan)
+    check_slurm(plan, options)
     workers = tuple(sorted(set(plan.workers)))
     most = most_on_a_host(max(workers), plan.hosts)
     until = plan.until_interval is not None
@@ -233,6 +251,44 @@ def make_plan(options: argparse.Namespace) -> Plan:
         blocks=max(plan.blocks, MIN_BLOCKS_TO_STOP) if until else plan.blocks,
         trainer_arguments=tuple(with_defaults(list(plan.trainer_arguments), most)),
     )
+
+
+def check_slurm(plan: Plan, options: argparse.Namespace) -> None:
+    if options.slurm is not None:
+        for name in ("hosts", "hostfile", "block"):
+            if (value := getattr(options, name)) is not None:
+                raise UserError(
+                    f"--{name} {value}: --slurm submits all blocks, and each job takes the hosts "
+                    "that Slurm gives it; leave one of the two out"
+                )
+    if options.block is not None:
+        if plan.until_interval is not None:
+            raise UserError(
+                f"--block {options.block}: --until-interval decides after each block whether "
+                "another follows; leave one of the two out"
+            )
+        if not 1 <= options.block <= plan.blocks:
+            raise UserError(f"--block {options.block}: the plan has blocks 1 to {plan.blocks}")
+
+
+def command_words(argv: list[str], folder: Path, without: Sequence[str] = ()) -> list[str]:
+    """Return the command that goes on in this very folder, from the flags of the first one;
+    `without` names flags with a value that are left out."""
+    own, trainer = argv, list[str]()
+    if "--" in argv:
+        own, trainer = argv[: argv.index("--")], argv[argv.index("--") :]
+    own = [word for word in own if word not in ("--new", "--dry-run")]
+    for flag in without:
+        own = without_flag(own, flag)
+    if not any(word == "--out" or word.startswith("--out=") for word in own):
+        own = ["--out", str(folder), *own]
+    return ["python", script_path(), *own, *trainer]
+
+
+def script_path() -> str:
+    """Return run.py's path as one would type it here."""
+    script = Path(__file__).resolve().with_name("run.py")
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def with_defaults(trainer_arguments: list[str], most_workers: int) -> list[str]:

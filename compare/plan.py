@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.hosts import interface_variables, is_only_here, placement
+from compare.hosts import SLURM, interface_variables, is_only_here, placement
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
@@ -89,7 +89,7 @@ class Configuration:
             assert hosts is not None
             return self.torchrun_words(placement(workers, hosts))
         if self.launcher == "srun":
-            return ["srun", "--ntasks", n, "--cpu-bind=none", "--export=ALL", "python"]
+            return ["srun", "--ntasks", n, *self.srun_words(workers, hosts), "python"]
         on_hosts = [] if hosts is None else ["-H", hosts]
         if self.launcher == "horovodrun":
             if self.interface and hosts is not None:
@@ -116,6 +116,18 @@ class Configuration:
             "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{RENDEZVOUS_PORT}",
         ]  # fmt: skip
+
+    def srun_words(self, workers: int, hosts: str | None) -> list[str]:
+        """Return srun's flags: MPI's processes find each other by PMIx, unless the user's shell
+        names another way; `hosts`, of the allocation, are filled as other launchers fill them."""
+        words = ["--cpu-bind=none", "--gpu-bind=none", "--export=ALL"]
+        if self.engine == "horovod" and "SLURM_MPI_TYPE" not in os.environ:
+            words.append("--mpi=pmix")
+        if hosts is not None:
+            placed = placement(workers, hosts)
+            words += ["--nodes", str(len(placed)), "--nodelist", ",".join(placed)]
+            words += ["--distribution", "block"]
+        return words
 
     def placing_words(self) -> list[str]:
         """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them."""
@@ -205,6 +217,7 @@ class Plan:
     global_batch_size: int | None = None  # of all workers together: strong scaling
     global_learning_rate: float | None = None
     hosts: str | None = None  # "a:2,b:2"; None: this host
+    is_allocation: bool = False  # `hosts` are this Slurm job's: the next one's may be others
     network_interface: str | None = None  # between the hosts; None: the launchers find one
     null: bool = False
     until_interval: float | None = None
@@ -440,7 +453,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
         "scaling": "weak" if plan.global_batch_size is None else "strong",
         "global_batch_size": plan.global_batch_size,
         "global_learning_rate": plan.global_learning_rate,
-        "hosts": plan.hosts,
+        "hosts": SLURM if plan.is_allocation else plan.hosts,
         "network_interface": plan.network_interface,
         "blocks": plan.blocks,
         "seed": plan.seed,

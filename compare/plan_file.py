@@ -19,7 +19,6 @@ A plan file names what `python compare/run.py --help` names, with _ in the place
 
 import argparse
 import difflib
-import os
 import re
 import shlex
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.hosts import SLURM, read_allocation, read_hostfile, read_hosts
+from compare.hosts import SLURM, read_hostfile, read_hosts
 from compare.paired import MIN_BLOCKS_TO_STOP
 from compare.plan import (
     ABLATION_STEPS,
@@ -170,8 +169,6 @@ def plan_fields(key: str, value: Any) -> dict[str, Any]:
         return {"until_interval": read_percentage(value)}
     if key == "hostfile":
         return {"hosts": read_hostfile(Path(value))}
-    if key == "hosts" and value == SLURM:
-        return {"hosts": read_allocation(os.environ)}
     if key == "configuration":
         return {"defined": tuple(define(name, **inner) for name, inner in value.items())}
     if key == "case":
@@ -412,6 +409,8 @@ def check_strong_scaling(plan: Plan) -> None:
 
 
 def check_hosts(plan: Plan) -> None:
+    if plan.hosts == SLURM:
+        return  # of an allocation that is not known yet
     if plan.hosts is None:
         if plan.network_interface is not None:
             raise UserError(
@@ -426,10 +425,10 @@ def check_hosts(plan: Plan) -> None:
             "are asked for; give more slots, or fewer --workers"
         )
     for configuration in plan.members():
-        if configuration.launcher == "srun":
+        if configuration.launcher == "srun" and not plan.is_allocation:
             raise UserError(
-                f"{configuration.name}: srun takes the hosts of its Slurm allocation; leave "
-                "--hosts and --hostfile out, and start run.py inside salloc or sbatch"
+                f"{configuration.name}: srun takes the hosts of its Slurm allocation; start run.py "
+                "inside salloc or sbatch, with --hosts slurm"
             )
         for workers in plan.workers:
             configuration.launch_words(workers, plan.hosts)  # which refuses what it cannot place

@@ -4,6 +4,7 @@
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
     python compare/run.py my-plan.toml --workers 4 --blocks 5
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
+    python compare/run.py scaling --slurm='--nodes 2 --ntasks-per-node 4 --gpus-per-node 4'
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
 Everything after `--` goes to both trainers unchanged. The same command, given again after Ctrl-C,
@@ -12,10 +13,8 @@ a crash or a reboot, goes on where the comparison stopped.
 
 import argparse
 import contextlib
-import datetime
 import fcntl
 import importlib.util
-import json
 import math
 import os
 import shlex
@@ -31,8 +30,8 @@ from compare import preflight
 from compare.errors import UserError
 from compare.files import write_json
 from compare.hosts import is_only_here
-from compare.launch import Outcome, duration, print_line, print_tail, start_and_wait, utc_now
-from compare.options import make_plan, parse_options
+from compare.launch import duration, print_line, start_and_wait, utc_now
+from compare.options import command_words, make_plan, parse_options
 from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import (
     REMOVED_VARIABLES,
@@ -44,6 +43,20 @@ from compare.plan import (
     trainers_sha256,
 )
 from compare.plan_file import list_plans
+from compare.progress import (
+    is_complete,
+    missing,
+    new_folder,
+    number_of,
+    numbered_label,
+    read_json,
+    recorded_seconds,
+    run_label,
+    seconds_left,
+    show_outcome,
+    with_blocks_there,
+)
+from compare.slurm import SLURM_FOLDER, submit_and_follow
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
@@ -58,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         plan = make_plan(options)
         check_tools(plan)
+        if options.slurm is not None:
+            return submit_and_follow(plan, options, argv)
         if options.dry_run:
             folder = options.out or new_folder(options.runs)
             print("\n".join(dry_run_lines(plan, folder, options.warm_up)))
@@ -107,16 +122,6 @@ def check_tools(plan: Plan) -> None:
                 )
 
 
-def new_folder(runs: Path) -> Path:
-    """Return a name for a new comparison: its date and time, so that names sort by age."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
-    while folder.exists():  # two comparisons begun within a second
-        now += datetime.timedelta(seconds=1)
-        folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
-    return folder
-
-
 def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     """Return the newest comparison if it holds exactly this plan and is not complete.
 
@@ -131,14 +136,6 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     if plan_differences(old, plan_record(plan, "")) or old.get("blocks") != plan.blocks:
         return None
     return None if is_finished(plan, newest) else newest
-
-
-def with_blocks_there(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with the blocks that --until-interval has already added in this folder."""
-    path = folder / "plan.json"
-    if plan.until_interval is None or not path.exists():
-        return plan
-    return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
@@ -185,13 +182,12 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     if phase_runs:
         print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
     waiting = missing(runs, folder)
-    if len(waiting) < len(runs):
-        done = len(runs) - len(waiting)
+    if done := len(runs) - len(waiting):
         print(f"{done} of them are there already and are not measured again (--new starts afresh)")
     try:
         if options.warm_up and waiting and not warm_up(plan, folder):
             return 1
-        failed = make_missing(runs, plan, folder, sources)
+        failed = make_missing(runs, plan, folder, sources, options.block)
         while not failed and wants_block(plan, folder):
             print(f"{interval_line(plan, folder)}; another block")
             plan = replace(plan, blocks=plan.blocks + 1)
@@ -200,11 +196,13 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
             failed = make_missing(runs, plan, folder, sources)
         if plan.until_interval is not None:
             print(until_interval_ending(plan, folder, failed))
-        failed_phases = make_missing(phase_runs, plan, folder, sources)
+        failed_phases = []
+        if options.block is None or not missing(runs, folder):  # of an array's jobs, the last
+            failed_phases = make_missing(phase_runs, plan, folder, sources)
     except KeyboardInterrupt:
         done = len(runs) - len(missing(runs, folder))
         print(f"\nstopped: {done} of {len(runs)} runs are done. To go on where it stopped:")
-        print(f"    {continue_command(folder, argv)}")
+        print(f"    {shlex.join(command_words(argv, folder))}")
         return 130
     if failed:
         print(
@@ -217,25 +215,20 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
             "output is kept, and the measured runs are not touched by it."
         )
     if failed or failed_phases:
-        print(f"To try again what failed:\n    {continue_command(folder, argv)}")
+        print(f"To try again what failed:\n    {shlex.join(command_words(argv, folder))}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
     return 1 if failed or failed_phases else 0
 
 
-def missing(runs: list[Run], folder: Path) -> list[Run]:
-    return [run for run in runs if not is_complete(folder / run.folder)]
-
-
-def number_of(things: Any, noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
-
-
-def make_missing(runs: list[Run], plan: Plan, folder: Path, sources: str) -> list[Run]:
+def make_missing(
+    runs: list[Run], plan: Plan, folder: Path, sources: str, block: int | None = None
+) -> list[Run]:
     """Start those of the runs that are not complete, one after the other; return which failed.
 
-    `sources` is the digest of the trainers when the comparison began.
+    `sources` is the digest of the trainers when the comparison began; `block` names the only block
+    that is wanted.
     """
-    waiting, failed = missing(runs, folder), []
+    waiting, failed = [r for r in missing(runs, folder) if block in (None, r.block)], []
     durations = recorded_seconds(folder, runs)
     for index, run in enumerate(waiting):
         if trainers_sha256() != sources:
@@ -244,9 +237,7 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, sources: str) -> lis
                 "was running: the runs would not be of one training. Put them back and go on, "
                 "or start another with --new"
             )
-        place = f"block {run.block}" if run.block else "phases"
-        position = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
-        label = f"{position} {place}  {run_label(run, plan)}"
+        label = numbered_label(run, runs, plan)
         left = seconds_left(durations, waiting[index:])
         outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
         durations.append((run, outcome.seconds))
@@ -358,28 +349,12 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
             )
         record["created_utc"] = old["created_utc"]
         record["warnings"] = old["warnings"]
-    elif any(child.name != "lock" for child in folder.iterdir()):
+    elif any(child.name not in ("lock", SLURM_FOLDER) for child in folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
             "--out DIR"
         )
     return record
-
-
-def continue_command(folder: Path, argv: list[str]) -> str:
-    """Return the command that goes on in this very folder."""
-    own, trainer = argv, list[str]()
-    if "--" in argv:
-        own, trainer = argv[: argv.index("--")], argv[argv.index("--") :]
-    own = [word for word in own if word != "--new"]
-    if not any(word == "--out" or word.startswith("--out=") for word in own):
-        own = ["--out", str(folder), *own]
-    return shlex.join(["python", script_path(), *own, *trainer])
-
-
-def script_path() -> str:
-    here = Path(__file__).resolve()
-    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
 
 def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
@@ -392,14 +367,6 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     for run in [*plan.runs(), *plan.phase_runs()]:
         lines.append(shlex.join(run.command((folder / run.folder).parent)))
     return lines
-
-
-def run_label(run: Run, plan: Plan) -> str:
-    width = max(len(configuration.name) for configuration in plan.members())
-    workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
-    case_width = max(len(case.name) for case in plan.cases)
-    case = f"{run.case:{case_width}}  " if case_width else ""
-    return f"{case}{run.configuration.name:{width}}  {workers:>10}"
 
 
 def warm_up(plan: Plan, folder: Path) -> bool:
@@ -416,69 +383,6 @@ def warm_up(plan: Plan, folder: Path) -> bool:
             return False
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")
     return True
-
-
-def is_complete(folder: Path) -> bool:
-    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
-    if not (folder / "summary.json").exists():
-        return False
-    outcome = folder / "outcome.json"
-    return not outcome.exists() or read_json(outcome).get("status") == "completed"
-
-
-def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
-    """Return how long the runs took that an earlier start of run.py has made."""
-    return [
-        (run, read_json(folder / run.folder / "outcome.json")["seconds"])
-        for run in runs
-        if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
-    ]
-
-
-def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float | None:
-    """Estimate the time of the waiting runs by those of the same cell, else by all; None as long
-    as there is none."""
-    if not durations:
-        return None
-    average = sum(seconds for _, seconds in durations) / len(durations)
-    left = 0.0
-    for run in waiting:
-        same = [seconds for done, seconds in durations if done.cell == run.cell]
-        left += sum(same) / len(same) if same else average
-    return left
-
-
-def show_outcome(
-    label: str, folder: Path, outcome: Outcome, left: float | None, with_speed: bool = True
-) -> None:
-    """Print a run's line, and the end of its output if it failed."""
-    ending = f"   about {duration(left)} left" if left else ""
-    if outcome.status == "completed":
-        speed = read_json(folder / "summary.json").get("images_per_second")
-        shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
-        shown = f"   {shown}" if with_speed else ""
-        print_line(f"{label}{shown}   {duration(outcome.seconds):>6}{ending}")
-    else:
-        code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
-        if outcome.status == "failed" and outcome.exit_code == 0:
-            code = " (exit code 0, but no summary.json)"
-        after = duration(outcome.seconds)
-        print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
-        print_tail(folder / "output.log")
-    if outcome.leftover_processes:
-        number = outcome.leftover_processes
-        noun = "process was" if number == 1 else "processes were"
-        print(f"        {number} {noun} left behind and killed")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value
 
 
 if __name__ == "__main__":

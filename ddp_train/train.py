@@ -130,11 +130,11 @@ def main(config: Config, world: World) -> None:
     start = progress.samples_seen
     stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
     batches = training_batches(data, config, world, device, workers, start, stop, recorder.input)
-    finished = start == stop
+    finished, stopped = start == stop, False
     figures = validate(start // data.num_train) if finished else {}
     recorder.start_clock()
     network.train()
-    while not finished:
+    while not finished and not stopped:
         seed_step(config, progress.step, world.rank)
         rate = learning_rate(config, progress.samples_seen / data.num_train, lr_scale)
         for group in optimizer.param_groups:
@@ -175,18 +175,21 @@ def main(config: Config, world: World) -> None:
         finished = progress.samples_seen >= stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
         if save or progress.step % config.log_interval == 0:
-            recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
+            stopped = recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
         if epoch_ended or finished:
             recorder.end_epoch(epoch, complete=epoch_ended)
             figures = validate(epoch)
             finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
-        if save:
+        if save or stopped:
             align_batch_norm()
             keep_checkpoint(parts, progress, config, world, folder, figures)
         recorder.restart_clock()
 
-    usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
-    recorder.close(summarize(recorder, figures, usage, model))
+    if finished:
+        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
+        recorder.close(summarize(recorder, figures, usage, model))
+    else:
+        recorder.stop()
     dist.destroy_process_group()
 
 

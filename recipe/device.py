@@ -19,6 +19,8 @@ MAX_DEFAULT_WORKERS = 16
 def choose_device(config: Config, world: World) -> torch.device:
     """CUDA device `local_rank` where this host has a GPU for each of its ranks, else the CPU.
 
+    With Slurm's --gpus-per-task each rank sees its own GPUs alone, and takes the first.
+
     Raises UserError when there are GPUs but fewer than local ranks: two ranks on one GPU would
     either fail inside NCCL or train at half speed without a word.
     """
@@ -35,12 +37,13 @@ def choose_device(config: Config, world: World) -> torch.device:
             )
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    if num_gpus < world.local_size:
+    sees_own = world.launcher == "slurm" and os.environ.get("SLURM_GPUS_PER_TASK") == str(num_gpus)
+    if num_gpus < world.local_size and not sees_own:
         raise UserError(
             f"{world.local_size} ranks on {world.host}, which has {num_gpus} GPU(s): start at "
             f"most {num_gpus} here, or pass --no-cuda to train on the CPU"
         )
-    device = torch.device("cuda", world.local_rank)
+    device = torch.device("cuda", 0 if sees_own else world.local_rank)
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
     # One statement for both settings, so that fp32 means fp32 whatever the defaults of the

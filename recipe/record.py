@@ -35,6 +35,11 @@ from recipe.phases import WARM_UP_STEPS, PhaseSums, StepClock, begins_stretch, e
 from recipe.probes import StepProfiler, write_trace
 from recipe.world import World
 
+# In the run folder. Whoever makes it (a person, a batch script that was warned of its end, a pod's
+# preStop hook) lets the run keep a checkpoint and end. A file, because no signal passes through all
+# launchers: torchrun and horovodrun die of what srun and mpirun hand on.
+STOP_FILE = "stop"
+
 
 def run_folder(config: Config, world: World, engine: str) -> Path:
     """Where this run is written."""
@@ -108,6 +113,7 @@ class Recorder:
             if summary.exists():
                 self.earlier_summary = summary.read_text()
                 summary.unlink()
+            (self.folder / STOP_FILE).unlink(missing_ok=True)  # an earlier session was asked
         except OSError as error:
             raise UserError(
                 f"{self.folder}: the run cannot be written there ({error.strerror}); choose "
@@ -227,13 +233,17 @@ class Recorder:
             self.bar.update()
 
     def pending_sums(self) -> torch.Tensor:
-        """This rank's sums of the steps not yet written: float64 [steps, 4], to be summed over
-        ranks."""
-        return torch.stack([sums for sums, *_ in self.pending])
+        """This rank's sums of the steps not yet written, to be summed over ranks: float64
+        [steps + 1, 4]. The last row is not zero where rank 0 finds that it is to stop: so all ranks
+        learn of it at the same step, by a message that is sent anyhow."""
+        is_asked = self.world.is_first and (self.folder / STOP_FILE).exists()
+        rows = [sums for sums, *_ in self.pending]
+        return torch.stack([*rows, torch.full_like(rows[0], float(is_asked))])
 
-    def write_steps(self, sums_over_ranks: torch.Tensor) -> None:
-        """Write the pending steps; raises UserError if the loss is no longer finite."""
-        all_sums = sums_over_ranks.cpu()
+    def write_steps(self, sums_over_ranks: torch.Tensor) -> bool:
+        """Write the pending steps and return whether the run is to stop now, before its end; raises
+        UserError if the loss is no longer finite."""
+        *all_sums, is_asked = sums_over_ranks.cpu()
         self.energy.sample()
         images_per_step = samples_per_step(self.config, self.world)
         for row, (_, rate, step, samples_seen), phases in zip(
@@ -268,10 +278,11 @@ class Recorder:
                 self.phases.add(phases, exchanged)
                 self.throughput_images += images_per_step * exchanged
                 self.throughput_seconds += seconds * exchanged
-        self.epoch_sums += all_sums.sum(dim=0)
+        self.epoch_sums += torch.stack(all_sums).sum(dim=0)
         self.pending.clear()
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{rate:.3g}")
+        return bool(is_asked.any())
 
     def restart_clock(self) -> None:
         """Keep what happened since the last step out of the next one's duration."""
@@ -356,14 +367,32 @@ class Recorder:
         if part == "train":
             self.board.add_scalar("Lr", self.learning_rate, epoch + 1)
 
-    def close(self, summary: dict[str, Any]) -> None:
-        """Write the summary, which marks the run as complete, and the hyper-parameters beside
-        TensorBoard's scalars."""
+    def stop(self) -> None:
+        """End the record of a run that was asked to stop: without a summary, for it is not complete
+        and goes on with --resume."""
+        self._close_instruments()
+        kept = "the same command with --resume auto goes on"
+        if self.config.keep_checkpoints == 0:
+            kept = "--keep-checkpoints 0 keeps nothing to go on from"
+        self.say(
+            f"stopped after step {self.progress.step}, as {self.folder / STOP_FILE} asked: {kept}"
+        )
+        self.event("stop")
+        if self.world.is_first:
+            self.file.close()
+            self.board.close()
+
+    def _close_instruments(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
         if warning := self.profiler.close():
             self.say(f"warning: {warning}")
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write the summary, which marks the run as complete, and the hyper-parameters beside
+        TensorBoard's scalars."""
+        self._close_instruments()
         if not self.world.is_first:
             return
         self.event("end")

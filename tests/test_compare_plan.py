@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -348,6 +349,10 @@ def test_the_network_interface_reaches_every_launcher(here):
          ["takes 2 workers, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
+        (["--slurm", "", "--hosts", "a:1"], ["--hosts a:1", "leave one of the two out"]),
+        (["--slurm", "", "--block", "1"], ["--block 1", "leave one of the two out"]),
+        (["--block", "4"], ["--block 4", "blocks 1 to 3"]),
+        (["--block", "1", "--until-interval", "5%"], ["--until-interval decides"]),
     ],
 )  # fmt: skip
 def test_hosts_that_cannot_be_used_are_refused(words, told, capsys):
@@ -365,6 +370,66 @@ def test_srun_starts_both_engines_without_binding(here):
                        "1")  # fmt: skip
     for words in commands:
         assert words[:3] == ["srun", "--ntasks", "8"] and "--cpu-bind=none" in words
+
+
+@pytest.fixture
+def allocation(tmp_path, monkeypatch):
+    """An allocation of two nodes of two tasks, with a scontrol that spells them out."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho a; echo b\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+
+
+@pytest.mark.usefixtures("allocation")
+def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
+    plan = plan_of("--hosts", "slurm", "--workers", "2", "3", "--configurations", "ddp-srun",
+                   "horovod-srun", "horovod-mpirun")  # fmt: skip
+    assert plan.hosts == "a:2,b:2"
+    assert plan_record(plan, "")["hosts"] == "slurm", "the next block may get other nodes"
+    commands = {run.name: run.command(Path("x")) for run in plan.runs()}
+    on_three = commands["ddp-srun-3"]
+    assert on_three[: on_three.index("python")][-5:] == [
+        "2", "--nodelist", "a,b", "--distribution", "block",
+    ]  # fmt: skip
+    assert commands["ddp-srun-2"][commands["ddp-srun-2"].index("--nodelist") + 1] == "a"
+    assert "--mpi=pmix" in commands["horovod-srun-2"]
+    assert "--mpi=pmix" not in commands["ddp-srun-2"]
+    monkeypatch.setenv("SLURM_MPI_TYPE", "cray_shasta")
+    assert "--mpi=pmix" not in plan.runs()[0].command(Path("x"))
+
+
+def submission(capsys, monkeypatch, *flags):
+    """The words of the sbatch command that run.py would give."""
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/usr/bin/{tool}")
+    monkeypatch.chdir(ROOT)
+    assert main(["--dry-run", *flags]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
+    out = tmp_path / "comparison"
+    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", "--blocks", "4",
+                       "--out", str(out), "--", "--data", "synthetic")  # fmt: skip
+    script = words.index("slurm/compare.sbatch")
+    assert words[:2] == ["sbatch", "--parsable"]
+    assert words[words.index("--array") + 1] == "1,2,3,4%1", "they must not disturb each other"
+    assert words[script - 4 : script] == ["--nodes", "2", "--time", "1:00:00"]
+    assert words[script + 1 :] == ["--blocks", "4", "--out", str(out), "--", "--data",
+                                   "synthetic"]  # fmt: skip
+
+
+def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypatch):
+    words = submission(capsys, monkeypatch, "--slurm", "", "--until-interval", "5%")
+    assert "--array" not in words
+
+
+def test_slurm_is_told_where_it_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None if "s" in tool else tool)
+    assert main(["--slurm", "", "--configurations", "ddp-srun"]) == 2
+    assert "srun" in capsys.readouterr().err
 
 
 def test_srun_outside_slurm_is_told(capsys, monkeypatch):

@@ -23,7 +23,8 @@ from compare.launch import last_step
 from compare.options import with_defaults
 from compare.paired import MIN_BLOCKS_TO_STOP
 from compare.plan import REMOVED_VARIABLES, Configuration, Plan
-from compare.run import main, seconds_left
+from compare.progress import seconds_left
+from compare.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -139,6 +140,18 @@ def test_tf32_is_what_was_asked_for(precision: str, monkeypatch: pytest.MonkeyPa
         torch.backends.cudnn.benchmark = False
         for backend, value in zip(backends, before, strict=True):
             backend.allow_tf32 = value
+
+
+def test_slurm_may_show_each_task_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(monkeypatch, 1)
+    world = replace(a_world(1, 2, local_rank=1, local_size=2), launcher="slurm")
+    with pytest.raises(UserError, match="2 ranks on here, which has 1 GPU"):
+        choose_device(a_config(), world)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert choose_device(a_config(), world) == torch.device("cuda", 0)
+    gpus(monkeypatch, 2)  # --gpu-bind=none: each sees all
+    assert choose_device(a_config(), world) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 0)]
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

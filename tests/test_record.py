@@ -191,6 +191,39 @@ def test_every_rank_stops_at_a_loss_that_is_not_finite(tmp_path: Path, clock: Cl
         session.steps(1, loss=math.nan)
 
 
+def test_a_file_asks_rank_0_alone_to_stop(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only rank 0 looks, so that a file system that shows the file late to some cannot split the
+    ranks; the others learn of it from the sum."""
+    sessions = [Session(tmp_path / "run", clock, world=a_world(rank, 2)) for rank in range(2)]
+    zeros = torch.zeros(4, dtype=torch.float64)
+    told = []
+    for is_asked in (False, True):
+        if is_asked:
+            (tmp_path / "run" / "stop").touch()
+        for session in sessions:
+            clock.now += 0.5
+            session.progress.step += 1
+            session.recorder.step(zeros + 4.0, 0.1)
+        total = sum(session.recorder.pending_sums() for session in sessions)
+        told.append([session.recorder.write_steps(total) for session in sessions])
+    assert told == [[False, False], [True, True]]
+    assert len(lines(tmp_path / "run", "step")) == 2
+    for session in sessions:
+        session.recorder.stop()
+    assert capsys.readouterr().out.count("stopped after step 2") == 1
+    assert lines(tmp_path / "run")[-1]["name"] == "stop"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_what_asked_an_earlier_session_does_not_stop_the_next(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    Session(tmp_path / "run", clock)
+    assert not (tmp_path / "run" / "stop").exists()
+
+
 @pytest.mark.parametrize("at", [5, 7, 12])
 def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, clock: Clock) -> None:
     whole = Session(tmp_path / "whole", clock)

@@ -1,6 +1,10 @@
 """The claim that all else rests on: both engines compute the same training, bit by bit."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import SMALL, launch, read_json, read_lines, run
@@ -21,6 +25,27 @@ VARIANTS = {
     "bf16": "--precision bf16",
     "fp16 with loss scaling": "--precision fp16 --clip-grad-norm 1",
 }
+
+
+@contextlib.contextmanager
+def when(is_so: Callable[[], Any], act: Callable[[], Any]) -> Iterator[None]:
+    """Act once something is so, while the body runs."""
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.wait(0.01):
+            with contextlib.suppress(OSError, ValueError):  # not there yet, or half a line
+                if is_so():
+                    act()
+                    return
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def train(folder: Path, launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> dict:
@@ -103,6 +128,29 @@ def test_resume_in_mid_epoch_under_either_engine(precision: str, tmp_path: Path)
         assert [line["samples_seen"] for line in epochs] == [
             line["samples_seen"] for line in read_lines(tmp_path / "whole", "epoch")
         ]
+
+
+def test_a_run_that_is_asked_to_stop_goes_on(tmp_path: Path) -> None:
+    """By a file in its folder: it keeps a checkpoint there and then, and ends in order."""
+    whole = train(tmp_path / "whole", *ENGINES[0])
+    for launcher, engine in ENGINES:
+        folder = tmp_path / launcher.replace(" ", "")
+        with when(lambda folder=folder: read_lines(folder, "step"), (folder / "stop").touch):
+            place = f"--log-dir {tmp_path} --name {folder.name} --log-interval 2"
+            finished = launch(launcher, engine, f"{SMALL} {place}")
+        assert finished.returncode == 0, finished.output
+        assert finished.output.count("stopped after step") == 1, finished.output
+        assert not (folder / "summary.json").exists()
+        steps = read_lines(folder, "step")
+        assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [
+            f"step-{len(steps):09d}.pt"
+        ]
+        assert 0 < len(steps) < 70
+        summary = train(folder, launcher, engine, "--resume auto")
+        assert summary["steps"] == 70
+        assert summary["weights_sha256"] == whole["weights_sha256"]
+        events = [event["name"] for event in read_lines(folder, "event")]
+        assert events == ["start", "stop", "resume", "end"]
 
 
 def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> None:

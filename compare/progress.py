@@ -1,0 +1,115 @@
+"""How far a plan has come, from the files that its runs leave, and the lines that tell it."""
+
+import datetime
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compare.errors import UserError
+from compare.launch import Outcome, duration, print_line, print_tail
+from compare.plan import Plan, Run
+
+
+def new_folder(runs: Path) -> Path:
+    """Return a name for a new comparison: its date and time, so that names sort by age."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    while folder.exists():  # two comparisons begun within a second
+        now += datetime.timedelta(seconds=1)
+        folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
+    if not (folder / "summary.json").exists():
+        return False
+    outcome = folder / "outcome.json"
+    return not outcome.exists() or read_json(outcome).get("status") == "completed"
+
+
+def missing(runs: list[Run], folder: Path) -> list[Run]:
+    return [run for run in runs if not is_complete(folder / run.folder)]
+
+
+def with_blocks_there(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with the blocks that --until-interval has already added in this folder."""
+    path = folder / "plan.json"
+    if plan.until_interval is None or not path.exists():
+        return plan
+    return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
+
+
+def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
+    """Return how long the runs took that an earlier start of run.py has made."""
+    return [
+        (run, read_json(folder / run.folder / "outcome.json")["seconds"])
+        for run in runs
+        if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
+    ]
+
+
+def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float | None:
+    """Estimate the time of the waiting runs by those of the same cell, else by all; None as long
+    as there is none."""
+    if not durations:
+        return None
+    average = sum(seconds for _, seconds in durations) / len(durations)
+    left = 0.0
+    for run in waiting:
+        same = [seconds for done, seconds in durations if done.cell == run.cell]
+        left += sum(same) / len(same) if same else average
+    return left
+
+
+def run_label(run: Run, plan: Plan) -> str:
+    width = max(len(configuration.name) for configuration in plan.members())
+    workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
+    case_width = max(len(case.name) for case in plan.cases)
+    case = f"{run.case:{case_width}}  " if case_width else ""
+    return f"{case}{run.configuration.name:{width}}  {workers:>10}"
+
+
+def numbered_label(run: Run, runs: list[Run], plan: Plan) -> str:
+    """Return what stands in front of a run's line: its number among `runs`, its block, itself."""
+    number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
+    place = f"block {run.block}" if run.block else "phases"
+    return f"{number} {place}  {run_label(run, plan)}"
+
+
+def show_outcome(
+    label: str, folder: Path, outcome: Outcome, left: float | None, with_speed: bool = True
+) -> None:
+    """Print a run's line, and the end of its output if it failed."""
+    ending = f"   about {duration(left)} left" if left else ""
+    if outcome.status == "completed":
+        speed = read_json(folder / "summary.json").get("images_per_second")
+        shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
+        shown = f"   {shown}" if with_speed else ""
+        print_line(f"{label}{shown}   {duration(outcome.seconds):>6}{ending}")
+    else:
+        code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
+        if outcome.status == "failed" and outcome.exit_code == 0:
+            code = " (exit code 0, but no summary.json)"
+        after = duration(outcome.seconds)
+        print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
+        print_tail(folder / "output.log")
+    if outcome.leftover_processes:
+        number = outcome.leftover_processes
+        noun = "process was" if number == 1 else "processes were"
+        print(f"        {number} {noun} left behind and killed")
+
+
+def number_of(things: Any, noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
