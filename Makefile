@@ -5,7 +5,7 @@
 #   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare doctor test test-cluster lint lock clean
+.PHONY: help setup compare doctor test test-cluster lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -45,6 +45,9 @@ lock: setup  ## write requirements.lock anew from pyproject.toml
 	$(IN_VENV) python -m pip install --quiet uv
 	$(IN_VENV) uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 \
 		--no-header --no-annotate --quiet -o requirements.lock
+
+images:  ## build the container images (ARGS="cpu", ARGS="--help"; see docs/containers.md)
+	@$(PYTHON) docker/build.py $(ARGS)
 
 clean:  ## delete the environment and what tools have cached here (runs/ stays)
 	if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Build the images: python docker/build.py cpu cuda
+
+It works with Docker (buildx), Podman or Buildah, whichever is there, and tags what it builds with
+the project's version, the target and the lock's torch: imagenet-horovod-ddp:0.1.0-cpu-torch2.14.1.
+imagenet-horovod-ddp:cpu is the one that was built last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = ("cpu", "cuda", "test")
+# Each builder, and a command that succeeds where it can build. A docker client alone cannot.
+BUILDERS = {
+    "docker": ["docker", "buildx", "ls"],
+    "podman": ["podman", "version"],
+    "buildah": ["buildah", "version"],
+}
+
+
+class Problem(Exception):
+    """What is wrong and what to do, in words for the user."""
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        builder = find_builder(args.builder)
+        epoch = source_date_epoch()
+        for file in (args.pip_config, args.ca_bundle):
+            if file and not file.is_file():
+                raise Problem(f"{file} is not a file: give the path of one.")
+        for target in args.targets or ["cpu", "cuda"]:
+            command = build_command(builder, target, args, epoch)
+            print(f"images: {target}: {shlex.join(command)}", flush=True)
+            if not args.dry_run:
+                build(builder, target, command, image_tag(args.name, target))
+    except Problem as problem:
+        print(f"images: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "targets", nargs="*", help=f"of {', '.join(TARGETS)} (default: cpu and cuda)"
+    )
+    parser.add_argument("--builder", choices=list(BUILDERS), help="default: the first that works")
+    parser.add_argument("--base", help="a Debian 12 image (default: debian:bookworm-slim)")
+    parser.add_argument("--name", default="imagenet-horovod-ddp", help="before the tag's colon")
+    parser.add_argument(
+        "--pip-config", type=Path, help="pip.conf for the build alone: your index or mirror"
+    )
+    parser.add_argument(
+        "--ca-bundle", type=Path, help="certificates for pip, for the build alone: your proxy's"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
+    args = parser.parse_args()
+    for target in args.targets:
+        if target not in TARGETS:
+            parser.error(f"there is no target {target!r}: take of {', '.join(TARGETS)}")
+    return args
+
+
+def find_builder(wanted: str | None) -> str:
+    why = []
+    for name, check in BUILDERS.items():
+        if wanted not in (None, name):
+            continue
+        if not shutil.which(name):
+            why.append(f"{name} is not on PATH")
+        elif subprocess.call(check, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            why.append(f"`{shlex.join(check)}` fails")
+        else:
+            return name
+    raise Problem(f"{'; '.join(why)}. Start Docker's engine with buildx, or install Podman.")
+
+
+def source_date_epoch() -> str:
+    """The one time that everything in the image gets. It is that of the lock's last change, so that
+    a change of the sources leaves the layers of the packages as they are."""
+    given = os.environ.get("SOURCE_DATE_EPOCH")
+    if given:
+        if not given.isdecimal():
+            raise Problem(f"SOURCE_DATE_EPOCH={given} is not a number of seconds since 1970.")
+        return given
+    found = output_of(["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "requirements.lock"])
+    if not found:
+        raise Problem("no git history here to take a time from: set SOURCE_DATE_EPOCH=0, say.")
+    return found
+
+
+def project_version() -> str:
+    return find(r'^version = "(.+)"$', ROOT / "pyproject.toml")
+
+
+def image_tag(name: str, target: str) -> str:
+    torch = find(r"^torch==([\w.]+)", ROOT / "requirements.lock")
+    return f"{name}:{project_version()}-{target}-torch{torch}"
+
+
+def find(pattern: str, file: Path) -> str:
+    match = re.search(pattern, file.read_text(), re.MULTILINE)
+    if not match:
+        raise Problem(f"{file} has no line like {pattern}")
+    return match[1]
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; nothing when it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def build_command(builder: str, target: str, args: argparse.Namespace, epoch: str) -> list[str]:
+    build_args = {"SOURCE_DATE_EPOCH": epoch, "VERSION": project_version()}
+    revision = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    build_args["REVISION"] = output_of(revision) or "unknown"
+    if args.base:
+        build_args["BASE"] = args.base
+    if builder == "docker":
+        command = ["docker", "buildx", "build", "--load"]
+    else:  # in these, --timestamp also sets the times of all files
+        command = [builder, "build", "--layers", "--timestamp", epoch]
+    command += ["--file", str(ROOT / "docker" / "Dockerfile"), "--target", target]
+    command += ["--tag", image_tag(args.name, target), "--tag", f"{args.name}:{target}"]
+    for name, value in build_args.items():
+        command += ["--build-arg", f"{name}={value}"]
+    for name, file in (("pip_config", args.pip_config), ("ca_bundle", args.ca_bundle)):
+        if file:
+            command += ["--secret", f"id={name},src={file.resolve()}"]
+    return [*command, str(ROOT)]
+
+
+def build(builder: str, target: str, command: list[str], tag: str) -> None:
+    started = time.monotonic()
+    code = subprocess.call(command, stdin=subprocess.DEVNULL)
+    seconds = time.monotonic() - started
+    if code:
+        raise Problem(
+            f"{target} failed after {seconds:.0f} s (exit code {code}); the reason stands above."
+        )
+    print(f"images: {tag}: {image_size(builder, tag)}, built in {seconds:.0f} s", flush=True)
+
+
+def image_size(builder: str, tag: str) -> str:
+    if builder == "buildah":
+        found = output_of([builder, "images", "--format", "{{.Size}}", tag])
+        return found or "size unknown"
+    found = output_of([builder, "image", "inspect", "--format", "{{.Size}}", tag])
+    return f"{int(found) / 1e9:.2f} GB" if found.isdecimal() else "size unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

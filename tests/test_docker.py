@@ -1,0 +1,269 @@
+"""docker/: what can be checked of the images without building them."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+COMPOSE_FILES = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
+BIN = Path(sys.executable).parent
+NAME = "imagenet-horovod-ddp"
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+# What lies at the top of the checkout and is meant to stay out of the images.
+LEFT_OUT = {".ci", ".gitignore"}
+PACKAGES_DEPEND_ON = {
+    "pyproject.toml",
+    "requirements.lock",
+    "docker/pip_environment.sh",
+    "docker/install_packages.sh",
+}
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docker_build", DOCKER / "build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_tool(*command: str) -> None:
+    done = subprocess.run([str(BIN / command[0]), *command[1:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def arguments(**given: Any) -> Namespace:
+    return Namespace(
+        **{"base": None, "name": "name", "pip_config": None, "ca_bundle": None} | given
+    )
+
+
+# ---- linters
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    run_tool("hadolint", str(DOCKER / "Dockerfile"))
+
+
+def test_compose_files_follow_the_compose_specification() -> None:
+    run_tool(
+        "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, COMPOSE_FILES)
+    )
+
+
+def test_shell_scripts_parse() -> None:
+    scripts = sorted(DOCKER.glob("*.sh"))
+    assert scripts
+    for script in scripts:
+        subprocess.run(["sh", "-n", str(script)], check=True)
+
+
+# ---- the Dockerfile and what it names
+
+
+def test_every_file_that_the_build_takes_is_there_and_let_in() -> None:
+    one_line = DOCKERFILE.replace("\\\n", " ")
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", one_line, re.MULTILINE)
+    taken = [name for line in copied for name in line.split()]
+    assert "requirements.lock" in taken and "docker/sshd_config" in taken
+    let_in = let_in_by_dockerignore()
+    for name in set(taken) - {"."}:
+        assert (ROOT / name).exists(), name
+        assert name.split("/")[0] in let_in, name
+
+
+def test_the_layers_of_packages_depend_on_no_sources() -> None:
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S))
+    assert {"cpu", "cuda", "test", "cpu-packages", "cuda-packages"} <= set(stages)
+    for name in ("system", "cpu-packages", "cuda-packages"):
+        copied = " ".join(re.findall(r"^COPY (.*)", stages[name], re.MULTILINE))
+        assert set(re.findall(r"[\w/]+\.\w+", copied)) <= PACKAGES_DEPEND_ON, name
+    # A layer that Buildah or Podman has kept would not notice a change of what is mounted.
+    assert "type=bind" not in DOCKERFILE
+    for name in ("cpu", "cuda"):
+        assert re.findall(r"^USER .*", stages[name], re.MULTILINE) == ["USER 1000"]
+
+
+def test_all_files_mean_the_same_environment_and_user() -> None:
+    """The image's variables, those that sshd gives a login, and the scripts that install."""
+    variables = dict(re.findall(r"\b(OPAL_PREFIX|PATH)=(\S+)", DOCKERFILE))
+    sshd = re.search(r"^SetEnv (.*)", (DOCKER / "sshd_config").read_text(), re.MULTILINE)
+    assert sshd
+    login = dict(word.split("=", 1) for word in shlex.split(sshd[1]))
+    venv = variables["OPAL_PREFIX"]
+    assert login["OPAL_PREFIX"] == venv
+    for path in (variables["PATH"], login["PATH"]):
+        assert path.split(":")[0] == f"{venv}/bin"
+    for name in ("install_packages.sh", "make_horovod.sh", "apptainer.def"):
+        text = (DOCKER / name).read_text()
+        assert set(re.findall(r"/opt/\w+", text)) == {venv}, name
+    home = re.search(r"--mode 700 (\S+)/.ssh", DOCKERFILE)
+    assert home
+    for name in ("ssh_config", "sshd_config", "believed_host_keys.sh", "compose.yaml"):
+        text = (DOCKER / name).read_text()
+        assert set(re.findall(r"/home/\w+", text)) == {home[1]}, name
+
+
+def test_ssh_and_sshd_mean_the_same_port_and_keys() -> None:
+    client = (DOCKER / "ssh_config").read_text()
+    server = (DOCKER / "sshd_config").read_text()
+    keys = set(re.findall(r"IdentityFile (\S+)", client))
+    assert len(keys) == 2
+    assert keys == set(re.findall(r"HostKey (\S+)", server))
+    assert keys == set(
+        re.findall(r"/home\S+id_\w+", (DOCKER / "believed_host_keys.sh").read_text())
+    )
+    assert re.findall(r"Port (\d+)", client) == re.findall(r"^Port (\d+)", server, re.MULTILINE)
+
+
+@pytest.mark.skipif(SSHD is None, reason="no sshd here")
+def test_sshd_understands_its_configuration() -> None:
+    # Run by root, it would want a folder of the system's; in the image it is not run by root.
+    nobody = 65534
+    as_user = ["setpriv", f"--reuid={nobody}", f"--regid={nobody}", "--clear-groups"]
+    with tempfile.TemporaryDirectory() as folder:
+        key, config = Path(folder, "id_ed25519"), Path(folder, "sshd_config")
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+        text = (DOCKER / "sshd_config").read_text()
+        config.write_text(text.replace("/home/trainer/.ssh", folder))
+        if os.geteuid() == 0:
+            for path in (folder, key, config):
+                os.chown(path, nobody, nobody)
+        command = [str(SSHD), "-T", "-f", str(config)]
+        if os.geteuid() == 0:
+            command = as_user + command
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "port 2222" in done.stdout.splitlines()
+
+
+# ---- .dockerignore
+
+
+def let_in_by_dockerignore() -> set[str]:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert patterns[0] == "*", "all is left out, but for what is named"
+    return {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+
+
+def test_dockerignore_lets_in_what_is_there_and_no_more() -> None:
+    let_in = let_in_by_dockerignore()
+    for name in let_in:
+        assert (ROOT / name).exists(), f".dockerignore names {name}, which is not there"
+    assert not let_in & {"runs", ".venv", ".git", ".", *LEFT_OUT}
+    # The image's own copy of the project is no checkout.
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "ls-files"]
+        tracked = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        top = {line.split("/")[0] for line in tracked.splitlines()}
+        assert top <= let_in | LEFT_OUT, "new in the checkout: let it in, or leave it out here too"
+
+
+# ---- compose.yaml
+
+
+def test_compose_starts_the_two_nodes_of_the_readme() -> None:
+    text = COMPOSE_FILES[0].read_text()
+    services = yaml.safe_load(text)["services"]
+    assert set(services) == {"keys", "node0", "node1"}
+    for name in ("node0", "node1"):
+        node = services[name]
+        assert node["hostname"] == name
+        assert node["command"] == ["/usr/sbin/sshd", "-D", "-e"]
+        assert node["depends_on"] == {"keys": {"condition": "service_completed_successfully"}}
+        assert "keys:/home/trainer/.ssh:ro" in node["volumes"]
+        assert "runs:/workspace/runs" in node["volumes"]
+    # The README's line, with two workers a node in place of four.
+    readme = re.search(r"^horovodrun .*train\.py", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert readme
+    line = readme[0].replace("-np 8", "-np 4").replace(":4", ":2")
+    assert line == "horovodrun -np 4 -H node0:2,node1:2 python horovod_train/train.py"
+    assert line in text
+    assert line in (ROOT / "docs" / "containers.md").read_text()
+
+
+def test_compose_runs_the_images_that_are_built(build: ModuleType) -> None:
+    for file, target in zip(COMPOSE_FILES, ("cpu", "cuda"), strict=True):
+        command = build.build_command("docker", target, arguments(name=NAME), "0")
+        image = f"{NAME}:{target}"
+        assert image in command
+        for name, service in yaml.safe_load(file.read_text())["services"].items():
+            assert service["image"] == f"${{IMAGE:-{image}}}", name
+
+
+# ---- build.py
+
+
+def test_the_tag_tells_version_target_and_torch(build: ModuleType) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    tag = build.image_tag("registry/name", "cuda")
+    match = re.fullmatch(r"registry/name:([\d.]+)-cuda-torch([\d.]+)", tag)
+    assert match
+    assert f'version = "{match[1]}"' in project
+    assert f'"torch=={match[2]}"' in project
+
+
+@pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
+def test_secrets_are_passed_only_when_given(build: ModuleType, builder: str) -> None:
+    plain = build.build_command(builder, "cpu", arguments(), "7")
+    assert "--secret" not in plain
+    assert not any(word.startswith("BASE=") for word in plain)
+    assert "SOURCE_DATE_EPOCH=7" in plain
+    assert ("--timestamp" in plain) == (builder != "docker")
+    given = arguments(pip_config=Path("/a/pip.conf"), ca_bundle=Path("/b/ca.pem"), base="mine:1")
+    command = build.build_command(builder, "cpu", given, "7")
+    assert "id=pip_config,src=/a/pip.conf" in command
+    assert "id=ca_bundle,src=/b/ca.pem" in command
+    assert "BASE=mine:1" in command
+    for secret in ("pip_config", "ca_bundle"):
+        mounts = re.findall(r"type=secret,id=(\w+)", DOCKERFILE)
+        assert mounts.count(secret) == 5
+
+
+def program(folder: Path, name: str, code: int) -> None:
+    (folder / name).write_text(f"#!/bin/sh\nexit {code}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_docker_without_an_engine_is_passed_over(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program(tmp_path, "docker", 1)
+    with pytest.raises(build.Problem, match="docker buildx ls` fails; podman is not on PATH"):
+        build.find_builder(None)
+    program(tmp_path, "buildah", 0)
+    assert build.find_builder(None) == "buildah"
+    with pytest.raises(build.Problem, match="docker"):
+        build.find_builder("docker")
+    program(tmp_path, "docker", 0)
+    assert build.find_builder(None) == "docker"
+
+
+def test_what_a_user_got_wrong_is_told(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def message(*command: str) -> str:
+        whole = [sys.executable, str(DOCKER / "build.py"), "--dry-run", *command]
+        done = subprocess.run(whole, capture_output=True, text=True)
+        assert done.returncode
+        return done.stderr
+
+    assert "there is no target 'gpu': take of cpu, cuda, test" in message("gpu")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(build.Problem, match="SOURCE_DATE_EPOCH=yesterday is not a number"):
+        build.source_date_epoch()

@@ -1,0 +1,495 @@
+"""The jobs of docker/k8s/: they fit their schemas, and agree with the trainers and the image.
+
+No cluster is needed, and none is here: what docs/kubernetes.md says was not run, was not.
+"""
+
+import copy
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models import (
+    IoK8sApiCoreV1PersistentVolumeClaim,
+    IoK8sApiCoreV1PodTemplateSpec,
+    TrainerV1alpha1TrainingRuntime,
+    TrainerV1alpha1TrainJob,
+)
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.run import get_args_parser
+
+from recipe.config import Config, parse_args
+from recipe.world import World
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docker" / "k8s"
+IMAGE = "imagenet-horovod-ddp:cuda"
+HOROVOD = ("horovod-mpijob.yaml", "horovod-mpijob-elastic.yaml")
+DDP = ("ddp-trainjob.yaml", "ddp-trainjob-elastic.yaml")
+JOBS = HOROVOD + DDP
+WORKERS, NODES = 8, 2  # in all jobs, so that their runs can be compared
+
+Document = dict[str, Any]
+
+
+def documents(name: str) -> list[Document]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def of_kind(name: str, kind: str) -> Document:
+    [found] = [document for document in documents(name) if document["kind"] == kind]
+    return found
+
+
+# ---- schemas
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class MetaData(Strict):
+    name: str
+
+
+class ReplicaSpec(Strict):
+    replicas: int
+    restartPolicy: Literal["Never", "OnFailure"]  # of those in its schema the operator takes these
+    template: Document  # a core v1 PodTemplateSpec
+
+
+class ReplicaSpecs(Strict):
+    Launcher: ReplicaSpec
+    Worker: ReplicaSpec
+
+
+class SchedulingPolicy(Strict):
+    minAvailable: int | None = None
+    minResources: Document | None = None
+    priorityClass: str | None = None
+    queue: str | None = None
+    scheduleTimeoutSeconds: int | None = None
+
+
+class RunPolicy(Strict):
+    activeDeadlineSeconds: int | None = None
+    backoffLimit: int | None = None
+    cleanPodPolicy: Literal["None", "Running", "All"] | None = None
+    managedBy: str | None = None
+    schedulingPolicy: SchedulingPolicy | None = None
+    suspend: bool | None = None
+    ttlSecondsAfterFinished: int | None = None
+
+
+class MPIJobSpec(Strict):
+    launcherCreationPolicy: Literal["AtStartup", "WaitForWorkersReady"] = "AtStartup"
+    mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"] = "OpenMPI"
+    mpiReplicaSpecs: ReplicaSpecs
+    runLauncherAsWorker: bool = False
+    runPolicy: RunPolicy
+    slotsPerWorker: int = 1
+    sshAuthMountPath: str = "/root/.ssh"
+
+
+class MPIJob(Strict):
+    """MPIJob v2beta1, as of MPI Operator 0.8: no package has its schema, so its few own fields are
+    described here. What is in it of Kubernetes itself, the pods, has one (see `check`)."""
+
+    apiVersion: Literal["kubeflow.org/v2beta1"]
+    kind: Literal["MPIJob"]
+    metadata: MetaData
+    spec: MPIJobSpec
+
+
+# The models that Kubeflow generates from the schemas of its CRDs and of Kubernetes.
+MODELS: dict[tuple[str, str], Any] = {
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): TrainerV1alpha1TrainingRuntime,
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): TrainerV1alpha1TrainJob,
+    ("v1", "PersistentVolumeClaim"): IoK8sApiCoreV1PersistentVolumeClaim,
+}
+
+
+def check(document: Document) -> None:
+    """Raise ValueError (pydantic's is one) if `document` does not fit the schema of its kind."""
+    if document["kind"] == "MPIJob":
+        job = MPIJob.model_validate(document)
+        for role, replicas in job.spec.mpiReplicaSpecs:
+            check_model(IoK8sApiCoreV1PodTemplateSpec, replicas.template, role)
+    else:
+        kind = document["kind"]
+        check_model(MODELS[document["apiVersion"], kind], document, kind)
+
+
+def check_model(model: Any, document: Document, path: str) -> None:
+    """These models see wrong types, but leave out what they do not know: so nothing may be lost."""
+    lost = list(differences(document, model.from_dict(document).to_dict(), path))
+    if lost:
+        raise ValueError(f"unknown: {', '.join(lost)}")
+
+
+def differences(ours: Any, known: Any, path: str) -> Iterator[str]:
+    """What of `ours` is not in `known`, which may have defaults besides."""
+    if isinstance(ours, dict) and isinstance(known, dict):
+        for key, value in ours.items():
+            if key in known:
+                yield from differences(value, known[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
+    elif isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        for number, (value, other) in enumerate(zip(ours, known, strict=True)):
+            yield from differences(value, other, f"{path}[{number}]")
+    elif ours != known:
+        yield path
+
+
+@pytest.mark.parametrize("name", [*JOBS, "volumes.yaml"])
+def test_each_document_fits_its_schema(name: str) -> None:
+    for document in documents(name):
+        check(document)
+
+
+def test_no_file_is_left_out() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == {*JOBS, "volumes.yaml"}
+
+
+MISTAKES = [
+    ("horovod-mpijob.yaml", "MPIJob", "spec", "slotPerWorker", 4),
+    ("horovod-mpijob.yaml", "MPIJob", "spec", "slotsPerWorker", "four"),
+    ("horovod-mpijob.yaml", "MPIJob", "spec", "launcherCreationPolicy", "WhenWorkersReady"),
+    ("horovod-mpijob.yaml", "MPIJob", "spec.runPolicy", "cleanPodsPolicy", "Running"),
+    ("horovod-mpijob.yaml", "MPIJob", "spec.mpiReplicaSpecs", "Workers", {}),
+    ("horovod-mpijob.yaml", "MPIJob", "spec.mpiReplicaSpecs.Worker", "replica", 2),
+    (
+        "horovod-mpijob.yaml",
+        "MPIJob",
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0",
+        "volumesMounts",
+        [],
+    ),
+    (
+        "horovod-mpijob.yaml",
+        "MPIJob",
+        "spec.mpiReplicaSpecs.Worker.template.spec.volumes.2.emptyDir",
+        "size_limit",
+        "16Gi",
+    ),
+    ("ddp-trainjob.yaml", "TrainJob", "spec.trainer", "numNode", 2),
+    ("ddp-trainjob.yaml", "TrainJob", "spec.trainer", "numProcPerNode", "four"),
+    ("ddp-trainjob.yaml", "TrainJob", "spec", "podTemplateOverrides", []),  # until v2.1
+    ("ddp-trainjob.yaml", "TrainingRuntime", "spec.mlPolicy.torch", "elasticPolicy", {}),  # too
+    ("ddp-trainjob.yaml", "TrainingRuntime", "spec.template.spec", "failPolicy", {}),
+    (
+        "ddp-trainjob.yaml",
+        "TrainingRuntime",
+        "spec.template.spec.replicatedJobs.0.template.spec.template.spec.containers.0",
+        "imagePullpolicy",
+        "Always",
+    ),
+    ("volumes.yaml", "PersistentVolumeClaim", "spec", "accessMode", ["ReadWriteMany"]),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "path", "key", "value"), MISTAKES)
+def test_a_mistyped_field_is_refused(
+    name: str, kind: str, path: str, key: str, value: object
+) -> None:
+    document = copy.deepcopy(next(each for each in documents(name) if each["kind"] == kind))
+    check(document)
+    inner: Any = document
+    for step in path.split("."):
+        inner = inner[int(step) if step.isdecimal() else step]
+    inner[key] = value
+    with pytest.raises((ValueError, ValidationError)):
+        check(document)
+
+
+@pytest.mark.skipif("MPIJOB_CRD" not in os.environ, reason="MPIJOB_CRD names no CRD of MPIJob")
+def test_the_described_fields_are_those_of_the_crd() -> None:
+    """For a new release of the operator: MPIJOB_CRD names manifests/base/kubeflow.org_mpijobs.yaml
+    of its repository, of which no copy is kept here."""
+    crd = yaml.safe_load(Path(os.environ["MPIJOB_CRD"]).read_text())
+    [version] = [each for each in crd["spec"]["versions"] if each["name"] == "v2beta1"]
+    job = version["schema"]["openAPIV3Schema"]["properties"]
+    spec = job["spec"]["properties"]
+    policy = spec["runPolicy"]["properties"]
+    replicas = spec["mpiReplicaSpecs"]["additionalProperties"]["properties"]
+    for model, properties in (
+        (MPIJob, {key: value for key, value in job.items() if key != "status"}),
+        (MPIJobSpec, spec),
+        (RunPolicy, policy),
+        (SchedulingPolicy, policy["schedulingPolicy"]["properties"]),
+        (ReplicaSpec, replicas),
+    ):
+        assert set(model.model_fields) == set(properties)
+    for role in ("Launcher", "Worker"):
+        pod = of_kind("horovod-mpijob.yaml", "MPIJob")["spec"]["mpiReplicaSpecs"][role]["template"]
+        check_properties(pod, replicas["template"], role)
+
+
+def check_properties(value: Any, schema: Document, path: str) -> None:
+    if isinstance(value, dict) and "properties" in schema:
+        for key, inner in value.items():
+            assert key in schema["properties"], f"{path}.{key}"
+            check_properties(inner, schema["properties"][key], f"{path}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            check_properties(inner, schema["items"], path)
+
+
+# ---- what is started
+
+
+def pods(name: str) -> dict[str, Document]:
+    """The specs of a job's pods, by their role."""
+    found = {}
+    for document in documents(name):
+        spec = document["spec"]
+        if document["kind"] == "MPIJob":
+            for role, replicas in spec["mpiReplicaSpecs"].items():
+                found[role] = replicas["template"]["spec"]
+        elif document["kind"] == "TrainingRuntime":
+            [job] = spec["template"]["spec"]["replicatedJobs"]
+            found["Worker"] = job["template"]["spec"]["template"]["spec"]
+    return found
+
+
+def resources(name: str) -> Document:
+    """Of a container that trains."""
+    if name in DDP:
+        return of_kind(name, "TrainJob")["spec"]["trainer"]["resourcesPerNode"]
+    return pods(name)["Worker"]["containers"][0]["resources"]
+
+
+def command(name: str) -> list[str]:
+    """What is started, if all workers are there."""
+    if name in DDP:
+        trainer = of_kind(name, "TrainJob")["spec"]["trainer"]
+        return trainer["command"] + trainer["args"]
+    [launcher] = pods(name)["Launcher"]["containers"]
+    if name == "horovod-mpijob.yaml":
+        return launcher["command"] + launcher["args"]
+    script = launcher["args"][0].replace("\\\n", " ")
+    hosts = ",".join(["worker:4"] * NODES)
+    words = script[script.index("exec mpirun") :].split()[1:]
+    text = " ".join(words).replace("$((4 * ${#hosts[@]}))", str(WORKERS))
+    return text.replace('"$(IFS=,; echo "${hosts[*]}")"', hosts).split()
+
+
+def flags(name: str) -> Config:
+    """The trainer's own view of its flags."""
+    words = command(name)
+    [script] = [word for word in words if word.endswith("train.py")]
+    engine = "horovod" if name in HOROVOD else "ddp"
+    assert script == f"{engine}_train/train.py"
+    assert (ROOT / script).exists()
+    world = World(0, WORKERS, 0, WORKERS // NODES, "torchrun", "here")
+    return parse_args(engine, world, words[words.index(script) + 1 :])
+
+
+@pytest.fixture(autouse=True)
+def refused_flags_end_no_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_with(code: int) -> None:
+        raise AssertionError(f"the trainer refused its flags, exit code {code}")
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_trainers_take_their_flags(name: str) -> None:
+    config = flags(name)
+    kind = "MPIJob" if name in HOROVOD else "TrainJob"
+    assert config.name == of_kind(name, kind)["metadata"]["name"]
+    assert config.resume == "auto"  # so a job that is started anew goes on
+    assert config.checkpoint_steps == 500
+    mounts = {m["mountPath"]: m for m in pods(name)["Worker"]["containers"][0]["volumeMounts"]}
+    assert mounts[config.data]["name"] == "data"
+    assert mounts[config.data]["readOnly"]
+    assert mounts[config.log_dir]["name"] == "runs"
+    assert config.cache_dir.startswith(config.log_dir + "/")
+
+
+def test_all_jobs_train_the_same() -> None:
+    first, *others = [flags(name) for name in JOBS]
+    for other in others:
+        assert vars(other) == {**vars(first), "name": other.name}
+    assert len({flags(name).name for name in JOBS}) == len(JOBS)  # no run writes into another's
+
+
+@pytest.mark.parametrize("name", HOROVOD)
+def test_mpirun_starts_a_rank_a_gpu(name: str) -> None:
+    spec = of_kind(name, "MPIJob")["spec"]
+    words = command(name)
+    assert words[0] == "mpirun"
+    assert int(words[words.index("-np") + 1]) == WORKERS
+    assert spec["mpiReplicaSpecs"]["Worker"]["replicas"] * spec["slotsPerWorker"] == WORKERS
+    assert resources(name)["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_torchrun_starts_a_rank_a_gpu(name: str) -> None:
+    job = of_kind(name, "TrainJob")["spec"]
+    runtime = of_kind(name, "TrainingRuntime")
+    assert job["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["runtimeRef"]["kind"] == runtime["kind"]
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": NODES, "torch": {}}
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    [container] = pods(name)["Worker"]["containers"]
+    # Trainer looks for these names, and leaves alone what is called otherwise.
+    assert (replicated["name"], container["name"]) == ("node", "node")
+    trainer = job["trainer"]
+    assert trainer["numNodes"] * trainer["numProcPerNode"] == WORKERS
+    assert resources(name)["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+
+
+def test_torchrun_takes_the_flags_that_make_it_elastic() -> None:
+    program, *words = command("ddp-trainjob-elastic.yaml")
+    assert program == "torchrun"
+    parsed = get_args_parser().parse_args(words)
+    assert parsed.nnodes == f"1:{NODES}"
+    assert int(parsed.nproc_per_node) == WORKERS // NODES
+    assert parsed.rdzv_backend == "c10d"  # the default, static, has no way to grow or shrink
+    assert parsed.rdzv_endpoint == "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"  # Kubernetes fills it in
+    assert parsed.training_script == "ddp_train/train.py"
+    env = of_kind("ddp-trainjob-elastic.yaml", "TrainJob")["spec"]["trainer"]["env"]
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in env
+
+
+# The elastic launcher's script, with an mpirun that says what it was told and an ssh that reaches
+# the hosts which are named in ALIVE.
+MPIRUN = '#!/bin/sh\nprintf "%s\\n" mpirun "$@"\n'
+SSH = '#!/bin/sh\ncase " $ALIVE " in *" $3 "*) exit 0;; *) exit 255;; esac\n'
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(listed: list[str], alive: list[str]) -> subprocess.CompletedProcess[str]:
+        discover = "#!/bin/sh\n" + "".join(f"echo {host}\n" for host in listed)  # as the operator's
+        programs = {"mpirun": MPIRUN, "ssh": SSH, "sleep": "#!/bin/sh\n", "discover": discover}
+        for name, text in programs.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(stat.S_IRWXU)
+        [launcher] = pods("horovod-mpijob-elastic.yaml")["Launcher"]["containers"]
+        assert "/etc/mpi/discover_hosts.sh" in launcher["args"][0]
+        script = launcher["args"][0].replace("/etc/mpi/discover_hosts.sh", f"{tmp_path}/discover")
+        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ALIVE": " ".join(alive)}
+        words = [*launcher["command"], script]
+        return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+FIRST, SECOND = "horovod-elastic-worker-0.horovod-elastic.default.svc", "worker-1.job.default.svc"
+
+
+@pytest.mark.parametrize(
+    ("listed", "alive", "ranks", "hosts"),
+    [
+        ([FIRST, SECOND], [FIRST, SECOND], "8", f"{FIRST}:4,{SECOND}:4"),
+        ([FIRST], [FIRST], "4", f"{FIRST}:4"),
+        ([FIRST, SECOND], [SECOND], "4", f"{SECOND}:4"),  # the list may be a minute old
+    ],
+)
+def test_the_elastic_launcher_takes_the_workers_that_answer(
+    listed: list[str], alive: list[str], ranks: str, hosts: str, launch: Callable[..., Any]
+) -> None:
+    done = launch(listed, alive)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    words = words[words.index("mpirun") :]
+    assert words[words.index("-np") + 1] == ranks
+    assert words[words.index("-H") + 1] == hosts
+    if ranks == str(WORKERS):  # then it is what `command` says, which the other tests look at
+        expected = command("horovod-mpijob-elastic.yaml")
+        assert [word for word in words if word != hosts] == [
+            word for word in expected if not word.startswith("worker:")
+        ]
+
+
+@pytest.mark.parametrize("listed", [[FIRST, SECOND], []])
+def test_the_elastic_launcher_fails_without_a_worker(
+    listed: list[str], launch: Callable[..., Any]
+) -> None:
+    done = launch(listed, [])
+    assert done.returncode == 1
+    assert "no worker answers" in done.stderr
+    assert "mpirun" not in done.stdout
+
+
+# ---- volumes and the image
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_volumes_exist(name: str) -> None:
+    claims = {claim["metadata"]["name"]: claim["spec"] for claim in documents("volumes.yaml")}
+    claimed = {}
+    for pod in pods(name).values():
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        mounted = [m["name"] for c in pod["containers"] for m in c.get("volumeMounts", [])]
+        assert sorted(mounted) == sorted(volumes)
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]
+                claimed[volume["name"]] = (claim["claimName"], claim.get("readOnly", False))
+    assert claimed == {"data": ("imagenet-data", True), "runs": ("imagenet-runs", False)}
+    assert claims["imagenet-data"]["accessModes"] == ["ReadOnlyMany"]
+    assert claims["imagenet-runs"]["accessModes"] == ["ReadWriteMany"]
+
+
+def gibibytes(quantity: str) -> int:
+    assert quantity.endswith("Gi")
+    return int(quantity.removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_shared_memory_is_memory_and_fits_into_the_limit(name: str) -> None:
+    worker = pods(name)["Worker"]
+    mounts = {m["mountPath"]: m["name"] for m in worker["containers"][0]["volumeMounts"]}
+    [volume] = [v for v in worker["volumes"] if v["name"] == mounts["/dev/shm"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    limit = resources(name)["limits"]["memory"]
+    assert gibibytes(volume["emptyDir"]["sizeLimit"]) < gibibytes(limit)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_image_is_meant(name: str) -> None:
+    """Its user, who is not root; its home; its sshd's port; and the folder that commands start in,
+    which no job changes."""
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    sshd_config = (ROOT / "docker" / "sshd_config").read_text()
+    user = re.search(r"useradd --uid (\d+) .*?(\w+) *\\?$", dockerfile, re.MULTILINE)
+    port = re.search(r"^Port (\d+)$", sshd_config, re.MULTILINE)
+    assert user
+    assert port
+    assert re.search(r"^FROM .* AS cuda$", dockerfile, re.MULTILINE)  # IMAGE's target
+    assert "WORKDIR /workspace" in dockerfile
+    for pod in pods(name).values():
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"]
+        assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
+        for container in pod["containers"]:
+            assert container["image"] == IMAGE
+            assert "workingDir" not in container
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    if name in HOROVOD:
+        home = of_kind(name, "MPIJob")["spec"]["sshAuthMountPath"]
+        assert home == f"/home/{user[2]}/.ssh"
+        assert f"HostKey {home}/id_rsa" in sshd_config  # the name that the operator gives it
+        [sshd] = pods(name)["Worker"]["containers"]
+        assert sshd["command"] == ["/usr/sbin/sshd", "-D", "-e"]
+        assert sshd["ports"] == [{"containerPort": int(port[1])}]
+        assert sshd["startupProbe"]["tcpSocket"] == {"port": int(port[1])}
+
+
+def test_the_page_names_every_file() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    for file in FOLDER.iterdir():
+        assert file.name in page
+    for name in re.findall(r"docker/k8s/([\w-]+\.yaml)", page):
+        assert (FOLDER / name).exists(), name
