@@ -144,6 +144,7 @@ def probe(data: Path | None) -> dict[str, Any]:
         "is_root": os.geteuid() == 0,
         "shared_memory_bytes": shared_memory_bytes(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "own_name": own_name(),
         "interfaces": interfaces(),
         "trainers_sha256": trainers_sha256(),
         "data": None if data is None else data_problem(data),
@@ -197,6 +198,13 @@ def mpi_version() -> str | None:
 def shared_memory_bytes() -> int | None:
     with contextlib.suppress(OSError):
         return shutil.disk_usage("/dev/shm").free
+    return None
+
+
+def own_name() -> str | None:
+    """Return this host's own address, as its name resolves here; None if it does not."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
     return None
 
 
@@ -347,6 +355,11 @@ def host_findings(host: str, facts: dict[str, Any]) -> list[Finding]:
         add("open files", "warning", f"at most {facts['open_files']}", remedy)
     else:
         add("open files", "ok", f"at most {facts['open_files']:,}".replace("-1", "any number"))
+    if facts["own_name"] is None:
+        text = f"{facts['host']} does not resolve on the host itself: torchrun and Gloo fail"
+        add("own name", "failed", text, f"give {facts['host']} a line in /etc/hosts there")
+    else:
+        add("own name", "ok", f"{facts['host']} is {facts['own_name']}")
     if facts["interfaces"]:
         add("network", "ok", ", ".join(map(interface_text, facts["interfaces"])))
     if facts["data"]:

@@ -79,6 +79,15 @@ PATCHES = [
         "#include <iostream>\n",
         "#include <cstdint>\n#include <iostream>\n",
     ),
+    # Where a host cannot resolve its own name, Gloo would crash without a word.
+    (
+        "third_party/gloo/gloo/transport/tcp/device.cc",
+        "auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);\n"
+        "  GLOO_ENFORCE_NE(rv, -1);\n",
+        "auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);\n"
+        '  GLOO_ENFORCE(rv == 0, "cannot resolve this host\'s own name, ", attr.hostname,\n'
+        '      ": give it a line in /etc/hosts");\n',
+    ),
     # Libraries are found relative to the installed file: the cached wheel serves any environment.
     (
         "CMakeLists.txt",
@@ -502,6 +511,8 @@ def build_environment(facts: dict[str, Any], places: dict[str, Any], work: Path)
     environment = without_horovod_settings()
     environment |= {
         "CXX": os.environ.get("CXX", "g++"),
+        # The same sources make the same library, whatever the work folder's name is.
+        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={work}=.".strip(),
         "HOROVOD_CMAKE": find_program("cmake") or "cmake",
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",

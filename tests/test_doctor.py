@@ -29,8 +29,8 @@ def facts(**others: Any) -> dict[str, Any]:
         "torchvision": "0.29.2", "cuda": "13.0", "nccl": "2.27.1", "gpus": [], "gpu_driver": False,
         "horovod": "0.28.1", "horovod_mpi": True, "horovod_gloo": True, "horovod_nccl": False,
         "mpi": "Open MPI 4.1.8", "is_root": False, "shared_memory_bytes": 8 << 30,
-        "open_files": 65536, "interfaces": NETWORK, "trainers_sha256": "ab" * 32, "data": "",
-        "errors": {}, **others,
+        "open_files": 65536, "own_name": "10.0.0.1", "interfaces": NETWORK,
+        "trainers_sha256": "ab" * 32, "data": "", "errors": {}, **others,
     }  # fmt: skip
 
 
@@ -62,6 +62,7 @@ BROKEN = {
     "shared memory": ({"shared_memory_bytes": 64 << 20}, "warning", "--shm-size"),
     "shared memory, none": ({"shared_memory_bytes": None}, "warning", "--shm-size"),
     "open files": ({"open_files": 1024}, "warning", "ulimit -n"),
+    "own name": ({"own_name": None}, "failed", "/etc/hosts"),
     "data": ({"data": "there is no folder /d/train"}, "failed", "--data"),
     "clock": ({"clock_skew": -7.0}, "warning", "NTP"),
 }
