@@ -3,6 +3,7 @@
 #   PYTHON=python3.12    the Python that the environment is made with (default python3)
 #   ARGS="--help"        options for compare/run.py or pytest
 #   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
+#   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
 .PHONY: help setup compare doctor test test-cluster lint lock images clean
@@ -19,7 +20,7 @@ help:  ## show this list
 	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
 
 setup:  ## create the environment, install everything, build Horovod
-	@VENV="$(VENV)" MPI="$(MPI)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" $(PYTHON) tools/set_up.py
+	@VENV="$(VENV)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" $(PYTHON) tools/set_up.py
 
 compare: setup  ## train the digits with both engines, side by side, and report
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \

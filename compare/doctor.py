@@ -204,7 +204,7 @@ def shared_memory_bytes() -> int | None:
 def own_name() -> str | None:
     """Return this host's own address, as its name resolves here; None if it does not."""
     with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
     return None
 
 
@@ -400,6 +400,11 @@ def agreement(facts: dict[str, dict[str, Any]]) -> list[Finding]:
             found.append(Finding("all", name, "failed", f"differs: {told}", remedy))
     if not found:
         found.append(Finding("all", "versions", "ok", f"equal on {len(facts)} hosts"))
+    for host, of_host in facts.items():
+        if (of_host["own_name"] or "").startswith(("127.", "::1")):
+            text = f"resolves as {of_host['own_name']} on {host}, where no other host reaches it"
+            remedy = "give it its address in /etc/hosts there, or choose a --network-interface"
+            found.append(Finding(host, "own name", "warning", text, remedy))
     if not common_networks(facts):
         told = "; ".join(
             f"{host}: {', '.join(map(interface_text, f['interfaces'])) or 'none'}"

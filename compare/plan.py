@@ -126,7 +126,7 @@ class Configuration:
         if hosts is not None:
             placed = placement(workers, hosts)
             words += ["--nodes", str(len(placed)), "--nodelist", ",".join(placed)]
-            words += ["--distribution", "block"]
+            words += ["--ntasks-per-node", str(max(placed.values())), "--distribution", "block"]
         return words
 
     def placing_words(self) -> list[str]:
@@ -432,6 +432,10 @@ def steering_variables() -> dict[str, str]:
 def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Return what plan.json holds: enough for the report, and to go on after an interruption."""
     members = plan.members()
+    inherited, affinity = steering_variables(), sorted(os.sched_getaffinity(0))
+    if plan.is_allocation:  # another job may get other cores and GPUs; each run writes down its own
+        inherited.pop("CUDA_VISIBLE_DEVICES", None)
+        affinity = []
     return {
         "question": plan.question,
         "plan_file": plan.plan_file,
@@ -469,8 +473,8 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
         "environment": {
             "set": {name: value for name, value in set_variables().items() if name != "PATH"},
             "removed": list(REMOVED_VARIABLES),
-            "inherited": steering_variables(),
-            "affinity": sorted(os.sched_getaffinity(0)),  # inherited, too: no launcher binds
+            "inherited": inherited,
+            "affinity": affinity,  # inherited, too: no launcher binds
         },
         "runs": [run_record(run) for run in plan.runs()],
         "phase_runs": [run_record(run) for run in plan.phase_runs()],
@@ -497,9 +501,9 @@ IDENTITY = (
 )  # fmt: skip
 
 
-def plan_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return in what a new plan would make other runs than an old one; more blocks are none."""
-    new = json.loads(json.dumps(new))  # as the file would hold it
+def asked_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return in what two plans differ, wherever they were made."""
+    new = json.loads(json.dumps(new))
     differences = [
         f"{name}: {old.get(name)!r} there, {new[name]!r} now"
         for name in IDENTITY
@@ -507,6 +511,13 @@ def plan_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
     if new["trainers_sha256"] != old.get("trainers_sha256"):
         differences.append("the sources of the recipe or the trainers were changed since")
+    return differences
+
+
+def plan_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return in what a new plan would make other runs than an old one; more blocks are none."""
+    new = json.loads(json.dumps(new))  # as the file would hold it
+    differences = asked_differences(old, new)
     if new["environment"] != old.get("environment"):
         differences.append(
             f"environment: {old.get('environment')!r} there, {new['environment']!r} now"

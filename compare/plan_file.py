@@ -411,6 +411,8 @@ def check_strong_scaling(plan: Plan) -> None:
 def check_hosts(plan: Plan) -> None:
     if plan.hosts == SLURM:
         return  # of an allocation that is not known yet
+    if plan.hosts is None and plan.is_allocation:
+        return  # nor here: --slurm submits
     if plan.hosts is None:
         if plan.network_interface is not None:
             raise UserError(

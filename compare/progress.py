@@ -2,12 +2,14 @@
 
 import datetime
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
 from compare.launch import Outcome, duration, print_line, print_tail
+from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import Plan, Run
 
 
@@ -39,6 +41,70 @@ def with_blocks_there(plan: Plan, folder: Path) -> Plan:
     if plan.until_interval is None or not path.exists():
         return plan
     return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Tell whether nothing of the plan is left to be run in this folder."""
+    runs = [*plan.runs(), *plan.phase_runs()]
+    return all(is_complete(folder / run.folder) for run in runs) and not wants_block(plan, folder)
+
+
+def wants_block(plan: Plan, folder: Path) -> bool:
+    """Tell whether --until-interval asks for a block beyond those of the plan."""
+    if plan.until_interval is None or plan.blocks >= plan.max_blocks:
+        return False
+    target = plan.until_interval
+    return not all(is_narrow(estimate, target) for estimate, _ in interval_widths(plan, folder))
+
+
+def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
+    """Return the estimated ratio of speeds of each pair in each case at each number of workers,
+    widest interval first, with its name. Blocks count in which both runs are complete."""
+    speeds: dict[tuple[str, int, str], dict[int, float]] = {}
+    for run in plan.runs():
+        if is_complete(folder / run.folder):
+            cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
+            cell[run.block] = images_per_second(folder / run.folder)
+    found = []
+    for case in plan.cases:
+        for workers in plan.workers:
+            for first, second in plan.pairs():
+                a = speeds.get((case.name, workers, first), {})
+                b = speeds.get((case.name, workers, second), {})
+                both = sorted(a.keys() & b.keys())
+                if not both:
+                    continue
+                estimate = estimate_ratio([a[i] for i in both], [b[i] for i in both])
+                name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
+                found.append((estimate, f"{case.name}: {name}" if case.name else name))
+    return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
+
+
+def images_per_second(folder: Path) -> float:
+    path = folder / "summary.json"
+    speed = read_json(path).get("images_per_second")
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
+        raise UserError(f"{path}: images_per_second is {speed!r}, which is not a number above 0")
+    return float(speed)
+
+
+def reach(estimate: Estimate) -> float:
+    """Return how far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
+
+    Half its width on the logarithmic scale, on which it was computed; `is_narrow` asks for this.
+    """
+    if estimate.low is None or estimate.high is None:
+        return math.inf
+    return math.sqrt(estimate.high / estimate.low) - 1
+
+
+def another_plan(folder: Path, differences: list[str]) -> UserError:
+    """Return the error of a folder that holds another plan than the one that is asked for."""
+    lines = "\n".join(f"    {line}" for line in differences)
+    return UserError(
+        f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
+        "another --out DIR"
+    )
 
 
 def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import fcntl
 import importlib.util
-import math
 import os
 import shlex
 import shutil
@@ -32,7 +31,6 @@ from compare.files import write_json
 from compare.hosts import is_only_here
 from compare.launch import duration, print_line, start_and_wait, utc_now
 from compare.options import command_words, make_plan, parse_options
-from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import (
     REMOVED_VARIABLES,
     Plan,
@@ -44,16 +42,20 @@ from compare.plan import (
 )
 from compare.plan_file import list_plans
 from compare.progress import (
-    is_complete,
+    another_plan,
+    interval_widths,
+    is_finished,
     missing,
     new_folder,
     number_of,
     numbered_label,
+    reach,
     read_json,
     recorded_seconds,
     run_label,
     seconds_left,
     show_outcome,
+    wants_block,
     with_blocks_there,
 )
 from compare.slurm import SLURM_FOLDER, submit_and_follow
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             return submit_and_follow(plan, options, argv)
         if options.dry_run:
             folder = options.out or new_folder(options.runs)
-            print("\n".join(dry_run_lines(plan, folder, options.warm_up)))
+            print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
             return 0
         folder = options.out
         if folder is None and not options.new:
@@ -138,12 +140,6 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     return None if is_finished(plan, newest) else newest
 
 
-def is_finished(plan: Plan, folder: Path) -> bool:
-    """Tell whether nothing of the plan is left to be run in this folder."""
-    runs = [*plan.runs(), *plan.phase_runs()]
-    return all(is_complete(folder / run.folder) for run in runs) and not wants_block(plan, folder)
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second run.py out of the folder; the lock ends with this process, however it ends."""
@@ -157,6 +153,8 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder} is being written by process {lock.read().strip() or 'unknown'}: wait "
                 "for its end, or start another comparison with --new"
             ) from None
+        except OSError as error:
+            print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run.py")
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -260,55 +258,6 @@ def warn(plan: Plan, folder: Path, strict: bool, known: list[str]) -> list[str]:
     return [line for line in warnings if line not in known]
 
 
-def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
-    """Return the estimated ratio of speeds of each pair in each case at each number of workers,
-    widest interval first, with its name. Blocks count in which both runs are complete."""
-    speeds: dict[tuple[str, int, str], dict[int, float]] = {}
-    for run in plan.runs():
-        if is_complete(folder / run.folder):
-            cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
-            cell[run.block] = images_per_second(folder / run.folder)
-    found = []
-    for case in plan.cases:
-        for workers in plan.workers:
-            for first, second in plan.pairs():
-                a = speeds.get((case.name, workers, first), {})
-                b = speeds.get((case.name, workers, second), {})
-                both = sorted(a.keys() & b.keys())
-                if not both:
-                    continue
-                estimate = estimate_ratio([a[i] for i in both], [b[i] for i in both])
-                name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
-                found.append((estimate, f"{case.name}: {name}" if case.name else name))
-    return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
-
-
-def images_per_second(folder: Path) -> float:
-    path = folder / "summary.json"
-    speed = read_json(path).get("images_per_second")
-    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
-        raise UserError(f"{path}: images_per_second is {speed!r}, which is not a number above 0")
-    return float(speed)
-
-
-def reach(estimate: Estimate) -> float:
-    """Return how far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
-
-    Half its width on the logarithmic scale, on which it was computed; `is_narrow` asks for this.
-    """
-    if estimate.low is None or estimate.high is None:
-        return math.inf
-    return math.sqrt(estimate.high / estimate.low) - 1
-
-
-def wants_block(plan: Plan, folder: Path) -> bool:
-    """Tell whether --until-interval asks for a block beyond those of the plan."""
-    if plan.until_interval is None or plan.blocks >= plan.max_blocks:
-        return False
-    target = plan.until_interval
-    return not all(is_narrow(estimate, target) for estimate, _ in interval_widths(plan, folder))
-
-
 def interval_line(plan: Plan, folder: Path) -> str:
     estimate, name = interval_widths(plan, folder)[0]
     width = f"+-{100 * reach(estimate):.1f} %"
@@ -342,11 +291,7 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
         if old.get("blocks", 0) > plan.blocks:
             differences.append(f"blocks: {old['blocks']} there, {plan.blocks} now")
         if differences:
-            lines = "\n".join(f"    {line}" for line in differences)
-            raise UserError(
-                f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
-                "another --out DIR"
-            )
+            raise another_plan(folder, differences)
         record["created_utc"] = old["created_utc"]
         record["warnings"] = old["warnings"]
     elif any(child.name not in ("lock", SLURM_FOLDER) for child in folder.iterdir()):
@@ -357,14 +302,17 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
     return record
 
 
-def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
+def dry_run_lines(
+    plan: Plan, folder: Path, with_warm_up: bool, block: int | None = None
+) -> list[str]:
     """Return shell lines that do what run.py does; they can be pasted as they are."""
     variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
     lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
     lines += [f'export {name}="{value}"' for name, value in variables.items()]
     for run in plan.warm_up_runs() if with_warm_up else []:
         lines.append(shlex.join(run.command((folder / "warm-up" / run.cell).parent)))
-    for run in [*plan.runs(), *plan.phase_runs()]:
+    runs = [run for run in plan.runs() if block in (None, run.block)]
+    for run in [*runs, *(plan.phase_runs() if block in (None, plan.blocks) else [])]:
         lines.append(shlex.join(run.command((folder / run.folder).parent)))
     return lines
 

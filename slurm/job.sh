@@ -6,21 +6,44 @@
 #     NAME    the run's name (default: the job's name and number)
 # What a site needs beside that (module load, NCCL_SOCKET_IFNAME=...) stands in slurm/site.sh, which
 # is nobody else's and not in git.
-cd "$SLURM_SUBMIT_DIR"
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
+cd "$SLURM_SUBMIT_DIR" || exit
 if [ -e slurm/site.sh ]; then . slurm/site.sh; fi
 if [ -n "${VENV:-}" ] || [ -e .venv ]; then . "${VENV:-.venv}/bin/activate"; fi
-folder=${RUNS:-runs}/${NAME:-$SLURM_JOB_NAME-$SLURM_JOB_ID}
-flags=(--log-dir "${RUNS:-runs}" --name "${folder##*/}" --resume auto --checkpoint-steps 500)
+RUNS=${RUNS:-runs}
+NAME=${NAME:-$SLURM_JOB_NAME-$SLURM_JOB_ID}
+folder=$RUNS/$NAME
+case $NAME in */*) refuse "NAME=$NAME: a run's name has no slash; the folder is RUNS" ;; esac
+for word in "$@"; do  # of the script that reads this in
+    case $word in
+        --name | --name=* | --log-dir | --log-dir=*)
+            refuse "$word: set NAME or RUNS before sbatch, so that this script knows them, too" ;;
+    esac
+done
+flags=(--log-dir "$RUNS" --name "$NAME" --resume auto --checkpoint-steps 500)
 
 allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodrun take them: a:4,b:4
     python -c 'import os; from compare.hosts import read_allocation; print(read_allocation(os.environ))'
 }
 
+passed_on() {  # mpirun's flags for the variables that it must take to other nodes
+    compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|PYTHONPATH|(NCCL|GLOO|HOROVOD|UCX|FI)_.*)$' |
+        sed 's/^/-x /'
+}
+
 train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end
-    local is_warned="" status=0 pid
+    local is_warned="" status=0 again=0 pid
+    mkdir -p "$RUNS"
+    exec 9>>"$RUNS/.$NAME.lock"  # two jobs of one name would write into one folder
+    flock -n -E 75 9 || [ $? -ne 75 ] || refuse "NAME=$NAME: another job trains it at this moment"
+    rm -f "$folder/stop"
     # Slurm sends USR1 to this script (--signal, in its head) before the time is over, and before a
     # preemption where the site has PreemptParameters=send_user_signal. The trainer finds the file,
-    # keeps a checkpoint and ends.
+    # keeps a checkpoint, ends, and removes the file.
     trap 'is_warned=yes; mkdir -p "$folder"; touch "$folder/stop"' USR1
     "$@" &
     pid=$!
@@ -30,7 +53,12 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
         status=0
         wait "$pid" || status=$?
     done
-    if [ "$status" -eq 0 ] && [ -n "$is_warned" ] && [ ! -e "$folder/summary.json" ]; then
+    if [ "$status" -gt 128 ]; then  # both may have ended at once; 127: its own status is known
+        wait "$pid" || again=$?
+        [ "$again" -eq 127 ] || status=$again
+    fi
+    if [ -n "$is_warned" ] && [ ! -e "$folder/stop" ] && [ ! -e "$folder/summary.json" ] &&
+        compgen -G "$folder/checkpoints/step-*.pt" >/dev/null; then
         scontrol requeue "$SLURM_JOB_ID"  # under the same number, so that it finds its checkpoint
     fi
     return "$status"

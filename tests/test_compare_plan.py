@@ -391,8 +391,8 @@ def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     assert plan_record(plan, "")["hosts"] == "slurm", "the next block may get other nodes"
     commands = {run.name: run.command(Path("x")) for run in plan.runs()}
     on_three = commands["ddp-srun-3"]
-    assert on_three[: on_three.index("python")][-5:] == [
-        "2", "--nodelist", "a,b", "--distribution", "block",
+    assert on_three[on_three.index("--nodes") : on_three.index("python")] == [
+        "--nodes", "2", "--nodelist", "a,b", "--ntasks-per-node", "2", "--distribution", "block",
     ]  # fmt: skip
     assert commands["ddp-srun-2"][commands["ddp-srun-2"].index("--nodelist") + 1] == "a"
     assert "--mpi=pmix" in commands["horovod-srun-2"]
@@ -406,7 +406,9 @@ def submission(capsys, monkeypatch, *flags):
     monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/usr/bin/{tool}")
     monkeypatch.chdir(ROOT)
     assert main(["--dry-run", *flags]) == 0
-    return shlex.split(capsys.readouterr().out)
+    made, submitted = capsys.readouterr().out.splitlines()
+    assert made.startswith("mkdir -p ")  # where sbatch is to write its log
+    return shlex.split(submitted)
 
 
 def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
@@ -427,9 +429,46 @@ def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypat
 
 
 def test_slurm_is_told_where_it_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None if "s" in tool else tool)
-    assert main(["--slurm", "", "--configurations", "ddp-srun"]) == 2
-    assert "srun" in capsys.readouterr().err
+    slurms = ("sbatch", "squeue")
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None if tool in slurms else tool)
+    assert main(["--slurm", ""]) == 2
+    assert "--slurm needs sbatch" in capsys.readouterr().err
+
+
+def test_flags_of_sbatch_that_cannot_be_read_are_told(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: tool)
+    monkeypatch.chdir(ROOT)
+    assert main(["--slurm", "--comment 'a", "--out", str(tmp_path / "c")]) == 2
+    assert "No closing quotation" in capsys.readouterr().err
+
+
+def test_slurm_takes_a_network_though_its_hosts_are_not_known_yet(capsys, monkeypatch):
+    words = submission(capsys, monkeypatch, "--slurm", "", "--network-interface", "eth0")
+    assert "eth0" in words
+
+
+def test_slurm_does_not_go_on_with_another_plan(capsys, monkeypatch, tmp_path):
+    """Whatever is asked for is not "there already"."""
+    monkeypatch.setattr(shutil, "which", lambda tool, path=None: tool)
+    monkeypatch.chdir(ROOT)
+    plan = plan_of("--slurm", "", "--blocks", "2")
+    record = plan_record(plan, "") | {
+        "trainer_arguments": ["--threads", "64", "--keep-checkpoints", "0"]
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    same = ["--slurm", "", "--blocks", "2", "--out", str(tmp_path), "--dry-run"]
+    assert main(same) == 0  # the job's cores may be more than the login node's
+    assert main([*same, "--", "--precision", "bf16"]) == 2
+    assert "holds another plan" in capsys.readouterr().err
+
+
+def test_one_block_alone(here):
+    def folders(*words):
+        return [words[words.index("--log-dir") + 1] for words in dry_run(*words)]
+
+    assert {Path(f).name for f in folders("--blocks", "3", "--block", "2", "--no-phases")} == {
+        "block-2"
+    }
 
 
 def test_srun_outside_slurm_is_told(capsys, monkeypatch):

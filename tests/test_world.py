@@ -1,7 +1,7 @@
 """Rank facts from each launcher's variables."""
 
 import socket
-from pathlib import Path
+from importlib import metadata
 
 import pytest
 from making import a_world
@@ -110,13 +110,17 @@ def test_an_unknown_launcher() -> None:
     assert "copies" not in message
 
 
+def no_wheel(name: str) -> None:
+    raise metadata.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize(
     ("launcher", "isolated"), [("none", True), ("torchrun", True), ("mpirun", False)]
 )
 def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     variables: dict[str, str] = {}
     monkeypatch.setattr("os.environ", variables)
-    monkeypatch.setattr("sys.prefix", "/nowhere")
+    monkeypatch.setattr("importlib.metadata.distribution", no_wheel)
     prepare_mpi(a_world(launcher=launcher))
     assert variables.pop("OMPI_MCA_mpi_yield_when_idle") == "1"
     assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
@@ -125,17 +129,16 @@ def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.Monkey
     assert set(variables.values()) == {"0"}
 
 
-def test_a_rank_on_another_host_finds_its_mpi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_on_another_host_finds_its_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     variables: dict[str, str] = {}
     monkeypatch.setattr("os.environ", variables)
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("sys.prefix", "/environment")
+    monkeypatch.setattr("importlib.metadata.distribution", no_wheel)
     prepare_mpi(a_world(launcher="mpirun"))
     assert "OPAL_PREFIX" not in variables  # the system's MPI, which knows where it lies
-    (tmp_path / "share/openmpi").mkdir(parents=True)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: None)
     prepare_mpi(a_world(launcher="mpirun"))
-    assert variables["OPAL_PREFIX"] == str(tmp_path)
+    assert variables["OPAL_PREFIX"] == "/environment"
     variables["OPAL_PREFIX"] = "/mine"
     prepare_mpi(a_world(launcher="mpirun"))
     assert variables["OPAL_PREFIX"] == "/mine"

