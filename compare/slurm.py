@@ -83,7 +83,7 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
             follow(job, plan, folder)
     except KeyboardInterrupt:
         print(f"\njob {job} goes on without this. To follow it again:\n    {again}")
-        print(f"To end it:\n    scancel {job}")
+        print(f"To end it:\n    scancel {job.partition(';')[0]}")
         return 130
     return show_ending(with_blocks_there(plan, folder), folder, again)
 

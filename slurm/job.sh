@@ -42,8 +42,8 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
     flock -n -E 75 9 || [ $? -ne 75 ] || refuse "NAME=$NAME: another job trains it at this moment"
     rm -f "$folder/stop"
     # Slurm sends USR1 to this script (--signal, in its head) before the time is over, and before a
-    # preemption where the site has PreemptParameters=send_user_signal. The trainer finds the file,
-    # keeps a checkpoint, ends, and removes the file.
+    # preemption where the site has preempt_send_user_signal. The trainer finds the file, keeps a
+    # checkpoint, ends, and removes the file.
     trap 'is_warned=yes; mkdir -p "$folder"; touch "$folder/stop"' USR1
     "$@" &
     pid=$!

@@ -40,7 +40,11 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
-PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=all Nodes={names} Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes={names} PriorityTier=2 MaxTime=INFINITE State=UP
 """
 NODE = f"CPUs={CORES} RealMemory=4000 Gres=gpu:{CORES},shard:{2 * CORES}"
 

@@ -100,19 +100,22 @@ def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Pat
 
 
 def test_a_job_that_is_ended_early_goes_on(cluster: Slurm, tmp_path: Path) -> None:
-    """Once by `scontrol requeue` in mid-training, without a warning, as after a preemption; once
-    with the warning that --signal asks for. Both end with the weights of a training that nobody
+    """Once by `scontrol requeue` in mid-training, without a warning; once by a job that may preempt
+    it, with the warning that --signal asks for. Both end with the weights of a training that nobody
     disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also after a resume,
     and a ring of more ranks then adds in another order.)"""
     training = f"{SMALL} --checkpoint-steps 10 --log-interval 2"
     digests = []
-    for name in ("whole", "requeued", "warned"):
+    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    for name in ("whole", "requeued", "preempted"):
         folder = tmp_path / name
         job = submit(cluster, "ddp_srun.sbatch", folder, training, "--ntasks-per-node", "1")
         if name != "whole":
             wait_for_steps(cluster, folder, 12)
-            warning = ["scancel", "--batch", "--signal=USR1", job]
-            cluster.ask(*(warning if name == "warned" else ["scontrol", "requeue", job]))
+            if name == "requeued":
+                cluster.ask("scontrol", "requeue", job)
+            else:
+                cluster.ask(*urgent, "--wrap", "true")
             wait_for_requeue(cluster, job)
         wait_for_end(cluster, job, folder)
         digests.append(read_json(folder / "summary.json")["weights_sha256"])
@@ -122,7 +125,7 @@ def test_a_job_that_is_ended_early_goes_on(cluster: Slurm, tmp_path: Path) -> No
             == {
                 "whole": ["start", "end"],
                 "requeued": ["start", "resume", "end"],
-                "warned": ["start", "stop", "resume", "end"],
+                "preempted": ["start", "stop", "resume", "end"],
             }[name]
         )
         assert f"Restarts={int(name != 'whole')}" in cluster.ask("scontrol", "show", "job", job)
