@@ -78,13 +78,13 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
         job = submit(command, folder, argv)
         print(f"submitted as job {job}, for {folder}")
     again = shlex.join(command_words(argv, folder))
-    try:
-        if job is not None:
+    if job is not None:
+        try:
             follow(job, plan, folder)
-    except KeyboardInterrupt:
-        print(f"\njob {job} goes on without this. To follow it again:\n    {again}")
-        print(f"To end it:\n    scancel {job.partition(';')[0]}")
-        return 130
+        except KeyboardInterrupt:
+            print(f"\njob {job} goes on without this. To follow it again:\n    {again}")
+            print(f"To end it:\n    scancel {job.partition(';')[0]}")
+            return 130
     return show_ending(with_blocks_there(plan, folder), folder, again)
 
 
