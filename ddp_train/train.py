@@ -36,6 +36,7 @@ from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed
 from recipe.phases import exchanges_gradients
 from recipe.record import Recorder, run_folder
 from recipe.schedule import learning_rate
+from recipe.wire_format import settle_wire_format
 
 
 def main(config: Config, world: World) -> None:
@@ -49,9 +50,9 @@ def main(config: Config, world: World) -> None:
     transport = {"nccl": "NCCL", "gloo": "Gloo"}[backend]
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, the same on each."""
+        """For figures, not gradients: the ranks' values added up, on each rank's device."""
         dist.all_reduce(values := values.to(device), op=dist.ReduceOp.SUM)
-        return values.cpu()
+        return values
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on each rank."""
@@ -59,7 +60,7 @@ def main(config: Config, world: World) -> None:
         return values.cpu()
 
     # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-    cores = sum_over_ranks(own_row(world, core_row(world)))
+    cores = sum_over_ranks(own_row(world, core_row(world))).cpu()
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
@@ -73,6 +74,7 @@ def main(config: Config, world: World) -> None:
         model = replace_batch_norm(model, nn.SyncBatchNorm)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
+    config = settle_wire_format(config, world, model, device, sum_over_ranks)
 
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
@@ -87,7 +89,7 @@ def main(config: Config, world: World) -> None:
     )
     # BatchNorm's statistics travel as --batch-norm says, not in each forward.
     network.broadcast_buffers = False
-    if config.fp16_allreduce:
+    if config.sends_fp16:
         network.register_comm_hook(None, fp16_compress_hook)
 
     ema = build_ema(model, config)
@@ -120,7 +122,7 @@ def main(config: Config, world: World) -> None:
             if candidate is not None:
                 started = time.perf_counter()
                 batches = validation_batches(data, config, world, device, workers)
-                sums = sum_over_ranks(evaluate(candidate, batches, config, device))
+                sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
                 seconds = time.perf_counter() - started
                 results.append(recorder.evaluation(epoch, sums, seconds, weights))
         return max(results, key=lambda figures: figures["top1"])
@@ -186,7 +188,7 @@ def main(config: Config, world: World) -> None:
         recorder.restart_clock()
 
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
+        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device))).cpu()
         recorder.close(summarize(recorder, figures, usage, model))
     else:
         recorder.stop()

@@ -39,6 +39,7 @@ from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed
 from recipe.phases import exchanges_gradients
 from recipe.record import Recorder, run_folder
 from recipe.schedule import learning_rate
+from recipe.wire_format import settle_wire_format
 
 
 def main(config: Config, world: World) -> None:
@@ -60,15 +61,15 @@ def main(config: Config, world: World) -> None:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, the same on each."""
-        return hvd.allreduce(values.to(device), op=hvd.Sum, name="figures").cpu()
+        """For figures, not gradients: the ranks' values added up, on each rank's device."""
+        return hvd.allreduce(values.to(device), op=hvd.Sum, name="figures")
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on each rank."""
         return hvd.broadcast(values.to(device), root_rank=0, name="from_rank_0").cpu()
 
     # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-    cores = sum_over_ranks(own_row(world, core_row(world)))
+    cores = sum_over_ranks(own_row(world, core_row(world))).cpu()
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
@@ -82,6 +83,7 @@ def main(config: Config, world: World) -> None:
         model = replace_batch_norm(model, hvd.SyncBatchNorm)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
+    config = settle_wire_format(config, world, model, device, sum_over_ranks)
 
     # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the
     # others' batches by itself, but for those that NCCL averages within a host first.
@@ -96,7 +98,7 @@ def main(config: Config, world: World) -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if config.fp16_allreduce else hvd.Compression.none,
+        compression=hvd.Compression.fp16 if config.sends_fp16 else hvd.Compression.none,
         backward_passes_per_step=config.batches_per_allreduce,
         op=hvd.Adasum if config.use_adasum else hvd.Average,
         gradient_predivide_factor=1.0 if config.use_adasum else predivide,
@@ -134,7 +136,7 @@ def main(config: Config, world: World) -> None:
             if candidate is not None:
                 started = time.perf_counter()
                 batches = validation_batches(data, config, world, device, workers)
-                sums = sum_over_ranks(evaluate(candidate, batches, config, device))
+                sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
                 seconds = time.perf_counter() - started
                 results.append(recorder.evaluation(epoch, sums, seconds, weights))
         return max(results, key=lambda figures: figures["top1"])
@@ -206,7 +208,7 @@ def main(config: Config, world: World) -> None:
         recorder.restart_clock()
 
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
+        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device))).cpu()
         recorder.close(summarize(recorder, figures, usage, model))
     else:
         recorder.stop()

@@ -176,7 +176,6 @@ def fingerprint(
         "epochs": config.epochs,
         "max_steps": config.max_steps,
         "threads": threads,
-        "wire_format": "fp16" if config.fp16_allreduce else "fp32",
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
         "python": platform.python_version(),

@@ -222,7 +222,7 @@ def test_a_batch_that_the_plan_varies_may_differ_with_the_number_of_its_steps(tm
 
 
 CHANGES: dict[str, Any] = {
-    "fp16_allreduce": True, "batch_size": 5, "batches_per_allreduce": 2, "epochs": 9,
+    "wire_format": "fp16", "batch_size": 5, "batches_per_allreduce": 2, "epochs": 9,
     "max_steps": 3, "seed": 1, "arch": "squeezenet1_0", "synthetic_images": 41, "base_lr": 0.5,
     "lr_scheduler": "cosine", "lr_step_epochs": (1, 2), "lr_gamma": 0.3, "lr_min": 0.01,
     "warmup_epochs": 1.5, "warmup_method": "linear", "precision": "bf16", "bucket_cap_mb": 1.0,

@@ -81,7 +81,8 @@ def _words(name: str, value: str | None) -> list[str]:
         ("--opt-level O0", "precision", "fp32"),
         ("--opt-level O1", "precision", "fp16"),
         ("--no-cuda", "cuda", False),
-        ("--fp16-allreduce", "fp16_allreduce", True),
+        ("--fp16-allreduce", "wire_format", "fp16"),
+        ("--wire-format auto", "wire_format", "auto"),
         ("--nesterov --no-nesterov", "nesterov", False),
         ("--lr-step-epochs 1 2 3 4", "lr_step_epochs", (1, 2, 3, 4)),
         ("--random-crop-scale 0.5 0.6", "random_crop_scale", (0.5, 0.6)),
@@ -250,7 +251,7 @@ def test_check_accepts_the_presets() -> None:
     [
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 2),
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "horovod", 1),
-        ({"fp16_allreduce": True}, "fp16-allreduce", "ddp", 1),
+        ({"wire_format": "fp16"}, "wire-format", "ddp", 1),
         ({"use_adasum": True}, "use-adasum", "horovod", 1),
         ({"batch_norm": "average"}, "batch-norm", "ddp", 1),
         ({"lr_step_epochs": (3,)}, "lr-step-epochs", "ddp", 2),

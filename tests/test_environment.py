@@ -66,7 +66,7 @@ def test_equal_for_both_engines_and_all_ranks() -> None:
         ({"batch_size": 5}, {"batch_size"}),
         ({"batches_per_allreduce": 2}, {"batches_per_allreduce"}),
         ({"precision": "bf16"}, {"precision"}),
-        ({"fp16_allreduce": True}, {"wire_format", "fp16_allreduce"}),
+        ({"wire_format": "fp16"}, {"wire_format"}),
         ({"batch_norm": "average"}, {"batch_norm"}),
         ({"channels_last": True}, {"channels_last"}),
         ({"momentum": 0.1}, {"momentum"}),
