@@ -23,6 +23,7 @@ from benchmarks import bench
 from benchmarks.blocks import BenchmarkError, say
 from compare.files import replace_file
 
+FAILED = "mending"
 BEGIN, END = "<!-- the table: begin -->", "<!-- the table: end -->"
 
 
@@ -85,7 +86,7 @@ def answer(arguments: argparse.Namespace) -> int:
         write_table(arguments.markdown, bench.table(rows, markdown=True))
     if arguments.table is None:
         print(f"\nrecord: {options.out}")
-    return 0
+    return int(any(row.needs == FAILED for row in rows))
 
 
 def chosen(only: str | None, gpu: bool) -> list[Entry]:
@@ -139,7 +140,7 @@ def measure_all(entries: Sequence[Entry], options: bench.Options, again: bool) -
 
 def failed(number: int, name: str) -> bench.Row:
     """The row of a benchmark that could not be measured, and has no record."""
-    return bench.Row(number, f"{name}: failed, see above", float("nan"), needs="mending")
+    return bench.Row(number, f"{name}: failed, see above", float("nan"), needs=FAILED)
 
 
 def rows_in(folder: Path) -> list[bench.Row]:
