@@ -1,12 +1,12 @@
 # `make compare` and `make test` do everything, the set-up included. Settings:
 #   VENV=path            where everything is installed (default .venv)
 #   PYTHON=python3.12    the Python that the environment is made with (default python3)
-#   ARGS="--help"        options for compare/run.py or pytest
+#   ARGS="--help"        options for compare/run.py, benchmarks/run.py or pytest
 #   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare doctor test test-cluster lint lock images clean
+.PHONY: help setup compare bench bench-gpu doctor test test-cluster lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -25,6 +25,12 @@ setup:  ## create the environment, install everything, build Horovod
 compare: setup  ## train the digits with both engines, side by side, and report
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \
 		$(IN_VENV) python compare/report.py && exit $$status
+
+bench: setup  ## measure how fast all this is, against its goals (ARGS="--only 4,5", "--help")
+	$(IN_VENV) python benchmarks/run.py $(ARGS)
+
+bench-gpu: setup  ## the same on this machine's GPU
+	$(IN_VENV) python benchmarks/run.py --gpu $(ARGS)
 
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)

@@ -7,13 +7,11 @@ gradients are exchanged and whose are not (recipe/phases.py).
 import json
 import shlex
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.blocks import BenchmarkError, Side, say, tail
+from benchmarks.blocks import BenchmarkError, Side, say, start_process, tail
 from compare.launch import end_processes
-from compare.plan import ROOT, RUN_MARK, run_environment
 
 STRETCH = 5  # steps; the first of each stretch does not count
 STEPS = 41
@@ -29,17 +27,7 @@ def measure(side: Side, folder: Path) -> dict[str, Any]:
     # No evaluation to speak of at the end.
     at = command.index("--synthetic-images")
     command[at + 1] = str(side.images_per_step)
-    mark = f"ablation-{time.time_ns()}"
-    with (folder / "output.log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=run_environment() | {"PYTHONPATH": str(ROOT), RUN_MARK: mark} | side.environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+    process, mark = start_process(side, command, folder)
     try:
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:

@@ -7,7 +7,9 @@ no metrics, no schedule, no record, no other ranks.
 """
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import torch
 import torchvision
@@ -31,6 +33,7 @@ def main() -> None:
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast")
     add("--channels-last", action="store_true", help="NHWC images, as the trainers have them")
     add("--steps", type=int, help="end after so many (default: never)")
+    add("--phases", type=Path, metavar="FILE", help="write each step's phases there (CPU only)")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
@@ -48,14 +51,26 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-5)
     criterion = nn.CrossEntropyLoss()
 
+    phases = options.phases.open("w", buffering=1) if options.phases else None
     started, step = time.perf_counter(), 0
     while options.steps is None or step < options.steps:
+        times = [time.perf_counter()]
         with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             loss = criterion(model(images), targets)
+        times.append(time.perf_counter())
         loss.backward()
+        times.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()
+        times.append(time.perf_counter())
         step += 1
+        if phases is not None:
+            names = ("forward", "backward", "optimizer")
+            seconds = {
+                f"{name}_seconds": end - begin
+                for name, begin, end in zip(names, times[:-1], times[1:], strict=True)
+            }
+            phases.write(json.dumps({"kind": "step", "data_seconds": 0.0, **seconds}) + "\n")
         turns.step_ended()
     turns.synchronize()
     print(f"{step * options.batch_size / (time.perf_counter() - started):.1f} images/s")

@@ -19,6 +19,7 @@ from benchmarks.blocks import (
     QUIET_CORES,
     BenchmarkError,
     Block,
+    Options,
     Side,
     Turn,
     estimate,
@@ -97,19 +98,6 @@ def with_note(row: Row, note: str) -> Row:
     return replace(row, notes=(*row.notes, note))
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    out: Path  # the record's folder
-    blocks: int
-    turns: int  # of each side in a block
-    quick: bool = False
-    gpu: bool = False
-    profile: bool = False
-    seed: int = 0
-
-
 @dataclass
 class Measured:
     """What a benchmark returns: its rows, and what they came from."""
@@ -128,6 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--blocks", type=int, metavar="N", help="launches of each side; an interval needs 3")
     add("--turns", type=int, metavar="N", help="turns of each side in a block")
+    add("--patience", type=float, default=2.0, metavar="S", help="a turn waits for quiet (2)")
     add("--quick", action="store_true", help="one short block of a tiny network: does it run?")
     add("--out", type=Path, metavar="DIR", help="the record's folder (default: runs/bench/TIME)")
     add("--gpu", action="store_true", help="sizes for a GPU, which must be there")
@@ -149,6 +138,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         out=arguments.out or Path("runs") / "bench" / utc_stamp(),
         blocks=arguments.blocks or (1 if arguments.quick else 4),
         turns=arguments.turns or (2 if arguments.quick else 10),
+        patience=0.0 if arguments.quick else arguments.patience,
         quick=arguments.quick,
         gpu=arguments.gpu,
         profile=arguments.profile,

@@ -3,9 +3,9 @@
 A machine of which nobody knows who else uses it drifts by tens of percent in minutes; goals are at
 half a percent. So the sides of a comparison run at once, but not at the same time: while one does a
 turn of a second or two, all processes of the others are stopped (SIGSTOP). What a slow minute does
-to one side, it does to the others. A round in which others kept cores busy is left out, as long as
-enough rounds are left: two ranks that wait for each other suffer more from a neighbour than two
-that do not.
+to one side, it does to the others. Turns begin in a quiet moment, if one comes in time, and rounds
+in which others kept cores busy all the same do not count, as long as enough are left: two ranks
+that wait for each other suffer more from a neighbour than two that do not.
 
 A block starts each side, in random order, lets all warm up, and goes through the turns, forwards
 and backwards alternately. Its ratio of two sides is the median over its rounds. The unit of
@@ -16,6 +16,7 @@ ratios.
 
 import contextlib
 import json
+import math
 import os
 import random
 import selectors
@@ -39,8 +40,9 @@ from compare.launch import busy_cpu_seconds, end_processes, start_watchdog
 from compare.paired import Estimate, estimate_ratio
 from compare.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
 
-QUIET_CORES = 0.15  # that others may keep busy in each turn of a round that counts
-MIN_SHARE_OF_ROUNDS = 0.34  # that must be quiet; else all rounds count
+QUIET_CORES = 0.15  # that others may keep busy in a round that counts
+MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
+LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are stopped
 START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
 END_SECONDS = 10.0
@@ -154,6 +156,20 @@ def trainer_side(
 
 
 @dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    out: Path  # the record's folder
+    blocks: int
+    turns: int  # of each side in a block
+    patience: float = 2.0  # seconds that a turn waits for others to be quiet
+    quick: bool = False
+    gpu: bool = False
+    profile: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Turn:
     """What a side did in one turn."""
 
@@ -176,10 +192,13 @@ class Block:
 
     @property
     def quiet_rounds(self) -> set[int]:
-        """The rounds that count: those that others left alone, or all if these are too few."""
-        all_rounds = {turn.round for turn in self.turns}
-        quiet = all_rounds - {turn.round for turn in self.turns if turn.other_load > QUIET_CORES}
-        return quiet if len(quiet) >= MIN_SHARE_OF_ROUNDS * len(all_rounds) else all_rounds
+        """The rounds that count: those in which others were quiet, or the quietest third."""
+        load = dict[int, float]()
+        for turn in self.turns:
+            load[turn.round] = max(load.get(turn.round, 0.0), turn.other_load)
+        by_load = sorted(load, key=lambda round_: load[round_])
+        quiet = sum(value <= QUIET_CORES for value in load.values())
+        return set(by_load[: max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))])
 
     @property
     def other_load(self) -> float:
@@ -220,25 +239,42 @@ def estimate(
     return estimate_ratio(ratios, [1.0] * len(ratios))
 
 
+def estimate_value(
+    blocks: Sequence[Block], side: str, value: Callable[[Turn], float] = throughput
+) -> Estimate:
+    """One side's own value over all blocks, as a ratio to 1."""
+    values = [block.median(side, value) for block in blocks]
+    return estimate_ratio(values, [1.0] * len(values))
+
+
 def run_blocks(
-    sides: Sequence[Side], num_blocks: int, rounds: int, folder: Path, seed: int, label: str
+    sides: Sequence[Side], options: Options, case: str, rounds: int | None = None
 ) -> list[Block]:
-    """Measure `num_blocks` blocks of `rounds` turns a side, writing each below `folder`."""
-    lot = random.Random(seed)
+    """Measure the blocks that the options ask for, writing each below the record's folder.
+
+    `case` is the row's number, with a name behind it if the row has several: "5 DDP".
+    """
+    num_blocks, rounds = options.blocks, rounds or options.turns
+    lot, label = random.Random(options.seed), f"row {case}"
+    folder = options.out / "blocks" / case.replace(" ", "-")
     blocks: list[Block] = []
     began = time.monotonic()
     for number in range(1, num_blocks + 1):
         order = list(sides)
         lot.shuffle(order)
         about = f"{label}: block {number} of {num_blocks}"
-        blocks.append(run_block(order, rounds, folder / f"block-{number}", number, about))
+        blocks.append(
+            run_block(order, rounds, folder / f"block-{number}", number, about, options.patience)
+        )
         if left := num_blocks - number:
             seconds = (time.monotonic() - began) / number * left
             say(f"{label}: about {seconds / 60:.1f} min left")
     return blocks
 
 
-def run_block(sides: Sequence[Side], rounds: int, folder: Path, number: int, label: str) -> Block:
+def run_block(
+    sides: Sequence[Side], rounds: int, folder: Path, number: int, label: str, patience: float
+) -> Block:
     """Start the sides in this order, warm them up, and let them take turns."""
     load = os.getloadavg()[0]
     turns: list[Turn] = []
@@ -249,8 +285,8 @@ def run_block(sides: Sequence[Side], rounds: int, folder: Path, number: int, lab
         stage.warm_up()
         for round_ in range(rounds):
             for side in sides if round_ % 2 == 0 else list(reversed(sides)):
-                turn = stage.take_turn(side, round_)
-                turns.append(turn)
+                wait_for_quiet(patience)
+                turns.append(stage.take_turn(side, round_))
             told = ", ".join(f"{t.side} {t.images_per_second:.4g}" for t in turns[-len(sides) :])
             load_now = max(turn.other_load for turn in turns[-len(sides) :])
             noise = f"; others kept {load_now:.1f} cores busy" if load_now > QUIET_CORES else ""
@@ -258,6 +294,17 @@ def run_block(sides: Sequence[Side], rounds: int, folder: Path, number: int, lab
     block = Block(number, tuple(side.name for side in sides), round(load, 2), tuple(turns))
     (folder / "block.json").write_text(json.dumps(asdict(block), indent=1) + "\n")
     return block
+
+
+def wait_for_quiet(seconds: float) -> None:
+    """Wait until others leave this machine's cores alone, but no longer than `seconds`; call it
+    while all sides are stopped."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        began, busy = time.monotonic(), busy_cpu_seconds()
+        time.sleep(LISTEN_SECONDS)
+        if (busy_cpu_seconds() - busy) / (time.monotonic() - began) <= QUIET_CORES:
+            return
 
 
 def say(text: str) -> None:
@@ -330,19 +377,7 @@ class Stage:
             folder = self.folder / side.name / str(copy)
             folder.mkdir(parents=True)
             command = side.command(folder.resolve(), copy, turns=["--socket", self.address])
-            (folder / "command.txt").write_text(shlex.join(command) + "\n")
-            with (folder / "output.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=run_environment()
-                    | {"PYTHONPATH": str(ROOT), RUN_MARK: self.mark}
-                    | side.environment,
-                    cwd=ROOT,
-                    start_new_session=True,
-                )
+            process, _ = start_process(side, command, folder, self.mark)
             self.processes.append((side, process, folder))
 
     def warm_up(self) -> None:
@@ -434,6 +469,26 @@ class Stage:
         for other, process, _ in self.processes:
             if other is side:
                 signal_tree(process, number)
+
+
+def start_process(
+    side: Side, command: list[str], folder: Path, mark: str | None = None
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a side's command, its output in `folder`; returns it with the mark by which
+    compare.launch.end_processes finds all that it starts."""
+    mark = mark or f"{os.getpid()}-{time.time_ns()}"
+    (folder / "command.txt").write_text(shlex.join(command) + "\n")
+    with (folder / "output.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=run_environment() | {"PYTHONPATH": str(ROOT), RUN_MARK: mark} | side.environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    return process, mark
 
 
 def signal_tree(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -53,9 +53,7 @@ def measure_scaling(
             for name, tuning in tunings[engine].items()
         }
         sides: Sequence[Side] = [single, *teams.values()]
-        label = f"row {number}, {ENGINES[engine]}"
-        folder = options.out / str(number) / engine
-        blocks = run_blocks(sides, options.blocks, options.turns, folder, options.seed, label)
+        blocks = run_blocks(sides, options, f"{number} {engine}")
         all_sides += sides
         all_blocks[engine] = blocks
         for name, team in teams.items():
@@ -66,7 +64,7 @@ def measure_scaling(
             row = bench.Row(number, title, goal, notes=(note,))
             row = row.compared(blocks, team.name, single.name)
             if (row.verdict != bench.REACHED and not options.quick) or options.profile:
-                found = ablation.measure(team, folder / "ablation" / name)
+                found = ablation.measure(team, options.out / "ablation" / team.name)
                 details[f"{team.name}, ablation"] = found
                 row = bench.with_note(row, f"binds: {ablation.sentence(found)}")
             rows.append(row)

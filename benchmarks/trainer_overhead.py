@@ -9,8 +9,15 @@ clocks, records, the optimizer's wrapper) is in the ratio of their throughputs.
 
 import sys
 
-from benchmarks import bench
-from benchmarks.blocks import Side, Workload, run_blocks, trainer_side, work_per_cpu_second
+from benchmarks import bench, phases
+from benchmarks.blocks import (
+    Side,
+    Workload,
+    estimate,
+    run_blocks,
+    trainer_side,
+    work_per_cpu_second,
+)
 from benchmarks.workloads import QUICK, gpu_workload
 
 GOAL = 0.985
@@ -25,19 +32,23 @@ def measure(options: bench.Options) -> bench.Measured:
     if options.quick:
         workload, steps = QUICK, 2
     program = ("benchmarks/bare_loop.py", *workload.words())
+    if not options.gpu:
+        program = (*program, "--phases", "{folder}/phases.jsonl")
     sides = [
         Side("bare", ("python",), program, workload.batch_size, steps),
         *(trainer_side(engine, engine, workload, steps) for engine in NAMES),
     ]
-    blocks = run_blocks(
-        sides, options.blocks, options.turns, options.out / "1", options.seed, "row 1"
-    )
+    blocks = run_blocks(sides, options, "1")
     rows = []
     for engine, name in NAMES.items():
         row = bench.Row(1, name, GOAL, notes=(f"{workload}, 1 worker",))
-        cpu = bench.estimate(blocks, engine, "bare", work_per_cpu_second)
+        cpu = estimate(blocks, engine, "bare", work_per_cpu_second)
         row = row.compared(blocks, engine, "bare")
-        rows.append(bench.with_note(row, f"images per CPU-second: {cpu.ratio:.3f}"))
+        row = bench.with_note(row, f"images per CPU-second: {cpu.ratio:.3f}")
+        if not options.gpu and (options.profile or row.verdict != bench.REACHED):
+            found = phases.difference(options.out / "blocks" / "1", engine, sides[0].warm_up)
+            row = bench.with_note(row, f"binds: {found}")
+        rows.append(row)
     return bench.Measured(rows, sides, {"1": blocks})
 
 

@@ -1,0 +1,302 @@
+"""The benchmarks: their arithmetic, verdicts, records and tables; and that they run.
+
+No test asserts a speed.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import ROOT, run
+
+from benchmarks import bench, blocks, communication_bound, images_per_second, phases
+from benchmarks import run as bench_run
+from benchmarks.bench import Measured, Row
+from benchmarks.blocks import BenchmarkError, Block, Side, Turn, Workload, make_turn, trainer_side
+
+
+def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
+    loads = loads or [0.0] * len(first)
+    turns = [
+        Turn(side, round_, 1.0, value, 1 / value, load)
+        for round_, (a, b, load) in enumerate(zip(first, second, loads, strict=True))
+        for side, value in (("a", a), ("b", b))
+    ]
+    return Block(1, ("a", "b"), 0.0, tuple(turns))
+
+
+def side(**changes: object) -> Side:
+    values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
+    return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ from turns to rows
+
+
+def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
+    # The machine is three times as fast in the second round; one turn was slowed.
+    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", blocks.throughput) == (
+        pytest.approx(0.9)
+    )
+    assert block([9, 27], [10, 30]).median("b", blocks.throughput) == 20
+    assert block([9, 27], [10, 30]).ratio("b", "a", blocks.work_per_cpu_second) == (
+        pytest.approx(10 / 9)
+    )
+
+
+def test_loud_rounds_do_not_count() -> None:
+    loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
+    assert loud.quiet_rounds == {0, 2}
+    assert loud.ratio("a", "b", blocks.throughput) == pytest.approx(0.9)
+    assert loud.other_load == pytest.approx(0.05)
+    # Where all are loud, the quietest third counts.
+    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
+
+
+def test_ranks_that_train_together_are_as_fast_as_the_slowest() -> None:
+    told = {
+        0: [
+            {"start": 0.0, "end": 2.0, "cpu_seconds": 1.5},
+            {"start": 0.5, "end": 2.5, "cpu_seconds": 2.0},
+        ]
+    }
+    turn = make_turn(side(ranks=2, images_per_step=16), 3, told)
+    assert (turn.round, turn.seconds) == (3, 2.5)
+    assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
+    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 80)
+
+
+def test_independent_copies_add_up() -> None:
+    told = {
+        0: [{"start": 0.0, "end": 2.0, "cpu_seconds": 2.0}],
+        1: [{"start": 0.0, "end": 4.0, "cpu_seconds": 3.0}],
+    }
+    turn = make_turn(side(copies=2), 0, told)
+    assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
+    assert turn.cpu_seconds_per_image == pytest.approx(5 / 80)
+
+
+def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
+    def write(path: Path, factor: float) -> None:
+        path.parent.mkdir(parents=True)
+        steps = [
+            {"kind": "step", **{f"{name}_seconds": factor * (n + 1) for name in phases.PHASES}}
+            for n in range(4)
+        ]
+        path.write_text("".join(f"{json.dumps(step)}\n" for step in steps) + '{"kind": "st')
+
+    write(tmp_path / "block-1" / "bare" / "0" / "phases.jsonl", 1.0)
+    write(tmp_path / "block-1" / "ddp" / "0" / "run" / "metrics.jsonl", 1.1)
+    told = phases.difference(tmp_path, "ddp", 1)
+    assert told.startswith("over 3 pairs of steps, a bare one of 12000 ms: data +300.0 ms (+2.5%)")
+    assert "too few" in phases.difference(tmp_path, "horovod", 1)
+
+
+# ------------------------------------------------------------------------- verdicts, table, record
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "at_least", "verdict"),
+    [
+        (0.98, 0.99, True, bench.REACHED),
+        (0.96, 0.99, True, bench.OPEN),
+        (0.96, 0.97, True, bench.MISSED),
+        (0.96, 0.97, False, bench.REACHED),
+        (0.97, 0.99, False, bench.OPEN),
+        (0.985, 0.99, False, bench.MISSED),
+        (None, None, True, bench.OPEN),
+    ],
+)
+def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:
+    row = Row(1, "x", 0.98, at_least=at_least, value=0.98, low=low, high=high)
+    assert row.verdict == verdict
+
+
+def test_the_table_and_its_notes() -> None:
+    rows = [
+        Row(14, "memory", 1.01, at_least=False).measured(
+            blocks.estimate([block([1], [1])] * 3, "a", "b"), "tiny"
+        ),
+        Row(11, "speed", 3200, unit="images/s", needs="a GPU"),
+    ]
+    text = bench.table(rows)
+    assert text.index("speed") < text.index("memory")
+    assert "≤ 1.010" in text and "1.000 – 1.000" in text and "needs a GPU" in text
+    assert "≥ 3,200 images/s" in text
+    assert text.endswith("14, memory: tiny")
+    assert "|---" in bench.table(rows, markdown=True)
+
+
+def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
+    row = Row(5, "x", 0.9).compared([block([9], [10])] * 3, "a", "b")
+    measure = lambda options: Measured([row], [side()], {"5": [block([9], [10])]})  # noqa: E731
+    options = blocks.Options(out=tmp_path / "new", blocks=3, turns=1)
+    assert bench.measure_and_keep("compute_bound", measure, options) == [row]
+    assert bench.read_rows(options.out, "compute_bound") == [row]
+    record = json.loads((options.out / "compute_bound.json").read_text())
+    assert record["rows"][0]["verdict"] == row.verdict
+    assert record["commands"] == {"x": "python p.py"}
+    assert record["machine"]["cpu_model"]
+    assert bench.read_rows(options.out, "memory") is None
+    (options.out / "memory.json").write_text("{}")
+    with pytest.raises(BenchmarkError, match=r"memory\.json: is no record"):
+        bench.read_rows(options.out, "memory")
+
+
+# --------------------------------------------------------------------------------------- run.py
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Benchmarks that take no time; yields the names of those that were measured."""
+    names: list[str] = []
+
+    def measure_and_keep(name: str, _: object, options: blocks.Options) -> list[Row]:
+        names.append(name)
+        if name == "memory":
+            raise BenchmarkError("no such luck")
+        number = next(entry.cpu[0] for entry in bench_run.ENTRIES if entry.name == name)
+        rows = [Row(number, name, 0.9)]
+        options.out.mkdir(parents=True, exist_ok=True)
+        record = {"rows": [bench.as_dict(row) for row in rows]}
+        bench.record_path(options.out, name).write_text(json.dumps(record))
+        return rows
+
+    monkeypatch.setattr(bench, "measure_and_keep", measure_and_keep)
+    monkeypatch.setattr(bench, "gpu_name", lambda: None)
+    yield names
+
+
+def test_what_has_its_record_is_not_measured_again(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--out", str(tmp_path), "--only", "6,7"]
+    assert bench_run.main(command) == 0
+    assert bench_run.main(command) == 0
+    assert measured == ["instrumentation", "checkpoints"]
+    assert bench_run.main([*command, "--again"]) == 0
+    assert len(measured) == 4
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bench_run.BEGIN}\nold\n{bench_run.END}\nafter\n")
+    assert bench_run.main(["--table", str(tmp_path), "--markdown", str(page)]) == 0
+    assert "| instrumentation" in page.read_text() and "old" not in page.read_text()
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
+    assert "needs a GPU" in capsys.readouterr().out
+
+
+def test_a_failure_does_not_keep_the_others_from_it(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_run.main(["--out", str(tmp_path), "--only", "14,13"]) == 1
+    assert measured == ["start_time", "memory"]
+    told = capsys.readouterr()
+    assert "no such luck" in told.err and "needs mending" in told.out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["--gpu"], "--gpu: torch finds no GPU here"),
+        (["--only", "12"], "--only 12: there is no row 12 without --gpu; take of 1, 2"),
+        (["--blocks", "0"], "--blocks 0: must be at least 1"),
+        (["--table", "nowhere"], "--table nowhere: there is no such folder"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_message(
+    measured: list[str], command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_run.main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert not measured
+
+
+def test_the_page_has_the_marks_and_all_commands() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert page.count(bench_run.BEGIN) == page.count(bench_run.END) == 1
+    for entry in bench_run.ENTRIES:
+        assert f"python benchmarks/{entry.name}.py" in page, entry.name
+
+
+# --------------------------------------------------------------------------------- what is started
+
+
+def test_commands() -> None:
+    workload = Workload("resnet18", 96, 8)
+    ddp = trainer_side("x", "ddp", workload, 5, workers=2)
+    assert ddp.images_per_step == 16 and ddp.ranks == 2
+    assert ddp.shown().startswith("torchrun --standalone --nproc-per-node 2 ddp_train/train.py")
+    pair = trainer_side("y", "horovod", workload, 5, copies=2, environment={"A": "1"})
+    assert pair.shown().startswith("A=1 python horovod_train/train.py")
+    assert pair.shown().endswith("# 2 of them at once")
+    command = pair.command(Path("/f"), 1, turns=["--socket", "/s"])
+    assert command[:6] == ["python", blocks.TAKE_TURNS, "--socket", "/s", "--side", "y"]
+    assert command[command.index("--copy") + 1] == "1" and "--overruns" in command
+    assert command[command.index("--log-dir") + 1] == "/f"
+
+
+def test_words_of_a_tuning() -> None:
+    tuning = communication_bound.tuning("HOROVOD_CYCLE_TIME=0.5 --bucket-cap-mb=9 --static-graph")
+    assert tuning.flags == ("--bucket-cap-mb=9", "--static-graph")
+    assert tuning.environment == {"HOROVOD_CYCLE_TIME": "0.5"}
+
+
+def test_goals_of_gpus() -> None:
+    assert images_per_second.goal_for("NVIDIA H200") == 3500
+    assert images_per_second.goal_for("NVIDIA H100 80GB HBM3") == 3200
+
+
+# A side that takes turns, and one that dies.
+COUNTS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from benchmarks import turns
+while True:
+    time.sleep(0.01)
+    turns.step_ended()
+"""
+
+
+def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Side:
+    script = folder / f"{name}.py"
+    script.write_text(text)
+    return side(name=name, launcher=(sys.executable,), program=(str(script), str(ROOT)), **changes)
+
+
+def test_sides_take_turns_and_leave_nothing(tmp_path: Path) -> None:
+    sides = [
+        script_side(tmp_path, "one"),
+        script_side(tmp_path, "pair", copies=2),
+    ]
+    options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2, patience=0.0)
+    (found,) = blocks.run_blocks(sides, options, "1 test")
+    assert [turn.round for turn in found.turns] == [0, 0, 1, 1]
+    first, second, third, fourth = (turn.side for turn in found.turns)
+    assert (first, second) == (fourth, third)  # forwards and backwards
+    for turn in found.turns:
+        assert turn.seconds >= 5 * 0.01
+        assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
+    assert (tmp_path / "out" / "blocks" / "1-test" / "block-1" / "block.json").exists()
+
+
+def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
+    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies", "exit('alas')")]
+    options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2)
+    with pytest.raises(BenchmarkError, match=r"dies ended with exit code 1:\n  \| alas"):
+        blocks.run_blocks(sides, options, "1")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "rows"), [("trainer_overhead", 2), ("compute_bound", 2), ("instrumentation", 1)]
+)
+def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--out", str(tmp_path)]
+    done = run(command, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.output
+    found = bench.read_rows(tmp_path, name)
+    assert found is not None and len(found) == rows
+    assert all(row.value and row.value > 0 for row in found)
+    assert "verdict" in done.output
