@@ -272,13 +272,19 @@ def test_sides_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     ]
     options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2, patience=0.0)
     (found,) = blocks.run_blocks(sides, options, "1 test")
-    assert [turn.round for turn in found.turns] == [0, 0, 1, 1]
-    first, second, third, fourth = (turn.side for turn in found.turns)
+    # Two quiet rounds were asked for; where others are loud there are up to twice as many.
+    assert [turn.round for turn in found.turns[:4]] == [0, 0, 1, 1]
+    assert len(found.turns) <= 8
+    first, second, third, fourth = (turn.side for turn in found.turns[:4])
     assert (first, second) == (fourth, third)  # forwards and backwards
     for turn in found.turns:
         assert turn.seconds >= 5 * 0.01
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
-    assert (tmp_path / "out" / "blocks" / "1-test" / "block-1" / "block.json").exists()
+    # What an interrupted call has left is taken up; other sides are measured anew.
+    assert blocks.run_blocks(sides, options, "1 test") == [found]
+    folder = tmp_path / "out" / "blocks" / "1-test" / "block-1"
+    assert blocks.finished_block(sides[:1], 2, folder) is None
+    assert blocks.finished_block(sides, 3, folder) is None
 
 
 def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
