@@ -15,6 +15,7 @@ from benchmarks import bench, blocks, communication_bound, images_per_second, ph
 from benchmarks import run as bench_run
 from benchmarks.bench import Measured, Row
 from benchmarks.blocks import BenchmarkError, Block, Side, Turn, Workload, make_turn, trainer_side
+from compare import keep
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
@@ -184,6 +185,21 @@ def test_what_has_its_record_is_not_measured_again(
     assert "| instrumentation" in page.read_text() and "old" not in page.read_text()
     assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
     assert "needs a GPU" in capsys.readouterr().out
+
+
+def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert bench_run.main(["--out", str(out), "--only", "6"]) == 0
+    block = out / "blocks" / "6" / "block-1"
+    (block / "on" / "0" / "run").mkdir(parents=True)
+    for path in (block / "block.json", block / "on" / "0" / "run" / "metrics.jsonl"):
+        path.write_text("{}")
+    words = ["--machine", "m", "--question", "bench", "--results", str(tmp_path / "results")]
+    assert keep.main([str(out), *words]) == 0
+    (kept,) = (tmp_path / "results" / "m").iterdir()
+    assert kept.name.endswith("-bench") and "verdict" in (kept / "table.md").read_text()
+    assert (kept / "blocks" / "6" / "block-1" / "block.json").exists()
+    assert not list(kept.rglob("metrics.jsonl"))
 
 
 def test_a_failure_does_not_keep_the_others_from_it(
