@@ -115,7 +115,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that all benchmarks have."""
     add = parser.add_argument
     add("--blocks", type=int, metavar="N", help="launches of each side; an interval needs 3")
-    add("--turns", type=int, metavar="N", help="turns of each side in a block")
+    add("--turns", type=int, metavar="N", help="quiet turns of each side in a block (2 N at most)")
     add("--patience", type=float, default=2.0, metavar="S", help="a turn waits for quiet (2)")
     add("--quick", action="store_true", help="one short block of a tiny network: does it run?")
     add("--out", type=Path, metavar="DIR", help="the record's folder (default: runs/bench/TIME)")
@@ -137,7 +137,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
     return Options(
         out=arguments.out or Path("runs") / "bench" / utc_stamp(),
         blocks=arguments.blocks or (1 if arguments.quick else 4),
-        turns=arguments.turns or (2 if arguments.quick else 10),
+        turns=arguments.turns or (2 if arguments.quick else 8),
         patience=0.0 if arguments.quick else arguments.patience,
         quick=arguments.quick,
         gpu=arguments.gpu,

@@ -36,12 +36,14 @@ from typing import Any
 
 import psutil
 
+from compare.files import write_json
 from compare.launch import busy_cpu_seconds, end_processes, start_watchdog
 from compare.paired import Estimate, estimate_ratio
 from compare.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
 
 QUIET_CORES = 0.15  # that others may keep busy in a round that counts
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
+MOST_ROUNDS = 2  # times those that were asked for: in place of rounds that were not quiet
 LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are stopped
 START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
@@ -258,16 +260,20 @@ def run_blocks(
     lot, label = random.Random(options.seed), f"row {case}"
     folder = options.out / "blocks" / case.replace(" ", "-")
     blocks: list[Block] = []
-    began = time.monotonic()
+    began, measured = time.monotonic(), 0
     for number in range(1, num_blocks + 1):
         order = list(sides)
         lot.shuffle(order)
         about = f"{label}: block {number} of {num_blocks}"
-        blocks.append(
-            run_block(order, rounds, folder / f"block-{number}", number, about, options.patience)
-        )
+        path = folder / f"block-{number}"
+        if kept := finished_block(order, rounds, path):
+            say(f"{about}: is there already")
+            blocks.append(kept)
+            continue
+        measured += 1
+        blocks.append(run_block(order, rounds, path, number, about, options.patience))
         if left := num_blocks - number:
-            seconds = (time.monotonic() - began) / number * left
+            seconds = (time.monotonic() - began) / measured * left
             say(f"{label}: about {seconds / 60:.1f} min left")
     return blocks
 
@@ -283,17 +289,36 @@ def run_block(
         for side in sides:
             stage.start(side)
         stage.warm_up()
-        for round_ in range(rounds):
+        round_ = quiet = 0
+        while quiet < rounds and round_ < MOST_ROUNDS * rounds:
             for side in sides if round_ % 2 == 0 else list(reversed(sides)):
                 wait_for_quiet(patience)
                 turns.append(stage.take_turn(side, round_))
-            told = ", ".join(f"{t.side} {t.images_per_second:.4g}" for t in turns[-len(sides) :])
-            load_now = max(turn.other_load for turn in turns[-len(sides) :])
+            these = turns[-len(sides) :]
+            load_now = max(turn.other_load for turn in these)
+            quiet += load_now <= QUIET_CORES
+            round_ += 1
+            told = ", ".join(f"{turn.side} {turn.images_per_second:.4g}" for turn in these)
             noise = f"; others kept {load_now:.1f} cores busy" if load_now > QUIET_CORES else ""
-            say(f"{label}, turn {round_ + 1} of {rounds}: {told} images/s{noise}")
+            say(f"{label}, round {round_}, {quiet} of {rounds} quiet: {told} images/s{noise}")
     block = Block(number, tuple(side.name for side in sides), round(load, 2), tuple(turns))
-    (folder / "block.json").write_text(json.dumps(asdict(block), indent=1) + "\n")
+    record = {"commands": [side.shown() for side in sides], "rounds": rounds, **asdict(block)}
+    write_json(folder / "block.json", record)
     return block
+
+
+def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | None:
+    """The block that an interrupted call has left in this folder, if it was of the same sides."""
+    path = folder / "block.json"
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    if record.pop("commands") != [side.shown() for side in sides]:
+        return None
+    if record.pop("rounds") != rounds:
+        return None
+    turns = tuple(Turn(**turn) for turn in record["turns"])
+    return Block(record["number"], tuple(record["order"]), record["load_before"], turns)
 
 
 def wait_for_quiet(seconds: float) -> None:

@@ -25,7 +25,7 @@ STEPS_OF_RESNET50 = {"a CPU core, batch 32": 32 / 9.2, "an H100, batch 256": 256
 
 def measure(options: bench.Options) -> bench.Measured:
     """Measure the row on DDP: rank 0 writes the same files under either engine."""
-    workload, steps, warm_up = Workload("resnet18", 64, 8), PERIOD, PERIOD // 2
+    workload, steps, warm_up = Workload("resnet18", 64, 12), PERIOD, PERIOD // 2
     if options.gpu:
         workload = gpu_workload()
     if options.quick:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from benchmarks import bench
 from benchmarks.blocks import BenchmarkError, say
-from compare.files import replace_file
+from compare.files import replace_file, write_json
+from compare.launch import utc_now
 
 FAILED = "mending"
 BEGIN, END = "<!-- the table: begin -->", "<!-- the table: end -->"
@@ -80,13 +81,22 @@ def answer(arguments: argparse.Namespace) -> int:
     else:
         options = bench.options_from(arguments)
         entries = chosen(arguments.only, options.gpu)
+        begin_record(options.out)
         rows = measure_all(entries, options, arguments.again)
     print(bench.table(rows))
     if arguments.markdown is not None:
         write_table(arguments.markdown, bench.table(rows, markdown=True))
     if arguments.table is None:
+        replace_file(options.out / "table.md", bench.table(rows, markdown=True) + "\n")
         print(f"\nrecord: {options.out}")
     return int(any(row.needs == FAILED for row in rows))
+
+
+def begin_record(folder: Path) -> None:
+    """Make the record's folder, with the date that compare/keep.py names its copy by."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "bench.json").exists():
+        write_json(folder / "bench.json", {"created_utc": utc_now()})
 
 
 def chosen(only: str | None, gpu: bool) -> list[Entry]:

@@ -33,7 +33,7 @@ ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 120.0
-TIMES_PER_BLOCK = 3  # starts of each; a block's figure is the fastest: what nothing delayed
+TIMES_PER_BLOCK = 2  # starts of each; a block's figure is the fastest: what nothing delayed
 
 
 def measure(options: bench.Options) -> bench.Measured:

@@ -2,7 +2,7 @@
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
 
-Copies what the trainers and run.py (or collectives.py) wrote into
+Copies what the trainers and run.py (or collectives.py, or `make bench`) wrote into
 results/MACHINE/DATE-QUESTION/, and its report beside it. Left out: warm-ups, TensorBoard's files
 (metrics.jsonl holds the same), checkpoints, traces and profiles. The home directory becomes ~, and
 the project's own folder a dot.
@@ -21,6 +21,7 @@ from compare.errors import UserError
 from compare.plan import ROOT
 from compare.records import RecordError
 
+PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = (
     "warm-up",
@@ -63,28 +64,30 @@ def main(argv: list[str] | None = None) -> int:
 
 def keep(folder: Path, machine: Path, question: str) -> Path:
     """Copy a measurement with its report and return the copy's folder; nothing is overwritten."""
-    plan = next(
-        (folder / n for n in ("plan.json", "collectives.json") if (folder / n).exists()), None
-    )
+    plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
-        raise UserError(f"{folder}: holds neither a plan.json nor a collectives.json")
+        raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
     date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text())
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = machine / f"{date[1]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: take another --question, or delete it")
+    left_out: tuple[str, ...] = LEFT_OUT
+    if plan.name == "bench.json":
+        left_out = (*LEFT_OUT, "run", "phases.jsonl", "output.log")  # its blocks say it all
     workshop = machine / ".draft"
     draft = workshop / target.name  # the report says what folder it is of
     shutil.rmtree(workshop, ignore_errors=True)
     try:
-        shutil.copytree(folder, draft, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        shutil.copytree(folder, draft, ignore=shutil.ignore_patterns(*left_out))
         for path in sorted(p for p in draft.rglob("*") if p.is_file()):
             if path.suffix not in KEPT:
                 path.unlink()
             else:
                 path.write_text(without_paths(path.read_text(errors="replace")))
-        write_report(draft, is_comparison=plan.name == "plan.json")
+        if plan.name != "bench.json":  # which has its table beside it
+            write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)

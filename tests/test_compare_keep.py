@@ -67,4 +67,4 @@ def test_a_name_that_is_no_folder_name_is_refused(comparison, tmp_path, name, ca
 
 def test_a_folder_without_a_plan_is_refused(tmp_path, capsys):
     assert keep.main(words(tmp_path, tmp_path / "results")) == 2
-    assert "holds neither a plan.json nor" in capsys.readouterr().err
+    assert "holds none of plan.json, collectives.json" in capsys.readouterr().err
