@@ -25,9 +25,10 @@ class DataFlags:
 
     data: str = "digits"
     """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed),
-    or a folder with train/ and val/ in ImageNet's layout."""
+    or a folder with train/ and val/ in ImageNet's layout, or as shards (python -m
+    recipe.make_shards)."""
     train_dir: str | None = None
-    """Training folder, one sub-folder a class; overrides --data."""
+    """Training folder, one sub-folder a class, or shards; overrides --data."""
     val_dir: str | None = None
     """Validation folder, with the same classes; overrides --data."""
     cache_dir: str = os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/imagenet-horovod-ddp"

@@ -1,4 +1,4 @@
-"""From folders to batches: what each rank reads, in which order, and how it reaches the device."""
+"""From images to batches: what each rank reads, in which order, and how it reaches the device."""
 
 import functools
 import hashlib
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from recipe.config import Config
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
-from recipe.images import augment, read_image, train_transform, val_transform
+from recipe.images import augment, decode, train_transform, val_transform
 from recipe.order import SampleStream, permutation, validation_indices
+from recipe.shards import holds_shards, open_shards
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
@@ -60,9 +61,14 @@ def open_data(config: Config) -> Data:
     else:
         digits = prepare_digits(cache)
         train_dir, val_dir = digits / "train", digits / "val"
-    train, val = list_images(train_dir, cache), list_images(val_dir, cache)
+    train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
     return Data(train, val, len(train), len(val), len(train.classes))
+
+
+def open_images(folder: Path, cache: Path) -> Listing:
+    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
+    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
 def samples_per_step(config: Config, world: World) -> int:
@@ -120,8 +126,7 @@ class TrainImages(Dataset):
     pixels."""
 
     def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
-        self.listing, self.seed = listing, config.seed
-        self.count_file = meter.count if meter is not None else None
+        self.listing, self.seed, self.meter = listing, config.seed, meter
         self.transform = train_transform(
             config.train_crop_size,
             scale=config.random_crop_scale,
@@ -133,7 +138,10 @@ class TrainImages(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         epoch, index = key
-        image = read_image(self.listing.path(index), self.count_file)
+        data = self.listing.read(index)
+        image = decode(data, self.listing.name(index))
+        if self.meter is not None:
+            self.meter.count(len(data))
         return augment(image, self.transform, self.seed, epoch, index), int(
             self.listing.labels[index]
         )
@@ -152,7 +160,8 @@ class ValImages(Dataset):
         return len(self.listing)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(read_image(self.listing.path(index))), int(self.listing.labels[index])
+        image = decode(self.listing.read(index), self.listing.name(index))
+        return self.transform(image), int(self.listing.labels[index])
 
 
 def training_batches(

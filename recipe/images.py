@@ -1,11 +1,11 @@
 """From an image file to a uint8 tensor: decoding, and augmentation that its key alone decides."""
 
-import os
+import io
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
@@ -22,10 +22,9 @@ AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")
 MEAN_COLOR = (124, 116, 104)
 
 
-def read_image(
-    path: str | os.PathLike[str], count_file: Callable[[int], None] | None = None
-) -> Image.Image:
-    """Decode an image file of any format that Pillow reads, whatever its suffix says, into RGB.
+def decode(data: bytes, name: str) -> Image.Image:
+    """Decode the bytes of an image file of any format that Pillow reads, whatever its suffix says,
+    into RGB.
 
     Grey becomes equal channels, 16-bit grey keeps its upper 8 bits (16-bit colour does so in
     Pillow), transparency is dropped and the colour below it kept, of an animation the first frame
@@ -33,25 +32,17 @@ def read_image(
     where the Adobe marker is missing. EXIF orientation is ignored, as in torchvision and hence in
     the published ImageNet results.
 
-    `count_file` is called with the size in bytes of a file that was decoded.
-
-    UserError if the file is missing, truncated or no image.
+    UserError, which calls the image `name`, if it is truncated or no image.
     """
     try:
-        with open(path, "rb") as file:
-            image = _to_rgb(Image.open(file))
-            if count_file is not None:
-                count_file(os.fstat(file.fileno()).st_size)
-            return image
+        return _to_rgb(Image.open(io.BytesIO(data)))
     except MemoryError:
         raise
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{os.fspath(path)}: no such file any more. Was it removed since the folder was listed?"
-        ) from error
     except Exception as error:  # Pillow's plugins raise whatever their parsing runs into
+        unknown = isinstance(error, UnidentifiedImageError)  # whose text is about a BytesIO object
+        reason = "no format that Pillow knows" if unknown else error
         raise UserError(
-            f"{os.fspath(path)}: cannot be read as an image ({error}). "
+            f"{name}: cannot be read as an image ({reason}). "
             "Replace the file by a good copy, or remove it."
         ) from error
 
