@@ -33,6 +33,9 @@ class DataFlags:
     """Validation folder, with the same classes; overrides --data."""
     cache_dir: str = os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/imagenet-horovod-ddp"
     """Where the digits and the listings of large folders are kept."""
+    in_memory: bool = False
+    """Read all images' files at the start, into memory that the ranks of a host share; refused
+    where they do not fit."""
     workers: Annotated[int | None, arg(aliases=["-j"])] = None
     """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
     training process) on the CPU, where training itself keeps the cores busy."""
@@ -537,6 +540,7 @@ def _check_adasum(config: Config, engine: str, world_size: int) -> None:
 
 
 OF_REAL_IMAGES = (
+    "in_memory",
     "workers",
     "random_erase",
     "auto_augment",

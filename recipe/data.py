@@ -5,6 +5,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from recipe.config import Config
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
 from recipe.images import augment, decode, train_transform, val_transform
+from recipe.in_memory import keep_in_memory
 from recipe.order import SampleStream, permutation, validation_indices
 from recipe.shards import holds_shards, open_shards
 from recipe.world import World
@@ -42,8 +44,10 @@ class Data:
         return self.train is None
 
 
-def open_data(config: Config) -> Data:
-    """List and check the folders; writes the embedded digits on first use.
+def open_data(config: Config, world: World | None = None) -> Data:
+    """List and check the folders; writes the embedded digits on first use. With --in-memory, reads
+    all images into memory, which the ranks of this host in `world` share (None: this process is
+    alone).
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
@@ -63,6 +67,12 @@ def open_data(config: Config) -> Data:
         train_dir, val_dir = digits / "train", digits / "val"
     train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
+    if config.in_memory:
+        world = world or World(0, 1, 0, 1, "none", socket.gethostname())
+        if config.evaluate:
+            (val,) = keep_in_memory([val], world)
+        else:
+            train, val = keep_in_memory([train, val], world)
     return Data(train, val, len(train), len(val), len(train.classes))
 
 
@@ -86,8 +96,8 @@ def remaining_steps(config: Config, world: World, data: Data, step: int, samples
 
 
 class InputMeter:
-    """Files and bytes that this rank has read for training so far, here or in `workers` loader
-    processes.
+    """Images and their encoded bytes that this rank has read for training so far, here or in
+    `workers` loader processes, wherever they came from.
 
     They count when they are read: what the loader has read ahead is in it, at most two batches a
     worker. Each process adds to its own slot of the shared memory, so that none waits for another;

@@ -76,20 +76,22 @@ class Listing:
         """What messages call image `index`."""
         return self.path(index)
 
+    def size(self, index: int) -> int:
+        """Bytes of image `index`, encoded. UserError as in `read`."""
+        path = self.path(index)
+        try:
+            return os.stat(path).st_size
+        except OSError as error:
+            raise UserError(_unreadable(path, error)) from error
+
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
         path = self.path(index)
         try:
             with open(path, "rb") as file:
                 return file.read()
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{path}: no such file any more. Was it removed since the folder was listed?"
-            ) from error
         except OSError as error:
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}). Check its rights and its disk."
-            ) from error
+            raise UserError(_unreadable(path, error)) from error
 
 
 @dataclass(frozen=True)
@@ -421,6 +423,12 @@ def _missing_folder(root: Path) -> str:
             "that holds train/ and val/; name them one by one with --train-dir and --val-dir."
         )
     return f"{root}: no such folder. Check the spelling, and whether the disk is mounted."
+
+
+def _unreadable(path: str, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path}: no such file any more. Was it removed since the folder was listed?"
+    return f"{path}: cannot be read ({error.strerror}). Check its rights and its disk."
 
 
 def _broken_link(path: str) -> str:

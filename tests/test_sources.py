@@ -43,6 +43,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # And what of the fingerprint the flags change: not what is trained, but how fast.
 SOURCES = {
     "shards": ("--data {shards} --workers 1", {"workers"}),
+    "in memory": ("--in-memory --workers 1", {"in_memory", "workers"}),
 }
 
 
