@@ -197,7 +197,7 @@ def training_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     else:
-        yield from _loader(TrainImages(data.train, config, meter), batches, device, workers)
+        yield from _loader(TrainImages(data.train, config, meter), batches, config, device, workers)
 
 
 def validation_batches(
@@ -210,11 +210,11 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        yield from _loader(ValImages(data.val, config), batches, device, workers)
+        yield from _loader(ValImages(data.val, config), batches, config, device, workers)
 
 
 def _loader(
-    dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
+    dataset: Dataset, batches: Iterable[list], config: Config, device: torch.device, workers: int
 ) -> Iterator[Batch]:
     context = None
     if workers:
@@ -222,16 +222,43 @@ def _loader(
         # torch once forks each worker in a moment, the many of each evaluation, too.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["recipe.data"])
-    return iter(
-        DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            multiprocessing_context=context,
-            worker_init_fn=_end_with_parent if workers else None,
-        )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context=context,
+        worker_init_fn=_end_with_parent if workers else None,
     )
+    return _one_ahead(loader, config, device) if device.type == "cuda" else iter(loader)
+
+
+def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    """Batches on a GPU, normalised, each copied there while the step before it computes.
+
+    The copy has a stream of its own, and is asked for before the batch that it follows is handed
+    out: also a host that waits for the GPU in each step, as loss scaling lets it, is in time.
+    """
+    side = torch.cuda.Stream(device)
+    coming: tuple[Batch, torch.cuda.Event] | None = None
+
+    def arrived(batch: Batch, on_device: torch.cuda.Event) -> Batch:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(on_device)
+        for tensor in batch:
+            # Its memory belongs to the side stream, which must not take it again before this
+            # stream, too, is through with it.
+            tensor.record_stream(current)
+        return batch
+
+    for batch in batches:
+        with torch.cuda.stream(side):
+            following = to_device(batch, config, device), side.record_event()
+        if coming is not None:
+            yield arrived(*coming)
+        coming = following
+    if coming is not None:
+        yield arrived(*coming)
 
 
 def _end_with_parent(worker: int) -> None:
@@ -266,9 +293,9 @@ def _synthetic_batches(
 @functools.cache
 def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """ImageNet's channel means and standard deviations on a scale of 0 to 255, float [3, 1, 1]."""
-    mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(3, 1, 1) * 255
-    std = torch.tensor([0.229, 0.224, 0.225], device=device).view(3, 1, 1) * 255
-    return mean, std
+    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1) * 255
+    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
+    return mean.to(device), std.to(device)  # waits for the copies: any stream may use them
 
 
 def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
@@ -276,7 +303,10 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
     With --channels-last only the images change their layout: the convolutions then run in NHWC and
     still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
+    Batches of files are there already on a GPU, and come back as they are.
     """
+    if batch[0].is_floating_point():
+        return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
     mean, std = _mean_and_std(device)
     if config.channels_last:
