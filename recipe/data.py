@@ -11,14 +11,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
+from recipe.device import keep_freed_memory
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
-from recipe.images import augment, decode, train_transform, val_transform
+from recipe.images import TrainTransform, ValTransform, empty_batch
 from recipe.in_memory import keep_in_memory
 from recipe.order import SampleStream, permutation, validation_indices
 from recipe.shards import holds_shards, open_shards
@@ -132,12 +134,12 @@ def open_input_meter(data: Data, workers: int) -> InputMeter | None:
 
 
 class TrainImages(Dataset):
-    """Augmented training images; an item's key is (epoch, index), which alone decides its
-    pixels."""
+    """Augmented training images, in batches; an image's key is (epoch, index), which alone decides
+    its pixels."""
 
     def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
         self.listing, self.seed, self.meter = listing, config.seed, meter
-        self.transform = train_transform(
+        self.transform = TrainTransform(
             config.train_crop_size,
             scale=config.random_crop_scale,
             interpolation=config.interpolation,
@@ -146,32 +148,35 @@ class TrainImages(Dataset):
             erase_probability=config.random_erase,
         )
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
-        epoch, index = key
-        data = self.listing.read(index)
-        image = decode(data, self.listing.name(index))
-        if self.meter is not None:
-            self.meter.count(len(data))
-        return augment(image, self.transform, self.seed, epoch, index), int(
-            self.listing.labels[index]
-        )
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
+        images = empty_batch(len(keys), self.transform.size, self.transform.size)
+        for out, (epoch, index) in zip(images, keys, strict=True):
+            content = self.listing.read(index)
+            self.transform(content, self.listing.name(index), (self.seed, epoch, index), out)
+            if self.meter is not None:
+                self.meter.count(len(content))
+        return images, labels_of(self.listing, [index for _, index in keys])
 
 
 class ValImages(Dataset):
-    """Validation images: resized, and their centre cropped."""
+    """Validation images, in batches: resized, and their centre cropped."""
 
     def __init__(self, listing: Listing, config: Config) -> None:
         self.listing = listing
-        self.transform = val_transform(
-            config.val_resize_size, config.val_crop_size, interpolation=config.interpolation
+        self.transform = ValTransform(
+            config.val_resize_size, config.val_crop_size, config.interpolation
         )
 
-    def __len__(self) -> int:
-        return len(self.listing)
+    def __getitems__(self, indices: list[int]) -> Batch:
+        images = empty_batch(len(indices), self.transform.crop, self.transform.crop)
+        for out, index in zip(images, indices, strict=True):
+            self.transform(self.listing.read(index), self.listing.name(index), out)
+        return images, labels_of(self.listing, indices)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = decode(self.listing.read(index), self.listing.name(index))
-        return self.transform(image), int(self.listing.labels[index])
+
+def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
+    """The labels of these images: int64 [N]."""
+    return torch.from_numpy(listing.labels[indices])
 
 
 def training_batches(
@@ -228,7 +233,8 @@ def _loader(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         multiprocessing_context=context,
-        worker_init_fn=_end_with_parent if workers else None,
+        collate_fn=_as_it_is,
+        worker_init_fn=_begin_worker if workers else None,
     )
     return _one_ahead(loader, config, device) if device.type == "cuda" else iter(loader)
 
@@ -261,12 +267,18 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
         yield arrived(*coming)
 
 
-def _end_with_parent(worker: int) -> None:
-    """End this worker as soon as the trainer is gone, however that ended.
+def _as_it_is(batch: Any) -> Any:
+    """The data sets above hand out whole batches: there is nothing to collate."""
+    return batch
+
+
+def _begin_worker(worker: int) -> None:
+    """Set a loader worker up, to end as soon as the trainer is gone, however that ended.
 
     torch's workers look for the end of their parent process; a forkserver's never ends before them,
     and so they would stay for good after a trainer that was killed or left by os._exit.
     """
+    keep_freed_memory()
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
@@ -309,8 +321,8 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
         return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
     mean, std = _mean_and_std(device)
-    if config.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    images = images.contiguous(memory_format=layout)
     return images.float().sub_(mean).div_(std), targets
 
 

@@ -1,5 +1,6 @@
 """Which device and how many CPU threads a rank gets: one rule for both engines."""
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -14,6 +15,8 @@ from recipe.world import World
 MAX_CORES = 4096
 NAME_BYTES = 64
 MAX_DEFAULT_WORKERS = 16
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and values from malloc.h, man 3 mallopt
+LARGEST_INT = 2**31 - 1
 
 
 def choose_device(config: Config, world: World) -> torch.device:
@@ -35,6 +38,7 @@ def choose_device(config: Config, world: World) -> torch.device:
                 "--batch-norm sync: neither torch nor Horovod has SyncBatchNorm for the CPU; use "
                 "average"
             )
+        keep_freed_memory()
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     own_gpus = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1" or "a100:1"
@@ -52,6 +56,19 @@ def choose_device(config: Config, world: World) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     return device
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large pieces of freed memory for the next step, which asks for the
+    same ones, instead of giving them back to the system.
+
+    Each page that comes anew costs a page fault and is filled with zeros first: on the CPU a step
+    of ResNet-18 at 224 pixels had 96,000 of these and took 8 to 10 % longer.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries than GNU's have none
+        mallopt(M_MMAP_THRESHOLD, LARGEST_INT)
+        mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
 def core_row(world: World) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Listing:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
         path = self.path(index)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", buffering=0) as file:
                 return file.read()
         except OSError as error:
             raise UserError(_unreadable(path, error)) from error

@@ -1,0 +1,1 @@
+"""How fast the recipe and its engines are, against what they could be: `make bench`."""

@@ -1,0 +1,68 @@
+"""What binds two workers: the trainer's own measurement of exposed communication.
+
+One run more of the same command with --ablation-steps, in which stretches of steps alternate whose
+gradients are exchanged and whose are not (recipe/phases.py).
+"""
+
+import json
+import shlex
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.blocks import BenchmarkError, Side, say, tail
+from compare.launch import end_processes
+from compare.plan import ROOT, RUN_MARK, run_environment
+
+STRETCH = 5  # steps; the first of each stretch does not count
+STEPS = 41
+SECONDS = 600
+
+
+def measure(side: Side, folder: Path) -> dict[str, Any]:
+    """The `phases` of a short run of a side's command: seconds a step, of the mean rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"what binds {side.name}? {STEPS} steps with --ablation-steps {STRETCH}")
+    command = side.command(folder.resolve(), 0)
+    command += ["--ablation-steps", str(STRETCH), "--max-steps", str(STEPS)]
+    # No evaluation to speak of at the end.
+    at = command.index("--synthetic-images")
+    command[at + 1] = str(side.images_per_step)
+    mark = f"ablation-{time.time_ns()}"
+    with (folder / "output.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=run_environment() | {"PYTHONPATH": str(ROOT), RUN_MARK: mark} | side.environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    try:
+        process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BenchmarkError(f"{shlex.join(command)}: took more than {SECONDS} s") from None
+    finally:
+        end_processes(process, mark)
+    summary = folder / "run" / "summary.json"
+    if process.returncode or not summary.exists():
+        raise BenchmarkError(f"{shlex.join(command)}: failed\n{tail(folder)}")
+    ranks = json.loads(summary.read_text())["ranks"]
+    names = [name for name in ranks[0] if name.endswith("_seconds") and name != "cpu_seconds"]
+    return {name: sum(rank[name] or 0.0 for rank in ranks) / len(ranks) for name in names}
+
+
+def sentence(phases: dict[str, Any]) -> str:
+    """The phases as shares of the step."""
+    step = phases["step_seconds"]
+    exposed = phases["exposed_communication_seconds"]
+    parts = ", ".join(
+        f"{name} {phases[f'{name}_seconds'] / step:.1%}"
+        for name in ("data", "forward", "backward", "optimizer")
+    )
+    return (
+        f"exposed communication {exposed / step:.1%} of a step of {step * 1000:.0f} ms "
+        f"({exposed * 1000:.1f} ms; {parts}), by --ablation-steps in a run of its own"
+    )

@@ -1,0 +1,476 @@
+"""Blocks of measurement: two or more sides, started afresh, take turns on one machine.
+
+A machine of which nobody knows who else uses it drifts by tens of percent in minutes; goals are at
+half a percent. So the sides of a comparison run at once, but not at the same time: while one does a
+turn of a second or two, all processes of the others are stopped (SIGSTOP). What a slow minute does
+to one side, it does to the others. A round in which others kept cores busy is left out, as long as
+enough rounds are left: two ranks that wait for each other suffer more from a neighbour than two
+that do not.
+
+A block starts each side, in random order, lets all warm up, and goes through the turns, forwards
+and backwards alternately. Its ratio of two sides is the median over its rounds. The unit of
+evidence is the block, since what chance decides once a launch (where pages and threads come to lie)
+stays for all turns of it: compare/paired.py makes the estimate and the interval from the blocks'
+ratios.
+"""
+
+import contextlib
+import json
+import os
+import random
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import psutil
+
+from compare.launch import busy_cpu_seconds, end_processes, start_watchdog
+from compare.paired import Estimate, estimate_ratio
+from compare.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
+
+QUIET_CORES = 0.15  # that others may keep busy in each turn of a round that counts
+MIN_SHARE_OF_ROUNDS = 0.34  # that must be quiet; else all rounds count
+START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
+TURN_SECONDS = 600.0
+END_SECONDS = 10.0
+TAIL_LINES = 20
+
+TAKE_TURNS = "benchmarks/take_turns.py"
+TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
+LAUNCHED_BY = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}  # in compare's table
+
+
+class BenchmarkError(Exception):
+    """Something that keeps a benchmark from being measured; told without a traceback."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that are compared: what starts it, and how much it does in a turn."""
+
+    name: str  # a folder's, too
+    launcher: tuple[str, ...]  # up to and with `python`, or torchrun's words
+    program: tuple[str, ...]  # the script and its arguments; {folder} is where it may write
+    images_per_step: int  # of one copy, over all its ranks
+    steps: int  # optimizer steps a turn
+    ranks: int = 1  # processes that train together
+    copies: int = 1  # started at once, knowing nothing of each other
+    warm_up: int = 3  # steps
+    with_instruments: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, folder: Path, copy: int, turns: Sequence[str] = ()) -> list[str]:
+        """What starts a copy: as a person would, or with `turns`, the wrapper's flags."""
+        program = [word.replace("{folder}", str(folder)) for word in self.program]
+        if not turns:
+            return [*self.launcher, *program]
+        flags = [*turns, "--side", self.name, "--copy", str(copy), "--warm-up", str(self.warm_up)]
+        if self.copies > 1:
+            flags.append("--overruns")
+        if not self.with_instruments:
+            flags.append("--without-instruments")
+        return [*self.launcher, TAKE_TURNS, *flags, "--", *program]
+
+    def shown(self) -> str:
+        """The command for a reader, who may paste it."""
+        words = [f"{name}={value}" for name, value in self.environment.items()]
+        text = shlex.join([*words, *self.command(Path("runs/bench-by-hand"), 0)])
+        if not self.with_instruments:
+            text += "   # its Recorder replaced by nothing"
+        return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: enough to give a trainer and a bare loop the same work."""
+
+    arch: str
+    image_size: int
+    batch_size: int  # per worker
+    flags: tuple[str, ...] = ()  # that trainers and bare_loop.py share
+    threads: int | None = 1  # per worker; None: the trainer's own choice
+
+    def words(self) -> list[str]:
+        """Flags that trainers and bare_loop.py share."""
+        words = ["--arch", self.arch, "--train-crop-size", str(self.image_size)]
+        words += ["--batch-size", str(self.batch_size), *self.flags]
+        return words if self.threads is None else [*words, "--threads", str(self.threads)]
+
+    def __str__(self) -> str:
+        threads = "" if self.threads is None else f", {self.threads} thread"
+        flags = f", {' '.join(self.flags)}" if self.flags else ""
+        return f"{self.arch} at {self.image_size} pixels, batch {self.batch_size}{threads}{flags}"
+
+
+STEPS_OF_AN_EPOCH = 20_000  # more than a benchmark makes: no evaluation comes in between
+
+
+def trainer_side(
+    name: str,
+    engine: str,
+    workload: Workload,
+    steps: int,
+    workers: int = 1,
+    copies: int = 1,
+    flags: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    data: str = "synthetic",
+    **others: Any,
+) -> Side:
+    """A trainer as a side: `engine` is "ddp" or "horovod"; one worker is started by python."""
+    launcher = ["python"]
+    if workers > 1:
+        launcher = CONFIGURATIONS[LAUNCHED_BY[engine]].launch_words(workers, None)
+    program = [TRAINERS[engine], "--data", data, *workload.words()]
+    program += ["--val-crop-size", str(workload.image_size), "--epochs", "1000"]
+    if data == "synthetic":
+        images = workload.batch_size * workers * STEPS_OF_AN_EPOCH
+        program += ["--synthetic-images", str(images)]
+    if "--checkpoint-steps" not in flags:
+        program += ["--keep-checkpoints", "0"]
+    program += ["--log-dir", "{folder}", "--name", "run", *flags]
+    return Side(
+        name=name,
+        launcher=tuple(launcher),
+        program=tuple(program),
+        images_per_step=workload.batch_size * workers,
+        steps=steps,
+        ranks=workers,
+        copies=copies,
+        environment=environment or {},
+        **others,
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a side did in one turn."""
+
+    side: str
+    round: int  # from 0
+    seconds: float  # of the slowest rank
+    images_per_second: float  # of all copies together
+    cpu_seconds_per_image: float
+    other_load: float = 0.0  # cores that others kept busy meanwhile
+
+
+@dataclass(frozen=True)
+class Block:
+    """The turns of one launch of each side."""
+
+    number: int  # from 1
+    order: tuple[str, ...]
+    load_before: float  # the system's one-minute average
+    turns: tuple[Turn, ...]
+
+    @property
+    def quiet_rounds(self) -> set[int]:
+        """The rounds that count: those that others left alone, or all if these are too few."""
+        all_rounds = {turn.round for turn in self.turns}
+        quiet = all_rounds - {turn.round for turn in self.turns if turn.other_load > QUIET_CORES}
+        return quiet if len(quiet) >= MIN_SHARE_OF_ROUNDS * len(all_rounds) else all_rounds
+
+    @property
+    def other_load(self) -> float:
+        """Cores that others kept busy, in the mean turn that counts."""
+        return mean(turn.other_load for turn in self.turns if turn.round in self.quiet_rounds)
+
+    def ratio(self, first: str, second: str, value: Callable[[Turn], float]) -> float:
+        """The median over the rounds that count of first / second."""
+        rounds: dict[int, dict[str, float]] = {round_: {} for round_ in self.quiet_rounds}
+        for turn in self.turns:
+            if turn.round in rounds:
+                rounds[turn.round][turn.side] = value(turn)
+        return median(sides[first] / sides[second] for sides in rounds.values())
+
+    def median(self, side: str, value: Callable[[Turn], float]) -> float:
+        """The median over the rounds that count of one side's value."""
+        rounds = self.quiet_rounds
+        return median(
+            value(turn) for turn in self.turns if turn.side == side and turn.round in rounds
+        )
+
+
+def throughput(turn: Turn) -> float:
+    """Images per second of wall time."""
+    return turn.images_per_second
+
+
+def work_per_cpu_second(turn: Turn) -> float:
+    """Images per second of CPU time."""
+    return 1 / turn.cpu_seconds_per_image
+
+
+def estimate(
+    blocks: Sequence[Block], first: str, second: str, value: Callable[[Turn], float] = throughput
+) -> Estimate:
+    """The ratio first / second over all blocks."""
+    ratios = [block.ratio(first, second, value) for block in blocks]
+    return estimate_ratio(ratios, [1.0] * len(ratios))
+
+
+def run_blocks(
+    sides: Sequence[Side], num_blocks: int, rounds: int, folder: Path, seed: int, label: str
+) -> list[Block]:
+    """Measure `num_blocks` blocks of `rounds` turns a side, writing each below `folder`."""
+    lot = random.Random(seed)
+    blocks: list[Block] = []
+    began = time.monotonic()
+    for number in range(1, num_blocks + 1):
+        order = list(sides)
+        lot.shuffle(order)
+        about = f"{label}: block {number} of {num_blocks}"
+        blocks.append(run_block(order, rounds, folder / f"block-{number}", number, about))
+        if left := num_blocks - number:
+            seconds = (time.monotonic() - began) / number * left
+            say(f"{label}: about {seconds / 60:.1f} min left")
+    return blocks
+
+
+def run_block(sides: Sequence[Side], rounds: int, folder: Path, number: int, label: str) -> Block:
+    """Start the sides in this order, warm them up, and let them take turns."""
+    load = os.getloadavg()[0]
+    turns: list[Turn] = []
+    with Stage(folder) as stage:
+        say(f"{label}: starting {len(sides)} sides")
+        for side in sides:
+            stage.start(side)
+        stage.warm_up()
+        for round_ in range(rounds):
+            for side in sides if round_ % 2 == 0 else list(reversed(sides)):
+                turn = stage.take_turn(side, round_)
+                turns.append(turn)
+            told = ", ".join(f"{t.side} {t.images_per_second:.4g}" for t in turns[-len(sides) :])
+            load_now = max(turn.other_load for turn in turns[-len(sides) :])
+            noise = f"; others kept {load_now:.1f} cores busy" if load_now > QUIET_CORES else ""
+            say(f"{label}, turn {round_ + 1} of {rounds}: {told} images/s{noise}")
+    block = Block(number, tuple(side.name for side in sides), round(load, 2), tuple(turns))
+    (folder / "block.json").write_text(json.dumps(asdict(block), indent=1) + "\n")
+    return block
+
+
+def say(text: str) -> None:
+    """A line of progress, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Performer:
+    """A process that takes turns, as seen from here."""
+
+    side: str
+    copy: int
+    connection: socket.socket
+    unread: bytes = b""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Stage:
+    """The sides of a block, their processes and connections; used as a context, it leaves no
+    process behind whatever ends it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"{os.getpid()}-{time.time_ns()}"
+        self.sides: list[Side] = []
+        self.processes: list[tuple[Side, subprocess.Popen[bytes], Path]] = []
+        self.performers: list[Performer] = []
+
+    def __enter__(self) -> "Stage":
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        # Not below the record's folder: a Unix socket's path has 108 bytes at most.
+        self.temporary = tempfile.TemporaryDirectory(prefix="turns-")
+        self.address = str(Path(self.temporary.name) / "socket")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.address)
+        self.listener.listen(64)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.watchdog = start_watchdog(self.mark)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _side, process, _folder in self.processes:
+            signal_tree(process, signal.SIGCONT)
+        for performer in self.performers:
+            with contextlib.suppress(OSError):
+                performer.connection.sendall(b'{"kind": "end"}\n')
+        # Launchers that see their ranks end tidy up after them; what is left is killed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            deadline = time.monotonic() + END_SECONDS
+            for _side, process, _folder in self.processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        for _side, process, _folder in self.processes:
+            end_processes(process, self.mark)
+        for performer in self.performers:
+            performer.connection.close()
+        self.selector.close()
+        self.listener.close()
+        self.temporary.cleanup()
+        if self.watchdog.stdin is not None:
+            self.watchdog.stdin.close()
+        self.watchdog.wait()
+
+    def start(self, side: Side) -> None:
+        """Start a side's copies."""
+        self.sides.append(side)
+        for copy in range(side.copies):
+            folder = self.folder / side.name / str(copy)
+            folder.mkdir(parents=True)
+            command = side.command(folder.resolve(), copy, turns=["--socket", self.address])
+            (folder / "command.txt").write_text(shlex.join(command) + "\n")
+            with (folder / "output.log").open("wb") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=run_environment()
+                    | {"PYTHONPATH": str(ROOT), RUN_MARK: self.mark}
+                    | side.environment,
+                    cwd=ROOT,
+                    start_new_session=True,
+                )
+            self.processes.append((side, process, folder))
+
+    def warm_up(self) -> None:
+        """Wait until every side has made its first steps, then stop all."""
+        expected = sum(side.ranks * side.copies for side in self.sides)
+        for _ in self.receive("ready", expected, START_SECONDS):
+            pass
+        for side in self.sides:
+            self.stop(side)
+
+    def take_turn(self, side: Side, round_: int) -> Turn:
+        """Let a side alone go on for its number of steps, and return what it measured."""
+        performers = [one for one in self.performers if one.side == side.name]
+        self.go_on(side)
+        began, busy = time.monotonic(), busy_cpu_seconds()
+        tell(performers, {"kind": "go", "steps": side.steps})
+        told = dict[int, list[dict[str, Any]]]()
+        for performer, message in self.receive("turn", len(performers), TURN_SECONDS):
+            told.setdefault(performer.copy, []).append(message)
+        seconds, busy = time.monotonic() - began, busy_cpu_seconds() - busy
+        if side.copies > 1:
+            tell(performers, {"kind": "hold"})
+            for _ in self.receive("held", len(performers), TURN_SECONDS):
+                pass
+        self.stop(side)
+        turn = make_turn(side, round_, told)
+        own = turn.cpu_seconds_per_image * side.steps * side.images_per_step * side.copies
+        return replace(turn, other_load=max(0.0, round((busy - own) / seconds, 3)))
+
+    def receive(
+        self, kind: str, number: int, seconds: float
+    ) -> Iterator[tuple[Performer, dict[str, Any]]]:
+        """Yield so many messages of a kind, or fail when a side ends or takes too long."""
+        deadline = time.monotonic() + seconds
+        while number:
+            for performer in self.performers:
+                while performer.messages and number:
+                    message = performer.messages.pop(0)
+                    if message["kind"] != kind:
+                        raise BenchmarkError(f"{performer.side}: {message['kind']}, not {kind}")
+                    number -= 1
+                    yield performer, message
+            if number:
+                self.look_after(deadline, seconds)
+                for key, _ in self.selector.select(timeout=0.5):
+                    self.read(key.data)
+
+    def read(self, performer: Performer | None) -> None:
+        """Take what has come on a connection; None is the listener's."""
+        if performer is None:
+            connection, _ = self.listener.accept()
+            new = Performer("", 0, connection)
+            self.selector.register(connection, selectors.EVENT_READ, new)
+            return
+        received = performer.connection.recv(65536)
+        if not received:  # the process has ended: look_after finds its launcher
+            self.selector.unregister(performer.connection)
+            return
+        *lines, performer.unread = (performer.unread + received).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if message["kind"] == "hello":
+                performer.side, performer.copy = message["side"], message["copy"]
+                self.performers.append(performer)
+            else:
+                performer.messages.append(message)
+
+    def look_after(self, deadline: float, seconds: float) -> None:
+        """Raise BenchmarkError if a side has ended, or if the time is over."""
+        for side, process, folder in self.processes:
+            if process.poll() is not None:
+                raise BenchmarkError(
+                    f"{side.name} ended with exit code {process.returncode}:\n{tail(folder)}"
+                )
+        if time.monotonic() > deadline:
+            told = "\n".join(f"{side.name}:\n{tail(path)}" for side, _, path in self.processes)
+            raise BenchmarkError(f"nothing came for {seconds:.0f} s; the sides last wrote\n{told}")
+
+    def stop(self, side: Side) -> None:
+        """Stop all processes of a side where they stand."""
+        self.signal(side, signal.SIGSTOP)
+
+    def go_on(self, side: Side) -> None:
+        """Undo `stop`."""
+        self.signal(side, signal.SIGCONT)
+
+    def signal(self, side: Side, number: signal.Signals) -> None:
+        """Send all processes of a side a signal."""
+        for other, process, _ in self.processes:
+            if other is side:
+                signal_tree(process, number)
+
+
+def signal_tree(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a process and all its descendants a signal: launchers put ranks into sessions of their
+    own, which the signal to a group would not reach."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for one in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+
+
+def tell(performers: Sequence[Performer], message: dict[str, Any]) -> None:
+    """Send processes a message."""
+    for performer in performers:
+        performer.connection.sendall((json.dumps(message) + "\n").encode())
+
+
+def tail(folder: Path) -> str:
+    """The end of what a side wrote."""
+    lines = (folder / "output.log").read_text(errors="replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+def make_turn(side: Side, round_: int, told: dict[int, list[dict[str, Any]]]) -> Turn:
+    """What the messages of a side's processes, by copy, come to.
+
+    Ranks that train together are as fast as the slowest of them, from the first one's start on.
+    Independent copies add up.
+    """
+    images = side.steps * side.images_per_step
+    seconds = [max(m["end"] for m in ms) - min(m["start"] for m in ms) for ms in told.values()]
+    cpu_seconds = sum(message["cpu_seconds"] for ms in told.values() for message in ms)
+    return Turn(
+        side.name,
+        round_,
+        max(seconds),
+        sum(images / each for each in seconds),
+        cpu_seconds / (images * len(seconds)),
+    )

@@ -1,0 +1,27 @@
+"""Row 4: what does a second worker cost where computing takes the time?
+
+    python benchmarks/compute_bound.py
+
+Two workers of each engine, started by its launcher, take turns with two independent single workers
+that run at once: ResNet-18 at 224 pixels, 16 images a worker. The ratio is of images per second.
+See benchmarks/scaling.py for why it is against two at once.
+"""
+
+import sys
+
+from benchmarks import bench, scaling
+from benchmarks.blocks import Workload
+from benchmarks.workloads import QUICK
+
+GOALS = {"ddp": 0.98, "horovod": 0.97}
+
+
+def measure(options: bench.Options) -> bench.Measured:
+    """Measure both engines with their defaults."""
+    workload = QUICK if options.quick else Workload("resnet18", 224, 16)
+    as_it_is = {engine: {"default": scaling.Tuning()} for engine in GOALS}
+    return scaling.measure_scaling(options, 4, "compute-bound", workload, 1, GOALS, as_it_is)
+
+
+if __name__ == "__main__":
+    sys.exit(bench.main("compute_bound", __doc__, measure))
