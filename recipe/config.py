@@ -36,6 +36,9 @@ class DataFlags:
     in_memory: bool = False
     """Read all images' files at the start, into memory that the ranks of a host share; refused
     where they do not fit."""
+    dali: bool = False
+    """Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there is one
+    (needs the extra `dali`): the same crops and flips, the pixels of another decoder."""
     workers: Annotated[int | None, arg(aliases=["-j"])] = None
     """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
     training process) on the CPU, where training itself keeps the cores busy."""
@@ -511,6 +514,9 @@ def check(config: Config, engine: str, world_size: int) -> None:
             "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
             "--resume"
         )
+    if config.dali and (config.auto_augment or config.random_erase):
+        flag = "--auto-augment" if config.auto_augment else "--random-erase"
+        raise UserError(f"{flag}: cannot be combined with --dali, which crops and flips only")
     if config.use_adasum:
         _check_adasum(config, engine, world_size)
 
@@ -541,6 +547,7 @@ def _check_adasum(config: Config, engine: str, world_size: int) -> None:
 
 OF_REAL_IMAGES = (
     "in_memory",
+    "dali",
     "workers",
     "random_erase",
     "auto_augment",
@@ -550,6 +557,7 @@ OF_REAL_IMAGES = (
     "val_resize_size",
 )
 OF_TRAINING = (
+    "dali",
     "epochs",
     "batch_size",
     "batches_per_allreduce",

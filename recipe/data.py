@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
+from recipe.dali import EncodedImages, check_dali, dali_batches
 from recipe.device import keep_freed_memory
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
@@ -28,6 +29,7 @@ from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
 SYNTHETIC_CLASSES = 1000
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def open_data(config: Config, world: World | None = None) -> Data:
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
+    if config.dali:
+        check_dali()
     cache = Path(config.cache_dir)
     if config.train_dir and config.val_dir:
         train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
@@ -139,14 +143,7 @@ class TrainImages(Dataset):
 
     def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
         self.listing, self.seed, self.meter = listing, config.seed, meter
-        self.transform = TrainTransform(
-            config.train_crop_size,
-            scale=config.random_crop_scale,
-            interpolation=config.interpolation,
-            flip_probability=config.hflip_prob,
-            auto_augment=config.auto_augment,
-            erase_probability=config.random_erase,
-        )
+        self.transform = train_transform(config)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
         images = empty_batch(len(keys), self.transform.size, self.transform.size)
@@ -172,6 +169,18 @@ class ValImages(Dataset):
         for out, index in zip(images, indices, strict=True):
             self.transform(self.listing.read(index), self.listing.name(index), out)
         return images, labels_of(self.listing, indices)
+
+
+def train_transform(config: Config) -> TrainTransform:
+    """What is done to the training images."""
+    return TrainTransform(
+        config.train_crop_size,
+        scale=config.random_crop_scale,
+        interpolation=config.interpolation,
+        flip_probability=config.hflip_prob,
+        auto_augment=config.auto_augment,
+        erase_probability=config.random_erase,
+    )
 
 
 def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
@@ -201,8 +210,14 @@ def training_batches(
         yield from _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
+    elif config.dali:
+        count = meter.count if meter is not None else None
+        encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
+        # DALI takes plain memory, and works ahead by itself.
+        yield from dali_batches(_loader(encoded, batches, CPU, workers), data.train, config, device)
     else:
-        yield from _loader(TrainImages(data.train, config, meter), batches, config, device, workers)
+        loader = _loader(TrainImages(data.train, config, meter), batches, device, workers)
+        yield from _on_device(loader, config, device)
 
 
 def validation_batches(
@@ -215,19 +230,20 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        yield from _loader(ValImages(data.val, config), batches, config, device, workers)
+        loader = _loader(ValImages(data.val, config), batches, device, workers)
+        yield from _on_device(loader, config, device)
 
 
 def _loader(
-    dataset: Dataset, batches: Iterable[list], config: Config, device: torch.device, workers: int
-) -> Iterator[Batch]:
+    dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
+) -> DataLoader:
     context = None
     if workers:
         # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
         # torch once forks each worker in a moment, the many of each evaluation, too.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["recipe.data"])
-    loader = DataLoader(
+    return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
@@ -236,7 +252,10 @@ def _loader(
         collate_fn=_as_it_is,
         worker_init_fn=_begin_worker if workers else None,
     )
-    return _one_ahead(loader, config, device) if device.type == "cuda" else iter(loader)
+
+
+def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    return _one_ahead(batches, config, device) if device.type == "cuda" else iter(batches)
 
 
 def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:

@@ -61,6 +61,16 @@ def decode(content: bytes, name: str) -> np.ndarray:
         return _decode_jpeg(content, name, *size, rows=size[0])
 
 
+def image_size(content: bytes, name: str) -> tuple[int, int]:
+    """Height and width of an image in pixels, from its head; UserError as in `decode`."""
+    with _named(name):
+        size = _jpeg_size(content)
+        if size is None:
+            width, height = Image.open(io.BytesIO(content)).size
+            size = height, width
+        return size
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Turn whatever a decoder raises into a UserError about the file `name`."""

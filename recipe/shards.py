@@ -72,7 +72,7 @@ class Shards(Listing):
                 f"{self.name(index)}: cannot be read ({error.strerror}). "
                 "Is the disk mounted? Was the shard removed?"
             ) from error
-        # 21 microseconds for a photograph of 108 KB, one or two hundredths of its decoding.
+        # 21 microseconds for a photograph of 108 KB, about a hundredth of its decoding.
         if zlib.crc32(data) != self.checksums[index]:
             found = "ends too early" if len(data) < size else "holds other bytes"
             raise UserError(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from launching import SMALL, launch, read_json, read_lines
+from test_dali import has_dali
 
 from recipe.config import DataFlags
 from recipe.digits import prepare_digits
@@ -68,3 +69,22 @@ def test_resume_in_mid_epoch_under_the_other_engine(
     differing = {key for key in prints[0] if prints[0][key] != prints[1][key]}
     assert differing == {"max_steps", *changed}, "compare would not see equal work"
     assert summary["input"]["files_per_second"] > 0
+
+
+@pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
+def test_resume_with_dali(whole: tuple[dict, list[float]], tmp_path: Path) -> None:
+    """Which has pixels of its own, and so a training of its own; the order is the same."""
+    arguments = "--dali --workers 1"
+    in_one_go = train(tmp_path / "whole", *ENGINES[0], arguments)
+    folder = tmp_path / "run"
+    train(folder, *ENGINES[0], f"{arguments} --max-steps 20")
+    summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
+    assert summary["weights_sha256"] == in_one_go["weights_sha256"]
+    assert [step["loss"] for step in read_lines(folder, "step")] == [
+        step["loss"] for step in read_lines(tmp_path / "whole", "step")
+    ]
+    plain, _ = whole
+    assert in_one_go["weights_sha256"] != plain["weights_sha256"]
+    same = in_one_go["fingerprint"]["data_order_sha256"]
+    assert same == plain["fingerprint"]["data_order_sha256"]
+    assert abs(in_one_go["top1"] - plain["top1"]) < 15  # it learns as well
