@@ -50,8 +50,8 @@ lint: setup  ## check style, types, imports and spelling
 
 lock: setup  ## write requirements.lock anew from pyproject.toml
 	$(IN_VENV) python -m pip install --quiet uv
-	$(IN_VENV) uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 \
-		--no-header --no-annotate --quiet -o requirements.lock
+	$(IN_VENV) uv pip compile pyproject.toml --extra horovod --extra dev --universal \
+		--python-version 3.10 --no-header --no-annotate --quiet -o requirements.lock
 
 images:  ## build the container images (ARGS="cpu", ARGS="--help"; see docs/containers.md)
 	@$(PYTHON) docker/build.py $(ARGS)

@@ -33,7 +33,7 @@ def main(config: Config, world: World) -> None:
             f"{world.launcher} started {world.size} processes: this script is for a single one; "
             "start it with python"
         )
-    data = open_data(config)
+    data = open_data(config, world)
     device = choose_device(config, world)
     threads = config.threads or share_of_cores(core_row(world)[None], rank=0)
     torch.set_num_threads(threads)

@@ -41,7 +41,7 @@ from recipe.wire_format import settle_wire_format
 
 def main(config: Config, world: World) -> None:
     """Train, or only evaluate, as `config` says. Every rank calls this."""
-    data = open_data(config)
+    data = open_data(config, world)
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------

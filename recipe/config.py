@@ -25,13 +25,20 @@ class DataFlags:
 
     data: str = "digits"
     """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed),
-    or a folder with train/ and val/ in ImageNet's layout."""
+    or a folder with train/ and val/ in ImageNet's layout, or as shards (python -m
+    recipe.make_shards)."""
     train_dir: str | None = None
-    """Training folder, one sub-folder a class; overrides --data."""
+    """Training folder, one sub-folder a class, or shards; overrides --data."""
     val_dir: str | None = None
     """Validation folder, with the same classes; overrides --data."""
     cache_dir: str = os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/imagenet-horovod-ddp"
     """Where the digits and the listings of large folders are kept."""
+    in_memory: bool = False
+    """Read all images' files at the start, into memory that the ranks of a host share; refused
+    where they do not fit."""
+    dali: bool = False
+    """Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there is one
+    (needs the extra `dali`): the same crops and flips, the pixels of another decoder."""
     workers: Annotated[int | None, arg(aliases=["-j"])] = None
     """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
     training process) on the CPU, where training itself keeps the cores busy."""
@@ -517,6 +524,9 @@ def check(config: Config, engine: str, world_size: int) -> None:
             "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
             "--resume"
         )
+    if config.dali and (config.auto_augment or config.random_erase):
+        flag = "--auto-augment" if config.auto_augment else "--random-erase"
+        raise UserError(f"{flag}: cannot be combined with --dali, which crops and flips only")
     if config.use_adasum:
         _check_adasum(config, engine, world_size)
 
@@ -546,6 +556,8 @@ def _check_adasum(config: Config, engine: str, world_size: int) -> None:
 
 
 OF_REAL_IMAGES = (
+    "in_memory",
+    "dali",
     "workers",
     "random_erase",
     "auto_augment",
@@ -555,6 +567,7 @@ OF_REAL_IMAGES = (
     "val_resize_size",
 )
 OF_TRAINING = (
+    "dali",
     "epochs",
     "batch_size",
     "batches_per_allreduce",

@@ -1,10 +1,11 @@
-"""From folders to batches: what each rank reads, in which order, and how it reaches the device."""
+"""From images to batches: what each rank reads, in which order, and how it reaches the device."""
 
 import functools
 import hashlib
 import math
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
+from recipe.dali import EncodedImages, check_dali, dali_batches
 from recipe.device import keep_freed_memory
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
-from recipe.images import TrainTransform, ValTransform, empty_batch, read_file
+from recipe.images import TrainTransform, ValTransform, empty_batch
+from recipe.in_memory import keep_in_memory
 from recipe.order import SampleStream, permutation, validation_indices
+from recipe.shards import holds_shards, open_shards
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
 SYNTHETIC_CLASSES = 1000
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,10 @@ class Data:
         return self.train is None
 
 
-def open_data(config: Config) -> Data:
-    """List and check the folders; writes the embedded digits on first use.
+def open_data(config: Config, world: World | None = None) -> Data:
+    """List and check the folders; writes the embedded digits on first use. With --in-memory, reads
+    all images into memory, which the ranks of this host in `world` share (None: this process is
+    alone).
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
@@ -56,15 +63,28 @@ def open_data(config: Config) -> Data:
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
+    if config.dali:
+        check_dali()
     cache = Path(config.cache_dir)
     if config.train_dir and config.val_dir:
         train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
     else:
         digits = prepare_digits(cache)
         train_dir, val_dir = digits / "train", digits / "val"
-    train, val = list_images(train_dir, cache), list_images(val_dir, cache)
+    train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
+    if config.in_memory:
+        world = world or World(0, 1, 0, 1, "none", socket.gethostname())
+        if config.evaluate:
+            (val,) = keep_in_memory([val], world)
+        else:
+            train, val = keep_in_memory([train, val], world)
     return Data(train, val, len(train), len(val), len(train.classes))
+
+
+def open_images(folder: Path, cache: Path) -> Listing:
+    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
+    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
 def samples_per_step(config: Config, world: World) -> int:
@@ -82,8 +102,8 @@ def remaining_steps(config: Config, world: World, data: Data, step: int, samples
 
 
 class InputMeter:
-    """Files and bytes that this rank has read for training so far, here or in `workers` loader
-    processes.
+    """Images and their encoded bytes that this rank has read for training so far, here or in
+    `workers` loader processes, wherever they came from.
 
     They count when they are read: what the loader has read ahead is in it, at most two batches a
     worker. Each process adds to its own slot of the shared memory, so that none waits for another;
@@ -122,25 +142,16 @@ class TrainImages(Dataset):
     its pixels."""
 
     def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
-        self.listing, self.seed = listing, config.seed
-        self.count_file = meter.count if meter is not None else None
-        self.transform = TrainTransform(
-            config.train_crop_size,
-            scale=config.random_crop_scale,
-            interpolation=config.interpolation,
-            flip_probability=config.hflip_prob,
-            auto_augment=config.auto_augment,
-            erase_probability=config.random_erase,
-        )
+        self.listing, self.seed, self.meter = listing, config.seed, meter
+        self.transform = train_transform(config)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
         images = empty_batch(len(keys), self.transform.size, self.transform.size)
         for out, (epoch, index) in zip(images, keys, strict=True):
-            path = self.listing.path(index)
-            content = read_file(path)
-            self.transform(content, path, (self.seed, epoch, index), out)
-            if self.count_file is not None:
-                self.count_file(len(content))
+            content = self.listing.read(index)
+            self.transform(content, self.listing.name(index), (self.seed, epoch, index), out)
+            if self.meter is not None:
+                self.meter.count(len(content))
         return images, labels_of(self.listing, [index for _, index in keys])
 
 
@@ -156,9 +167,20 @@ class ValImages(Dataset):
     def __getitems__(self, indices: list[int]) -> Batch:
         images = empty_batch(len(indices), self.transform.crop, self.transform.crop)
         for out, index in zip(images, indices, strict=True):
-            path = self.listing.path(index)
-            self.transform(read_file(path), path, out)
+            self.transform(self.listing.read(index), self.listing.name(index), out)
         return images, labels_of(self.listing, indices)
+
+
+def train_transform(config: Config) -> TrainTransform:
+    """What is done to the training images."""
+    return TrainTransform(
+        config.train_crop_size,
+        scale=config.random_crop_scale,
+        interpolation=config.interpolation,
+        flip_probability=config.hflip_prob,
+        auto_augment=config.auto_augment,
+        erase_probability=config.random_erase,
+    )
 
 
 def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
@@ -188,8 +210,14 @@ def training_batches(
         yield from _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
+    elif config.dali:
+        count = meter.count if meter is not None else None
+        encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
+        # DALI takes plain memory, and works ahead by itself.
+        yield from dali_batches(_loader(encoded, batches, CPU, workers), data.train, config, device)
     else:
-        yield from _loader(TrainImages(data.train, config, meter), batches, device, workers)
+        loader = _loader(TrainImages(data.train, config, meter), batches, device, workers)
+        yield from _on_device(loader, config, device)
 
 
 def validation_batches(
@@ -202,29 +230,60 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        yield from _loader(ValImages(data.val, config), batches, device, workers)
+        loader = _loader(ValImages(data.val, config), batches, device, workers)
+        yield from _on_device(loader, config, device)
 
 
 def _loader(
     dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
-) -> Iterator[Batch]:
+) -> DataLoader:
     context = None
     if workers:
         # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
         # torch once forks each worker in a moment, the many of each evaluation, too.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["recipe.data"])
-    return iter(
-        DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            multiprocessing_context=context,
-            collate_fn=_as_it_is,
-            worker_init_fn=_begin_worker if workers else None,
-        )
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context=context,
+        collate_fn=_as_it_is,
+        worker_init_fn=_begin_worker if workers else None,
     )
+
+
+def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    return _one_ahead(batches, config, device) if device.type == "cuda" else iter(batches)
+
+
+def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    """Batches on a GPU, normalised, each copied there while the step before it computes.
+
+    The copy has a stream of its own, and is asked for before the batch that it follows is handed
+    out: also a host that waits for the GPU in each step, as loss scaling lets it, is in time.
+    """
+    side = torch.cuda.Stream(device)
+    coming: tuple[Batch, torch.cuda.Event] | None = None
+
+    def arrived(batch: Batch, on_device: torch.cuda.Event) -> Batch:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(on_device)
+        for tensor in batch:
+            # Its memory belongs to the side stream, which must not take it again before this
+            # stream, too, is through with it.
+            tensor.record_stream(current)
+        return batch
+
+    for batch in batches:
+        with torch.cuda.stream(side):
+            following = to_device(batch, config, device), side.record_event()
+        if coming is not None:
+            yield arrived(*coming)
+        coming = following
+    if coming is not None:
+        yield arrived(*coming)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -265,9 +324,9 @@ def _synthetic_batches(
 @functools.cache
 def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """ImageNet's channel means and standard deviations on a scale of 0 to 255, float [3, 1, 1]."""
-    mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(3, 1, 1) * 255
-    std = torch.tensor([0.229, 0.224, 0.225], device=device).view(3, 1, 1) * 255
-    return mean, std
+    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1) * 255
+    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
+    return mean.to(device), std.to(device)  # waits for the copies: any stream may use them
 
 
 def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
@@ -275,7 +334,10 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
     With --channels-last only the images change their layout: the convolutions then run in NHWC and
     still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
+    Batches of files are there already on a GPU, and come back as they are.
     """
+    if batch[0].is_floating_point():
+        return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
     mean, std = _mean_and_std(device)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format

@@ -87,15 +87,20 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
     os._exit(exit_code)
 
 
+def job_on_host() -> str:
+    """A name for this job that its ranks on a host share: for what they share there."""
+    job = "/".join(os.environ.get(name, "") for name in JOB_VARIABLES)
+    return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}"
+
+
 def _take_the_word() -> socket.socket | None:
     """The right to speak for this job on this host, held by one process at a time; None if taken.
 
     An abstract Unix socket, whose name vanishes with the process that holds it.
     """
-    job = "/".join(os.environ.get(name, "") for name in JOB_VARIABLES)
     turn = socket.socket(socket.AF_UNIX)
     try:
-        turn.bind(f"\0imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}")
+        turn.bind(f"\0{job_on_host()}")
     except OSError:
         return None
     return turn

@@ -11,7 +11,6 @@ import hashlib
 import io
 import itertools
 import math
-import os
 import struct
 import warnings
 from collections.abc import Iterator
@@ -41,19 +40,6 @@ Key = tuple[int, int, int]  # (seed, epoch, index of the image in its data set),
 # -- Decoding --------------------------------------------------------------------------------------
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Read a whole file; UserError if that cannot be done."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{os.fspath(path)}: no such file any more. Was it removed since the folder was listed?"
-        ) from error
-    except OSError as error:
-        raise _unreadable(os.fspath(path), error) from error
-
-
 def decode(content: bytes, name: str) -> np.ndarray:
     """Decode an image of any format that Pillow reads into RGB: uint8 [height, width, 3].
 
@@ -73,6 +59,16 @@ def decode(content: bytes, name: str) -> np.ndarray:
         if size is None:
             return _decode_by_pillow(content)
         return _decode_jpeg(content, name, *size, rows=size[0])
+
+
+def image_size(content: bytes, name: str) -> tuple[int, int]:
+    """Height and width of an image in pixels, from its head; UserError as in `decode`."""
+    with _named(name):
+        size = _jpeg_size(content)
+        if size is None:
+            width, height = Image.open(io.BytesIO(content)).size
+            size = height, width
+        return size
 
 
 @contextmanager

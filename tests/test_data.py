@@ -1,10 +1,13 @@
 """From folders to batches on the device."""
 
+import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +16,14 @@ import pytest
 import torch
 from making import CPU, a_config, a_world, write_images
 
+from recipe import data as data_module
 from recipe.config import Config
 from recipe.data import (
     SYNTHETIC_CLASSES,
+    Batch,
     Data,
     InputMeter,
+    _one_ahead,
     data_order_sha256,
     open_data,
     open_input_meter,
@@ -194,6 +200,88 @@ def test_to_device(channels_last: bool) -> None:
     assert moved.is_contiguous(memory_format=torch.channels_last) == channels_last
     assert torch.equal(targets, labels)
     assert torch.equal(images, before)
+
+
+class FakeStream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told, self.events = name, told, 0
+
+    def record_event(self) -> str:
+        self.events += 1
+        return f"copy {self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.name} waits for {event}")
+
+
+def test_each_batch_is_copied_while_the_one_before_is_used(
+    folders: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of things, without a GPU."""
+    told: list[str] = []
+    side, main = FakeStream("side", told), FakeStream("main", told)
+    active = [main]
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        active.append(stream)
+        yield
+        active.pop()
+
+    def copied(batch: Batch, config: Config, device: torch.device) -> Batch:
+        told.append(f"{active[-1].name} copies {int(batch[1])}")
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: active[-1])
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: told.append(f"kept for {stream.name}")
+    )
+    monkeypatch.setattr(data_module, "to_device", copied)
+    batches = [(torch.zeros(1), torch.tensor(number)) for number in (1, 2, 3)]
+    for _, label in _one_ahead(batches, folders, CPU):
+        told.append(f"step {int(label)}")
+    kept = ["kept for main"] * 2
+    assert told == [
+        "side copies 1",
+        "side copies 2",
+        "main waits for copy 1", *kept, "step 1",
+        "side copies 3",
+        "main waits for copy 2", *kept, "step 2",
+        "main waits for copy 3", *kept, "step 3",
+    ]  # fmt: skip
+    assert list(_one_ahead([], folders, CPU)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_on_a_gpu(data: Data, folders: Config, channels_last: bool, workers: int) -> None:
+    """As on the CPU, and whole while the streams work side by side."""
+    device = torch.device("cuda", 0)
+    config = replace(folders, channels_last=channels_last)
+    load = torch.rand(4096, 4096, device=device)
+    expected = [
+        to_device(batch, config, CPU)
+        for batch in training_batches(data, config, a_world(), CPU, 0, 0, 200)
+    ]
+    sums = []
+    for batch in training_batches(data, config, a_world(), device, workers, 0, 200):
+        images, labels = to_device(batch, config, device)
+        assert images.device == labels.device == device
+        assert images.is_contiguous(memory_format=torch.channels_last) == channels_last
+        load = torch.mm(load, load).clamp_(0, 1)  # the main stream is late
+        sums.append((images.clone(), labels.clone()))
+        images.fill_(math.nan)  # and the memory is used again
+        del images, labels, batch
+    assert len(sums) == len(expected) == 50
+    for (images, labels), (others, other_labels) in zip(sums, expected, strict=True):
+        torch.testing.assert_close(images.cpu(), others, rtol=0, atol=1e-6)
+        assert torch.equal(labels.cpu(), other_labels)
 
 
 def test_data_order(data: Data, folders: Config, tmp_path: Path) -> None:

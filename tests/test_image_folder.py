@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from recipe import image_folder
 from recipe.errors import UserError
-from recipe.image_folder import Listing, check_train_and_val, list_images
+from recipe.image_folder import Listing, check_train_and_val, list_images, read_ahead
 
 
 def make(root: Path, *files: str) -> Path:
@@ -460,3 +460,33 @@ def test_classes_of_train_and_val_must_agree(tmp_path: Path, cache: Path) -> Non
     assert "Only in train: a, b, c and 3 more." in text
     assert "Only in val: x, y." in text
     assert re.search(r"\(3\).*\(7\)", text)
+
+
+# ---- reading ----
+
+
+def test_read_and_read_ahead(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", *(f"a/{i:03}.jpg" for i in range(50)))
+    for i in range(50):
+        (root / "a" / f"{i:03}.jpg").write_bytes(b"%d" % i)
+    listing = list_images(root, cache)
+    assert listing.read(7) == b"7"
+    assert listing.name(7) == str(root / "a" / "007.jpg")
+    order = [3, *range(50), 3]
+    assert list(read_ahead(listing, order)) == [b"%d" % i for i in order]
+    few = read_ahead(listing, order)
+    assert next(few) == b"3"
+    few.close()  # whoever wants no more does not wait for all
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "a/2.jpg")
+    listing = list_images(root, cache)
+    (root / "a" / "1.jpg").unlink()
+    with pytest.raises(UserError, match=r"1\.jpg: no such file any more.*folder was listed"):
+        listing.read(0)
+    with pytest.raises(UserError, match=r"1\.jpg: no such file any more"):
+        list(read_ahead(listing, [1, 0, 1]))
+    (root / "a" / "1.jpg").mkdir()
+    with pytest.raises(UserError, match=r"1\.jpg: cannot be read"):
+        listing.read(0)

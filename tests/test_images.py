@@ -31,7 +31,6 @@ from recipe.images import (
     _decode_jpeg,
     decode,
     empty_batch,
-    read_file,
     resize,
 )
 
@@ -50,7 +49,7 @@ def array(image: Image.Image | np.ndarray) -> np.ndarray:
 
 
 def read_image(path: Path) -> np.ndarray:
-    image = decode(read_file(path), str(path))
+    image = decode(path.read_bytes(), str(path))
     assert (image.dtype, image.shape[2]) == (np.uint8, 3)
     return image
 
@@ -187,13 +186,6 @@ def test_file_that_is_no_image(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.jpg: cannot be read"):
         read_image(tmp_path / "a.jpg")
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="since the folder was listed"):
-        read_image(tmp_path / "a.jpg")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_image(tmp_path)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,172 @@
+"""DALI shows the same part of the same images in the same order; its pixels are nearly the same."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import CPU, a_config, a_world, write_images
+from PIL import Image
+
+from recipe.config import Config, check
+from recipe.data import InputMeter, open_data, to_device, training_batches, validation_batches
+from recipe.errors import UserError
+
+
+def has_dali() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
+DEVICES = [
+    CPU,
+    pytest.param(
+        torch.device("cuda", 0),
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        ],
+    ),
+]
+
+
+def write_photographs(root: Path, per_class: int) -> Path:
+    """A folder of smooth JPEG pictures of several sizes, in three classes."""
+    rng = np.random.default_rng(0)
+    for label in "abc":
+        (root / label).mkdir(parents=True)
+        for index in range(per_class):
+            coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+            size = (90 + 10 * index, 70 + 5 * index)
+            picture = coarse.resize(size, Image.Resampling.BICUBIC)
+            exif = Image.Exif()
+            exif[0x0112] = 6  # an orientation, which is ignored
+            picture.save(root / label / f"{index}.jpg", quality=95, exif=exif)
+    return root
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Settings that name a training folder of 12 JPEG files, and a validation folder."""
+    root = tmp_path_factory.mktemp("images")
+    write_photographs(root / "train", 4)
+    write_images(root / "val", 2)
+    return a_config(
+        data=str(root),
+        train_dir=str(root / "train"),
+        val_dir=str(root / "val"),
+        cache_dir=str(root / "cache"),
+        train_crop_size=32,
+        hflip_prob=0.5,
+        random_crop_scale=(0.08, 1.0),
+    )
+
+
+def batches_of(
+    config: Config, device: torch.device = CPU, workers: int = 0, start: int = 4, stop: int = 44,
+    rank: int = 0, size: int = 1, meter: InputMeter | None = None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    data = open_data(config)
+    world = a_world(rank, size)
+    return list(training_batches(data, config, world, device, workers, start, stop, meter))
+
+
+@needs_dali
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+def test_same_order_crops_and_flips(
+    folders: Config, device: torch.device, workers: int, interpolation: str
+) -> None:
+    config = replace(folders, interpolation=interpolation)
+    plain = batches_of(config)
+    by_dali = batches_of(replace(config, dali=True), device, workers)
+    assert len(plain) == len(by_dali) == 10
+    for (images, labels), (others, other_labels) in zip(plain, by_dali, strict=True):
+        assert other_labels.tolist() == labels.tolist()
+        assert (others.dtype, others.shape, others.device) == (torch.uint8, images.shape, device)
+        difference = (images.int() - others.cpu().int()).abs().float()
+        # Of 255 levels. Another crop, another flip or another image: 20 at least.
+        assert difference.mean() < 4  # colours of JPEGs are upsampled in another way
+        assert (images - images.flip(-1)).float().abs().mean() > 10
+        moved, targets = to_device((others, other_labels), config, device)
+        assert moved.is_floating_point()
+        assert moved.device == targets.device == device
+
+
+@needs_dali
+def test_goes_on_anywhere_at_any_number_of_ranks(folders: Config) -> None:
+    config = replace(folders, dali=True)
+    whole = torch.cat([images for images, _ in batches_of(config, start=0, stop=48)])
+    later = torch.cat([images for images, _ in batches_of(config, start=20, stop=48)])
+    assert torch.equal(later, whole[20:])
+    halves = [
+        torch.cat([images for images, _ in batches_of(config, start=0, stop=48, rank=r, size=2)])
+        for r in range(2)
+    ]
+    assert torch.equal(halves[0], whole[0::2])
+    assert torch.equal(halves[1], whole[1::2])
+
+
+@needs_dali
+def test_what_is_read_is_counted(folders: Config) -> None:
+    meter = InputMeter(0)
+    batches_of(replace(folders, dali=True), start=0, stop=24, meter=meter)
+    files = list((Path(folders.data) / "train").rglob("*.jpg"))
+    assert (meter.files, meter.bytes) == (24, 2 * sum(file.stat().st_size for file in files))
+
+
+@needs_dali
+def test_validation_is_the_same_as_without(folders: Config) -> None:
+    seen = [
+        list(validation_batches(open_data(config), config, a_world(), CPU, 0))
+        for config in (folders, replace(folders, dali=True))
+    ]
+    for (images, _), (others, _) in zip(*seen, strict=True):
+        assert torch.equal(images, others)
+
+
+@needs_dali
+@pytest.mark.parametrize("image_format", ["PNG", "BMP", "WEBP", "grey JPEG", "CMYK JPEG"])
+def test_other_formats(folders: Config, tmp_path: Path, image_format: str) -> None:
+    config = replace(folders, train_dir=str(tmp_path / "train"))
+    write_photographs(tmp_path / "train", 4)
+    *mode, name = image_format.split()
+    for file in (tmp_path / "train").rglob("*.jpg"):
+        picture = Image.open(file).convert({"grey": "L", "CMYK": "CMYK"}.get("".join(mode), "RGB"))
+        picture.save(file, name, **({"lossless": True} if name == "WEBP" else {}))
+    plain, by_dali = batches_of(config), batches_of(replace(config, dali=True))
+    for (images, _), (others, _) in zip(plain, by_dali, strict=True):
+        # Where the decoders agree, what is left is the rounding of the resize.
+        difference = (images.int() - others.int()).abs()
+        assert difference.max() <= (16 if "CMYK" in image_format else 2)
+
+
+@needs_dali
+def test_damaged_image_is_named(folders: Config, tmp_path: Path) -> None:
+    config = replace(folders, train_dir=str(tmp_path / "train"), dali=True)
+    damaged = write_photographs(tmp_path / "train", 4) / "b" / "2.jpg"
+    content = damaged.read_bytes()
+    for damage in (b"no image", content[: len(content) // 8]):
+        damaged.write_bytes(damage)
+        with pytest.raises(UserError, match=r"b/2\.jpg: cannot be read as an image"):
+            batches_of(config)
+
+
+def test_refused_without_dali(folders: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (lambda name: None, lambda name: (_ for _ in ()).throw(ModuleNotFoundError())):
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+        with pytest.raises(UserError, match=r"--dali: .*imagenet-horovod-ddp\[dali\]"):
+            open_data(replace(folders, dali=True))
+    assert open_data(a_config(data="synthetic", dali=True)).is_synthetic
+
+
+@pytest.mark.parametrize("other", [{"auto_augment": "ra"}, {"random_erase": 0.1}])
+def test_refused_with_other_augmentation(folders: Config, other: dict) -> None:
+    with pytest.raises(UserError, match="cannot be combined with --dali"):
+        check(replace(folders, dali=True, **other), "ddp", 1)

@@ -1,0 +1,90 @@
+"""Wherever the images come from, the training is the same, and goes on where it stopped."""
+
+import os
+from pathlib import Path
+
+import pytest
+from launching import SMALL, launch, read_json, read_lines
+from test_dali import has_dali
+
+from recipe.config import DataFlags
+from recipe.digits import prepare_digits
+from recipe.make_shards import make_shards
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+
+CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
+ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod")]
+
+
+def train(folder: Path, launcher: str, engine: str, arguments: str = "") -> dict:
+    """The summary of one training on two ranks."""
+    place = f"--log-dir {folder.parent} --name {folder.name}"
+    finished = launch(launcher, engine, f"{SMALL} --preset digits {arguments} {place}")
+    assert finished.returncode == 0, finished.output
+    return read_json(folder / "summary.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[float]]:
+    """The summary and the losses of a training that reads files, and is not interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    summary = train(folder, *ENGINES[0])
+    return summary, [step["loss"] for step in read_lines(folder, "step")]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as shards."""
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    make_shards(prepare_digits(CACHE), folder, CACHE, images_per_shard=100)
+    return folder
+
+
+# And what of the fingerprint the flags change: not what is trained, but how fast.
+SOURCES = {
+    "shards": ("--data {shards} --workers 1", {"workers"}),
+    "in memory": ("--in-memory --workers 1", {"in_memory", "workers"}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_resume_in_mid_epoch_under_the_other_engine(
+    source: str, whole: tuple[dict, list[float]], shards: Path, tmp_path: Path
+) -> None:
+    """35 of 70 steps, and then the rest from step 20 on: step by step as from files in one go."""
+    flags, changed = SOURCES[source]
+    arguments = flags.format(shards=shards)
+    folder = tmp_path / "run"
+    started = train(
+        folder, *ENGINES[0],
+        f"{arguments} --checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5",
+    )  # fmt: skip
+    (folder / "checkpoints" / "step-000000035.pt").unlink()  # as if killed before it got there
+    summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
+    plain, losses = whole
+    assert [step["loss"] for step in read_lines(folder, "step")] == losses
+    assert summary["weights_sha256"] == plain["weights_sha256"]
+    prints = plain["fingerprint"], started["fingerprint"]
+    differing = {key for key in prints[0] if prints[0][key] != prints[1][key]}
+    assert differing == {"max_steps", *changed}, "compare would not see equal work"
+    assert summary["input"]["files_per_second"] > 0
+
+
+@pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
+def test_resume_with_dali(whole: tuple[dict, list[float]], tmp_path: Path) -> None:
+    """Which has pixels of its own, and so a training of its own; the order is the same."""
+    arguments = "--dali --workers 1"
+    in_one_go = train(tmp_path / "whole", *ENGINES[0], arguments)
+    folder = tmp_path / "run"
+    train(folder, *ENGINES[0], f"{arguments} --max-steps 20")
+    summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
+    assert summary["weights_sha256"] == in_one_go["weights_sha256"]
+    assert [step["loss"] for step in read_lines(folder, "step")] == [
+        step["loss"] for step in read_lines(tmp_path / "whole", "step")
+    ]
+    plain, _ = whole
+    assert in_one_go["weights_sha256"] != plain["weights_sha256"]
+    same = in_one_go["fingerprint"]["data_order_sha256"]
+    assert same == plain["fingerprint"]["data_order_sha256"]
+    assert abs(in_one_go["top1"] - plain["top1"]) < 15  # it learns as well
