@@ -134,7 +134,7 @@ def own_row(world: World, values: torch.Tensor) -> torch.Tensor:
 
 def loader_workers(config: Config, device: torch.device, threads: int) -> int:
     """Loader processes for this rank: --workers, or its share of the cores where a GPU leaves them
-    free."""
+    free. On a CPU, none: there they cost what they save (docs/data.md)."""
     if config.workers is not None:
         return config.workers
     return min(threads, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0
