@@ -147,6 +147,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         gpu=arguments.gpu,
         profile=arguments.profile,
         seed=arguments.seed,
+        blocks_given=arguments.blocks is not None,
+        turns_given=arguments.turns is not None,
     )
 
 

@@ -97,15 +97,15 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="where the turns are written")
     add("--order", metavar="NAME,NAME", help="of the first round (default: all, raw first)")
     add("--rounds", type=int, default=10, metavar="N", help="turns of each (default: 10)")
-    add("--batches", type=int, default=12, metavar="N", help="a turn, of 32 images (default: 12)")
-    add("--patience", type=float, default=0.0, metavar="S", help="a turn waits for quiet (0)")
+    add("--batches", type=int, default=3, metavar="N", help="a turn, of 32 images (default: 3)")
+    add("--patience", type=float, default=0.0, metavar="S", help="a round waits for quiet (0)")
     add("--seed", type=int, default=0, metavar="N", help="of the order of images (default: 0)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(options.seed)  # torchvision's crops
     config = Config(seed=options.seed)
-    listing = list_images(options.images / "train", Path(config.cache_dir))
+    listing = list_images(options.images / "train", Path(config.cache_dir).expanduser())
     found = contenders(listing, config)
     names = options.order.split(",") if options.order else list(found)
     stream = SampleStream(len(listing), options.seed)
@@ -124,8 +124,8 @@ def main() -> None:
         for batch in chosen:
             for index in batch:
                 Path(listing.path(index)).read_bytes()  # so that none pays for the disk
+        wait_for_quiet(options.patience)
         for name in names if round_ % 2 == 0 else reversed(names):
-            wait_for_quiet(options.patience)
             turns.append(take_turn(name, found[name], chosen, round_))
     options.out.write_text(json.dumps([asdict(turn) for turn in turns]) + "\n")
 
