@@ -31,6 +31,7 @@ from compare.launch import utc_now
 from compare.paired import Estimate
 
 REACHED, MISSED, OPEN = "reached", "not reached", "not shown"
+NO_GOAL = "for reference"
 
 # The trainer's own best settings on a CPU with bf16 units and on a GPU of today.
 BEST_FLAGS = ("--precision", "bf16", "--channels-last")
@@ -42,11 +43,12 @@ class Row:
 
     `value` is an estimate with its 95 % interval from `low` to `high`, which are None where there
     were too few blocks; a row that was not measured has no value and says in `needs` what it needs.
+    A row without a goal stands beside others for reference.
     """
 
     number: int
     name: str
-    goal: float
+    goal: float | None
     unit: str = "ratio"
     at_least: bool = True  # the goal is a lower bound
     value: float | None = None
@@ -61,6 +63,8 @@ class Row:
         """Reached or not if the whole interval says so; else it is not shown."""
         if self.value is None:
             return f"needs {self.needs}" if self.needs else OPEN
+        if self.goal is None:
+            return NO_GOAL
         if self.low is None or self.high is None:
             return OPEN
         worst, best = (self.low, self.high) if self.at_least else (-self.high, -self.low)
@@ -143,6 +147,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         gpu=arguments.gpu,
         profile=arguments.profile,
         seed=arguments.seed,
+        blocks_given=arguments.blocks is not None,
+        turns_given=arguments.turns is not None,
     )
 
 
@@ -272,7 +278,9 @@ def table(rows: Sequence[Row], markdown: bool = False) -> str:
         (
             str(row.number),
             row.name,
-            f"{'≥' if row.at_least else '≤'} {shown(row.goal, row.unit)}",
+            "–"
+            if row.goal is None
+            else f"{'≥' if row.at_least else '≤'} {shown(row.goal, row.unit)}",
             "–" if row.value is None else shown(row.value, row.unit),
             "–"
             if row.low is None or row.high is None

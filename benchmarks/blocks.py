@@ -169,6 +169,8 @@ class Options:
     gpu: bool = False
     profile: bool = False
     seed: int = 0
+    blocks_given: bool = False  # by the user, as the turns; if not, a benchmark may take fewer
+    turns_given: bool = False
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,7 @@ class Performer:
     side: str
     copy: int
     connection: socket.socket
+    pid: int = 0
     unread: bytes = b""
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -374,11 +377,8 @@ class Stage:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _side, process, _folder in self.processes:
-            signal_tree(process, signal.SIGCONT)
-        for performer in self.performers:
-            with contextlib.suppress(OSError):
-                performer.connection.sendall(b'{"kind": "end"}\n')
+        for side in self.sides:
+            self.dismiss(side)
         # Launchers that see their ranks end tidy up after them; what is left is killed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             deadline = time.monotonic() + END_SECONDS
@@ -405,13 +405,43 @@ class Stage:
             process, _ = start_process(side, command, folder, self.mark)
             self.processes.append((side, process, folder))
 
-    def warm_up(self) -> None:
-        """Wait until every side has made its first steps, then stop all."""
-        expected = sum(side.ranks * side.copies for side in self.sides)
+    def warm_up(self, *sides: Side) -> None:
+        """Wait until these sides, all by default, have made their first steps, then stop them."""
+        chosen = sides or tuple(self.sides)
+        expected = sum(side.ranks * side.copies for side in chosen)
         for _ in self.receive("ready", expected, START_SECONDS):
             pass
-        for side in self.sides:
+        for side in chosen:
             self.stop(side)
+
+    def end(self, side: Side) -> None:
+        """End one side, while the others stay stopped."""
+        ending = [one for one in self.processes if one[0].name == side.name]
+        performers = [one for one in self.performers if one.side == side.name]
+        own = self.trees(side)
+        self.dismiss(side)
+        deadline = time.monotonic() + END_SECONDS
+        for _, process, _ in ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+        send_signal(own, signal.SIGKILL)  # whoever is left
+        for _, process, _ in ending:
+            process.wait()
+        for performer in performers:
+            with contextlib.suppress(KeyError):  # it has been read to its end
+                self.selector.unregister(performer.connection)
+            performer.connection.close()
+        self.sides = [one for one in self.sides if one.name != side.name]
+        self.processes = [one for one in self.processes if one not in ending]
+        self.performers = [one for one in self.performers if one not in performers]
+
+    def dismiss(self, side: Side) -> None:
+        """Let a side go on, and tell it to end."""
+        self.go_on(side)
+        for performer in self.performers:
+            if performer.side == side.name:
+                with contextlib.suppress(OSError):
+                    performer.connection.sendall(b'{"kind": "end"}\n')
 
     def take_turn(self, side: Side, round_: int) -> Turn:
         """Let a side alone go on for its number of steps, and return what it measured."""
@@ -466,6 +496,7 @@ class Stage:
             message = json.loads(line)
             if message["kind"] == "hello":
                 performer.side, performer.copy = message["side"], message["copy"]
+                performer.pid = message["pid"]
                 self.performers.append(performer)
             else:
                 performer.messages.append(message)
@@ -491,9 +522,17 @@ class Stage:
 
     def signal(self, side: Side, number: signal.Signals) -> None:
         """Send all processes of a side a signal."""
-        for other, process, _ in self.processes:
-            if other is side:
-                signal_tree(process, number)
+        send_signal(self.trees(side), number)
+
+    def trees(self, side: Side) -> list[psutil.Process]:
+        """All processes of a side.
+
+        Ranks on another host are no descendants of their launcher, but of an sshd, even where both
+        hosts are on this machine: they are known since they said hello.
+        """
+        launchers = [process.pid for one, process, _ in self.processes if one.name == side.name]
+        ranks = [one.pid for one in self.performers if one.side == side.name]
+        return find_trees([*launchers, *ranks])
 
 
 def start_process(
@@ -516,14 +555,23 @@ def start_process(
     return process, mark
 
 
-def signal_tree(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a process and all its descendants a signal: launchers put ranks into sessions of their
-    own, which the signal to a group would not reach."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(process.pid)
-        for one in [root, *root.children(recursive=True)]:
+def find_trees(roots: Sequence[int]) -> list[psutil.Process]:
+    """These processes and all their descendants, each once: launchers put ranks into sessions of
+    their own, which a signal to a group would not reach."""
+    found: dict[int, psutil.Process] = {}
+    for pid in roots:
+        if pid not in found:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
+                root = psutil.Process(pid)
+                found |= {one.pid: one for one in [root, *root.children(recursive=True)]}
+    return list(found.values())
+
+
+def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send processes a signal; those that have ended are left out."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def tell(performers: Sequence[Performer], message: dict[str, Any]) -> None:

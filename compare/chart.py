@@ -122,6 +122,7 @@ class Key:
     width: float = 1.6
     marker: str = ""
     opacity: float = 1.0
+    hollow: bool = False  # the marker
 
 
 @dataclass
@@ -327,7 +328,7 @@ def lay_out_legend(keys: Sequence[Key]) -> tuple[list[str], float]:
                 f' stroke-width="{number(key.width)}"{dashes(key.dash)}{opaque(key.opacity)}/>'
             )
         if key.marker:
-            parts.append(draw_marker(x + 12, y, key.marker, key.colour, 3, 1, hollow=False))
+            parts.append(draw_marker(x + 12, y, key.marker, key.colour, 3, 1, key.hollow))
         parts.append(
             f'<text x="{number(x + 29)}" y="{number(y + 3.5)}" fill="{INK}">{escape(label)}</text>'
         )

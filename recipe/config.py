@@ -144,6 +144,9 @@ class SpeedFlags:
     here."""
     channels_last: bool = False
     """NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md)."""
+    compile: bool = False
+    """Compile the network's blocks by torch.compile: for GPUs. It takes minutes at the start, and
+    on CPUs it is slower than without (docs/performance.md)."""
     wire_format: Literal["fp32", "fp16", "auto"] = "fp32"
     """Number format in which gradients are sent. auto: the faster of the two here, as measured
     before training (a resumed run measures anew)."""

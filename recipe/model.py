@@ -77,7 +77,28 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
                 f"than --train-crop-size {config.train_crop_size}"
             ) from None
     _check_image_sizes(model, config)
+    if config.compile:
+        compile_blocks(model)
     return model
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Have torch.compile make one piece of each block: a child of the network, or of a Sequential
+    in it, that has parts of its own.
+
+    Not of the whole network: its backward pass would hand out all gradients at its end, and none of
+    their exchange could hide behind the rest. Equal blocks are also compiled only once.
+    """
+    blocks = [
+        block
+        for child in model.children()
+        for block in (child if isinstance(child, nn.Sequential) else [child])
+        if any(block.children())
+    ]
+    # Each kind of block is one more version of the same code, in training and in evaluation.
+    torch._dynamo.config.recompile_limit = max(8, 2 * len(blocks))
+    for block in blocks:
+        block.compile()
 
 
 def _check_image_sizes(model: nn.Module, config: Config) -> None:

@@ -9,13 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from launching import ROOT, run
+from PIL import Image
 
-from benchmarks import bench, blocks, communication_bound, images_per_second, phases
+from benchmarks import (
+    bench,
+    blocks,
+    communication_bound,
+    images_per_second,
+    input_pipeline,
+    phases,
+    pipelines,
+)
 from benchmarks import run as bench_run
 from benchmarks.bench import Measured, Row
 from benchmarks.blocks import BenchmarkError, Block, Side, Turn, Workload, make_turn, trainer_side
 from compare import keep
+from recipe.config import Config
+from recipe.image_folder import Listing, list_images
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
@@ -113,6 +125,12 @@ def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
 def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:
     row = Row(1, "x", 0.98, at_least=at_least, value=0.98, low=low, high=high)
     assert row.verdict == verdict
+
+
+def test_a_row_without_a_goal_is_for_reference() -> None:
+    row = Row(3, "other", None).compared([block([9], [10])] * 3, "a", "b")
+    assert row.verdict == bench.NO_GOAL
+    assert "0.900" in bench.table([row]) and "≥" not in bench.table([row])
 
 
 def test_the_table_and_its_notes() -> None:
@@ -312,7 +330,8 @@ def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("name", "rows"), [("trainer_overhead", 2), ("compute_bound", 2), ("instrumentation", 1)]
+    ("name", "rows"),
+    [("trainer_overhead", 2), ("input_pipeline", 4), ("compute_bound", 2), ("instrumentation", 1)],
 )
 def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--out", str(tmp_path)]
@@ -322,3 +341,35 @@ def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
     assert found is not None and len(found) == rows
     assert all(row.value and row.value > 0 for row in found)
     assert "verdict" in done.output
+
+
+# ------------------------------------------------------------------------------ the input pipeline
+
+
+@pytest.fixture
+def jpegs(tmp_path: Path) -> Listing:
+    for name in ("a/0.jpg", "a/1.jpg", "b/2.jpg"):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((60, 40), 50).convert("RGB").save(path)
+    return list_images(tmp_path / "images", tmp_path / "cache")
+
+
+def test_all_pipelines_make_batches_but_raw_decoding(jpegs: Listing) -> None:
+    found = pipelines.contenders(jpegs, Config())
+    batches = {name: contender([0, 2]) for name, contender in found.items()}
+    assert set(found) == {input_pipeline.RAW, *input_pipeline.NAMES}
+    assert batches.pop("raw") is None
+    images, labels = batches["pipeline"]
+    assert labels.tolist() == [0, 1]
+    assert not torch.equal(images, batches["first-epoch"][0])  # other crops
+    shapes = [images, batches["first-epoch"][0], batches["torchvision-v2"], batches["pillow"]]
+    assert [tuple(batch.shape) for batch in shapes] == [(2, 3, 224, 224)] * 4
+    assert [batch.dtype for batch in shapes] == [torch.uint8] * 3 + [torch.float32]
+
+
+def test_a_pipelines_turn() -> None:
+    turn = pipelines.take_turn("x", lambda indices: sum(range(100_000)), [[0, 1], [2]], 4)
+    assert (turn.side, turn.round) == ("x", 4)
+    assert turn.images_per_second == pytest.approx(3 / turn.seconds)
+    assert turn.cpu_seconds_per_image > 0

@@ -243,3 +243,12 @@ def test_seed_of_a_step() -> None:
     assert draw(0, 0) == first
     torch.manual_seed(0xC2CC515E)  # what "42 0 0" gives for ever
     assert torch.rand(()).item() == first
+
+
+def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
+    plain = build_model(a_config(arch="resnet18"), 10, download=False)
+    compiled = build_model(a_config(arch="resnet18", compile=True), 10, download=False)
+    names = [n for n, module in compiled.named_modules() if module._compiled_call_impl is not None]
+    assert names == [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert not any(module._compiled_call_impl for module in plain.modules())

@@ -1,0 +1,392 @@
+"""Row 10: does `--wire-format auto` choose the number format that is faster?
+
+    python benchmarks/wire_format.py        as root, with ip, tc, sshd and ssh on the machine
+
+Two hosts, each a network namespace of this machine, train with one worker each, over links of
+several rates (`tc ... tbf` on both). At each rate fp32, fp16 and auto of an engine take turns. fp32
+and fp16 stay up through all rates of a block; auto, which measures and decides as it starts, is
+started anew at each rate. An engine's row tells the rate at which auto did worst against the better
+of the two; the record has all, and wire_format.svg beside it shows the ratio of fp16 to fp32 over
+the rate, and what auto chose.
+
+Which format is the better one at a rate is read from the blocks that auto is measured in. Of two
+that are nearly equal that takes the one which noise favoured, so that auto's ratio is biased
+slightly down, never up; so does taking the worst of several rates.
+"""
+
+import itertools
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from os import getloadavg
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bench, namespaces
+from benchmarks.blocks import (
+    BenchmarkError,
+    Block,
+    Side,
+    Stage,
+    Turn,
+    Workload,
+    estimate,
+    estimate_value,
+    say,
+    throughput,
+    trainer_side,
+    wait_for_quiet,
+)
+from benchmarks.namespaces import Host, HostsError
+from benchmarks.scaling import ENGINES
+from benchmarks.workloads import QUICK
+from compare.chart import (
+    DASHES,
+    INK,
+    MARKERS,
+    Chart,
+    Key,
+    Scale,
+    linear,
+    series_colour,
+    series_shape,
+    standalone,
+)
+from compare.files import replace_file
+from compare.paired import Estimate
+from compare.plan import RUN_MARK
+
+GOAL = 0.97
+FORMATS = ("fp32", "fp16")
+TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
+BLOCKS, TURNS = 3, 4  # by default: there are six rates and two engines
+HOSTS = ("node0", "node1")
+# One worker a host, as if each had its own cores: they share this machine's, unbound.
+START = (
+    "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH",
+    "-x", RUN_MARK, "python",
+)  # fmt: skip
+CHOICE = re.compile(r"wire format: (fp32|fp16) \((.*?)\)")
+NO_LIMIT_AT = 20.0  # Gb/s: where the plot shows links without a limit
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What each host may send, and how many steps are a turn of a second or two there."""
+
+    gigabits: float | None  # 10^9 bits per second; None: no limit
+    steps: int
+
+    def __str__(self) -> str:
+        return "no limit" if self.gigabits is None else f"{self.gigabits:g} Gb/s"
+
+    @property
+    def word(self) -> str:
+        """The rate in a folder's name."""
+        return str(self).replace(" ", "-").replace("/", "p")
+
+
+RATES = (Rate(0.2, 3), Rate(0.5, 4), Rate(1, 6), Rate(2, 8), Rate(5, 10), Rate(None, 10))
+QUICK_RATES = (Rate(0.5, 3),)
+
+
+@dataclass(frozen=True)
+class AtRate:
+    """What an engine did at a rate."""
+
+    rate: Rate
+    better: str  # of FORMATS
+    fp16: Estimate  # speed with fp16 / with fp32
+    auto: bench.Row  # against the better one
+    chosen: tuple[str, ...]  # by auto, a block each
+    images_per_second: dict[str, float]
+
+    def told(self) -> str:
+        """The figures in words."""
+        row = self.auto
+        interval = ""
+        if row.low is not None and row.high is not None:
+            interval = f" ({row.low:.3f} – {row.high:.3f})"
+        counts = Counter(self.chosen)
+        choice = " and ".join(f"{name} in {counts[name]}" for name in FORMATS if counts[name])
+        return (
+            f"{self.rate}: {row.value:.3f}{interval}; auto took {choice} of {len(self.chosen)} "
+            f"starts; fp16 / fp32 {self.fp16.ratio:.3f}"
+        )
+
+
+def measure(options: bench.Options) -> bench.Measured:
+    """Measure both engines, or say what is missing."""
+    engines: Sequence[str] = ["ddp"] if options.quick else list(ENGINES)
+    if missing := namespaces.missing_tools("tc"):
+        return not_measured(engines, ", ".join(missing))
+    folder = tempfile.TemporaryDirectory(prefix="hosts-")
+    try:
+        with folder as made_in, namespaces.hosts(Path(made_in) / "hosts", HOSTS) as made:
+            namespaces.limit_rate(made, 1.0)  # or there is no need to begin
+            return measure_on(made, engines, options)
+    except HostsError as error:
+        return not_measured(engines, f"hosts: {error}")
+
+
+def not_measured(engines: Sequence[str], needs: str) -> bench.Measured:
+    """Rows that say what they need."""
+    say(f"row 10 needs {needs}: two network namespaces stand for hosts with slow links")
+    return bench.Measured([replace(a_row(engine), needs=needs) for engine in engines])
+
+
+def a_row(engine: str, rate: str = "worst rate") -> bench.Row:
+    """An engine's row, without figures."""
+    return bench.Row(10, f"auto / better of fp32 and fp16, {ENGINES[engine]}, {rate}", GOAL)
+
+
+def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options) -> bench.Measured:
+    """Measure on these hosts."""
+    rates: Sequence[Rate] = RATES
+    workload = Workload("shufflenet_v2_x1_0", 96, 8)
+    num_blocks = options.blocks if options.blocks_given else BLOCKS
+    rounds = options.turns if options.turns_given else TURNS
+    if options.quick:
+        workload, rates, num_blocks, rounds = QUICK, QUICK_RATES, options.blocks, options.turns
+    lot = random.Random(options.seed)
+    blocks: dict[str, list[Block]] = {f"10 {e} {rate}": [] for e in engines for rate in rates}
+    chosen: dict[str, list[str]] = {case: [] for case in blocks}
+    began = time.monotonic()
+    for number in range(1, num_blocks + 1):
+        for engine in engines:
+            label = f"row 10, {ENGINES[engine]}: block {number} of {num_blocks}"
+            run = EngineBlock(engine, workload, made, rounds, number, label, options, lot)
+            for rate, (block, choice) in run.measure(rates).items():
+                blocks[f"10 {engine} {rate}"].append(block)
+                chosen[f"10 {engine} {rate}"].append(choice)
+        if left := num_blocks - number:
+            seconds = (time.monotonic() - began) / number * left
+            say(f"row 10: about {seconds / 60:.1f} min left")
+    found = {
+        engine: [
+            at_rate(engine, rate, blocks[case], chosen[case])
+            for rate in rates
+            for case in [f"10 {engine} {rate}"]
+        ]
+        for engine in engines
+    }
+    replace_file(options.out / "wire_format.svg", standalone(draw(found)))
+    sides = [
+        a_side(engine, wire_format, workload, rates[0].steps)
+        for engine in engines
+        for wire_format in (*FORMATS, "auto")
+    ]
+    rows = [summary(engine, at_rates, workload) for engine, at_rates in found.items()]
+    details = {engine: [as_dict(one) for one in at_rates] for engine, at_rates in found.items()}
+    return bench.Measured(rows, sides, blocks, details)
+
+
+def a_side(
+    engine: str, wire_format: str, workload: Workload, steps: int, name: str | None = None
+) -> Side:
+    """An engine's two workers with a wire format, as started on the first host."""
+    side = trainer_side(
+        name or wire_format,
+        engine,
+        workload,
+        steps,
+        workers=len(HOSTS),
+        flags=("--wire-format", wire_format),
+    )
+    return replace(side, launcher=START)
+
+
+@dataclass
+class EngineBlock:
+    """A block of an engine: fp32 and fp16 started once, auto once at each rate."""
+
+    engine: str
+    workload: Workload
+    made: list[Host]
+    rounds: int
+    number: int
+    label: str
+    options: bench.Options
+    lot: random.Random
+
+    def measure(self, rates: Sequence[Rate]) -> dict[Rate, tuple[Block, str]]:
+        """The turns at each rate, and what auto chose there; the rates come in random order."""
+        found = {}
+        folder = self.options.out / "blocks" / f"10-{self.engine}" / f"block-{self.number}"
+        sides = [self.side(wire_format) for wire_format in FORMATS]
+        self.lot.shuffle(sides)
+        with Stage(folder) as stage:
+            say(f"{self.label}: starting {' and '.join(FORMATS)}")
+            namespaces.limit_rate(self.made, None)
+            for side in sides:
+                stage.start(side)
+            stage.warm_up()
+            for rate in self.lot.sample(list(rates), len(rates)):
+                found[rate] = self.measure_at(rate, stage, sides)
+        told = {str(rate): asdict(block) for rate, (block, _) in found.items()}
+        (folder / "block.json").write_text(json.dumps(told, indent=1) + "\n")
+        return found
+
+    def side(self, wire_format: str, name: str | None = None) -> Side:
+        """A side on the first host, whose turns' length the rate decides."""
+        side = a_side(self.engine, wire_format, self.workload, 1, name)
+        return replace(side, launcher=tuple(self.made[0].inside(*START)))
+
+    def measure_at(self, rate: Rate, stage: Stage, sides: list[Side]) -> tuple[Block, str]:
+        """Start auto at this rate, let all take turns, end auto."""
+        load = getloadavg()[0]
+        namespaces.limit_rate(self.made, rate.gigabits)
+        auto = self.side("auto", f"auto-{rate.word}")
+        stage.start(auto)
+        stage.warm_up(auto)
+        for side in sides:  # their connections have known another rate
+            stage.take_turn(replace(side, steps=2), 0)
+        order = [replace(side, steps=rate.steps) for side in (*sides, auto)]
+        self.lot.shuffle(order)
+        turns: list[Turn] = []
+        for round_ in range(self.rounds):
+            for side in order if round_ % 2 == 0 else list(reversed(order)):
+                wait_for_quiet(self.options.patience)
+                turn = stage.take_turn(side, round_)
+                turns.append(replace(turn, side="auto") if side.name == auto.name else turn)
+        stage.end(auto)
+        choice = read_choice(stage.folder / auto.name / "0" / "output.log")
+        names = ["auto" if side.name == auto.name else side.name for side in order]
+        block = Block(self.number, tuple(names), round(load, 2), tuple(turns))
+        speeds = [f"{name} {block.median(name, throughput):.4g}" for name in (*FORMATS, "auto")]
+        say(f"{self.label}, {rate}: {', '.join(speeds)} images/s; auto took {choice}")
+        return block, choice
+
+
+def read_choice(log: Path) -> str:
+    """The wire format that auto said it took."""
+    found = CHOICE.search(log.read_text(errors="replace"))
+    if found is None:
+        raise BenchmarkError(f"{log}: auto does not say what it chose")
+    return found[1]
+
+
+def at_rate(engine: str, rate: Rate, blocks: Sequence[Block], chosen: Sequence[str]) -> AtRate:
+    """What the blocks at a rate come to."""
+    fp16 = estimate(blocks, "fp16", "fp32")
+    better = "fp16" if fp16.ratio > 1 else "fp32"
+    row = a_row(engine, str(rate)).compared(blocks, "auto", better)
+    speeds = {name: estimate_value(blocks, name).ratio for name in (*FORMATS, "auto")}
+    return AtRate(rate, better, fp16, row, tuple(chosen), speeds)
+
+
+def worst(found: Sequence[AtRate]) -> AtRate:
+    """Where the goal is missed, or else not shown, or else reached by least."""
+    order = (bench.MISSED, bench.OPEN, bench.REACHED)
+
+    def rank(one: AtRate) -> tuple[int, float]:
+        row = one.auto
+        assert row.value is not None
+        return order.index(row.verdict), row.low if row.low is not None else row.value
+
+    return min(found, key=rank)
+
+
+def summary(engine: str, found: Sequence[AtRate], workload: Workload) -> bench.Row:
+    """An engine's row: its worst rate, and notes on all of them."""
+    least = worst(found)
+    where = f"worst of {len(found)} rates" if len(found) > 1 else str(least.rate)
+    row = replace(least.auto, name=a_row(engine, where).name)
+    notes = [f"{workload}, 1 worker on each of 2 hosts, {TRANSPORTS[engine]}", *row.notes]
+    notes += [f"the worst is {least.rate}", *(one.told() for one in found)]
+    at = crossover(found)
+    notes.append("fp16 pays " + (f"below some {at:.2g} Gb/s" if at else no_crossover(found)))
+    return replace(row, notes=tuple(notes))
+
+
+def crossover(found: Sequence[AtRate]) -> float | None:
+    """The rate, in Gb/s, up to which fp16 is faster, between two that were measured; None if it
+    lies outside of these."""
+    points = [(one.rate.gigabits, one.fp16.ratio) for one in found]
+    limited = [(rate, ratio) for rate, ratio in points if rate is not None]
+    for (slow, above), (fast, below) in itertools.pairwise(limited):
+        if above >= 1 > below:
+            share = (above - 1) / (above - below)
+            return float(slow * (fast / slow) ** share)
+    return None
+
+
+def no_crossover(found: Sequence[AtRate]) -> str:
+    """Where fp16 pays if no two neighbouring rates have the crossover between them."""
+    limited = [one for one in found if one.rate.gigabits is not None]
+    if all(one.fp16.ratio >= 1 for one in limited):
+        return "at all limited rates"
+    return "at none of the limited rates" if limited[0].fp16.ratio < 1 else "at some rates"
+
+
+def as_dict(one: AtRate) -> dict[str, Any]:
+    """A rate's figures as they stand in the record."""
+    values = {**asdict(one), "auto": bench.as_dict(one.auto)}
+    return {**values, "rate": {"gigabits_per_second": one.rate.gigabits, "name": str(one.rate)}}
+
+
+# ------------------------------------------------------------------------------------ the plot
+
+
+def draw(found: dict[str, list[AtRate]]) -> str:
+    """The speed of fp16 / of fp32 over the rate, where that is 1, and what auto chose."""
+    rates = [one.rate for one in next(iter(found.values()))]
+    places = [place(rate) for rate in rates]
+    ticks = [
+        (place(rate), "no limit" if rate.gigabits is None else f"{rate.gigabits:g}")
+        for rate in rates
+    ]
+    x = Scale(min(places) / 1.25, max(places) * 1.25, tuple(ticks), logarithmic=True)
+    values = [1.0]
+    for at_rates in found.values():
+        for one in at_rates:
+            values += [one.fp16.ratio, *one.fp16.ratios]
+    keys = [
+        Key(f"{ENGINES[engine]}, {TRANSPORTS[engine]}", series_colour(index), dash=DASHES[index])
+        for index, engine in enumerate(found)
+    ]
+    keys.append(Key("auto took fp16", INK, kind="marker", marker="circle"))
+    keys.append(Key("auto took fp32", INK, kind="marker", marker="circle", hollow=True))
+    chart = Chart(x, linear(values), "Gb/s of each link", "speed with fp16 / with fp32", keys=keys)
+    chart.rule(y=1)
+    told = []
+    for index, (engine, at_rates) in enumerate(found.items()):
+        colour = series_colour(index)
+        apart = 1 + 0.03 * (2 * index - len(found) + 1)  # so that engines do not hide each other
+        points = [(apart * place(one.rate), one) for one in at_rates]
+        limited = [(at, one.fp16.ratio) for at, one in points if one.rate.gigabits is not None]
+        chart.line(limited, colour, dash=DASHES[index])
+        if crossing := crossover(at_rates):
+            chart.rule(x=crossing)
+            told.append(f"{ENGINES[engine]}: fp16 is faster below {crossing:.2g} Gb/s")
+        for at, one in points:
+            for ratio in one.fp16.ratios:
+                chart.mark(at, ratio, "circle", colour, size=1.2, opacity=0.5)
+            took_fp16 = one.chosen.count("fp16")
+            # Where its starts disagree, the outline around the mark of fp16 is seen, too.
+            if took_fp16 < len(one.chosen):
+                chart.mark(at, one.fp16.ratio, marker_of(index), colour, size=4.5, hollow=True)
+            if took_fp16:
+                chart.mark(at, one.fp16.ratio, marker_of(index), colour, size=3)
+            chart.hit(at, one.fp16.ratio, f"{ENGINES[engine]}, {one.told()}")
+    return chart.as_svg(f"Speed with fp16 / with fp32 over the rate. {'. '.join(told)}")
+
+
+def marker_of(index: int) -> str:
+    """An engine's marker."""
+    return MARKERS[series_shape(index)]
+
+
+def place(rate: Rate) -> float:
+    """Where on the axis a rate stands, Gb/s."""
+    return NO_LIMIT_AT if rate.gigabits is None else rate.gigabits
+
+
+if __name__ == "__main__":
+    sys.exit(bench.main("wire_format", __doc__, measure))
