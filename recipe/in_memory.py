@@ -157,8 +157,8 @@ def _fill(listings: Sequence[Listing], num_images: int, world: World) -> Memory:
 def _check_fits(needed: int, available: int, num_images: int, host: str) -> None:
     if needed > LARGEST_SHARE * available:
         raise UserError(
-            f"--in-memory: the {num_images:,} images take {needed / 1e9:,.1f} GB, and {host} has "
-            f"{available / 1e9:,.1f} GB of memory left, of which they may take "
+            f"--in-memory: the {num_images:,} images take {needed / 1e9:,.3f} GB, and {host} has "
+            f"{available / 1e9:,.3f} GB of memory left, of which they may take "
             f"{LARGEST_SHARE:.0%}. Leave --in-memory out (the system keeps in memory what fits), "
             "or ask for more memory."
         )
