@@ -47,8 +47,8 @@ def decode(content: bytes, name: str) -> np.ndarray:
     Pillow), transparency is dropped and the colour below it kept, of an animation the first frame
     is taken. CMYK JPEGs are read as Adobe writes them, inverted, which is what Pillow does even
     where the Adobe marker is missing. EXIF orientation is ignored, as in torchvision and hence in
-    the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does by
-    default.
+    the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does on
+    GPUs by default.
 
     UserError, with `name` for the file, if it is no image, truncated, or a JPEG with damaged data,
     which Pillow would fill up with grey without a word; a warning if there is more data than the
