@@ -16,6 +16,7 @@ import torchvision
 from torch import nn
 
 from benchmarks import turns
+from recipe.device import keep_freed_memory
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     add("--threads", type=int, default=1, help="CPU threads")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast")
     add("--channels-last", action="store_true", help="NHWC images, as the trainers have them")
+    add("--as-trainers", action="store_true", help="fused SGD, and freed memory is kept, as there")
     add("--steps", type=int, help="end after so many (default: never)")
     add("--phases", type=Path, metavar="FILE", help="write each step's phases there (CPU only)")
     options = parser.parse_args()
@@ -48,7 +50,12 @@ def main() -> None:
     if options.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     targets = torch.randint(0, 1000, (options.batch_size,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-5)
+    fused = options.as_trainers or None
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-5, fused=fused
+    )
+    if options.as_trainers and device.type == "cpu":
+        keep_freed_memory()
     criterion = nn.CrossEntropyLoss()
 
     phases = options.phases.open("w", buffering=1) if options.phases else None

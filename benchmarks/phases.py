@@ -20,14 +20,14 @@ def steps_of(path: Path, warm_up: int) -> list[dict[str, float]]:
     return [{name: step[f"{name}_seconds"] for name in PHASES} for step in kept]
 
 
-def difference(folder: Path, side: str, warm_up: int) -> str:
-    """What a trainer's phases take more than the bare loop's, milliseconds and percent of a step;
-    the metrics of the batch are in "forward", the record's lines in none."""
+def difference(folder: Path, side: str, loop: str, warm_up: int) -> str:
+    """What a trainer's phases take more than those of a bare `loop`: milliseconds, and percent of a
+    step. The metrics of the batch are in "forward", the record's lines in none."""
     pairs = [
         pair
         for block in sorted(folder.glob("block-*"))
         for pair in zip(
-            steps_of(block / "bare" / "0" / "phases.jsonl", warm_up),
+            steps_of(block / loop / "0" / "phases.jsonl", warm_up),
             steps_of(block / side / "0" / "run" / "metrics.jsonl", warm_up),
             strict=False,  # either may have written more of its steps
         )

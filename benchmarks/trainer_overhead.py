@@ -5,8 +5,13 @@
 One worker of each engine, as a user starts it, and benchmarks/bare_loop.py take turns at the same
 network, batch and threads. Whatever the recipe and the engine add to a step (batches, metrics,
 clocks, records, the optimizer's wrapper) is in the ratio of their throughputs.
+
+The bare loop is there twice: as torch comes, and with the trainers' fused optimizer and their way
+with freed memory (recipe/device.py). The second ratio is what the trainers cost; the first, what a
+user has who changes from such a loop to them.
 """
 
+import itertools
 import sys
 
 from benchmarks import bench, phases
@@ -21,7 +26,8 @@ from benchmarks.blocks import (
 from benchmarks.workloads import QUICK, gpu_workload
 
 GOAL = 0.985
-NAMES = {"ddp": "trainer / bare loop, DDP", "horovod": "trainer / bare loop, Horovod"}
+ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
+LOOPS = {"bare": "bare loop", "bare-as-trainers": "bare loop with the trainers' settings"}
 
 
 def measure(options: bench.Options) -> bench.Measured:
@@ -34,19 +40,21 @@ def measure(options: bench.Options) -> bench.Measured:
     program = ("benchmarks/bare_loop.py", *workload.words())
     if not options.gpu:
         program = (*program, "--phases", "{folder}/phases.jsonl")
+    programs = {"bare": program, "bare-as-trainers": (*program, "--as-trainers")}
     sides = [
-        Side("bare", ("python",), program, workload.batch_size, steps),
-        *(trainer_side(engine, engine, workload, steps) for engine in NAMES),
+        *(Side(name, ("python",), programs[name], workload.batch_size, steps) for name in LOOPS),
+        *(trainer_side(engine, engine, workload, steps) for engine in ENGINES),
     ]
     blocks = run_blocks(sides, options, "1")
     rows = []
-    for engine, name in NAMES.items():
-        row = bench.Row(1, name, GOAL, notes=(f"{workload}, 1 worker",))
-        cpu = estimate(blocks, engine, "bare", work_per_cpu_second)
-        row = row.compared(blocks, engine, "bare")
+    for (engine, name), (loop, told) in itertools.product(ENGINES.items(), LOOPS.items()):
+        row = bench.Row(1, f"trainer / {told}, {name}", GOAL, notes=(f"{workload}, 1 worker",))
+        cpu = estimate(blocks, engine, loop, work_per_cpu_second)
+        row = row.compared(blocks, engine, loop)
         row = bench.with_note(row, f"images per CPU-second: {cpu.ratio:.3f}")
         if not options.gpu and (options.profile or row.verdict != bench.REACHED):
-            found = phases.difference(options.out / "blocks" / "1", engine, sides[0].warm_up)
+            folder = options.out / "blocks" / "1"
+            found = phases.difference(folder, engine, loop, sides[0].warm_up)
             row = bench.with_note(row, f"binds: {found}")
         rows.append(row)
     return bench.Measured(rows, sides, {"1": blocks})

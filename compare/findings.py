@@ -16,6 +16,10 @@ from compare.records import Comparison, RunRecord
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
 PLACES = {"log_dir", "name"}
+# What a file of knobs sets (recipe/knobs.py, which a report does without), beside variables.
+KNOBS = (
+    "first_bucket_mb", "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "num_groups",
+)  # fmt: skip
 # What may differ as well where the plan starts the two in different ways.
 START = {"engine", "launcher", "transport"}
 # What a setting of the trainers decides beside itself: where a plan varies it, these may differ,
@@ -303,12 +307,13 @@ def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
 
 def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     """Return what the plan has differ between two configurations: how they are started, settings
-    that the flags of only one of them make, and variables that only one of them sets."""
+    that the flags of only one of them make, variables that only one of them sets, and what is in
+    their files of knobs."""
     details = comparison.plan["configuration_details"]
     if first not in details or second not in details:  # of a plan whose configurations had neither
         return set(START)
     a, b = details[first], details[second]
-    varied = set()
+    varied = tuned_fields(comparison, first, second)
     if any(a[field] != b[field] for field in ("engine", "launcher", "controller")):
         varied |= START
     if a["flags"] != b["flags"]:
@@ -321,6 +326,21 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     return varied
 
 
+def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
+    """Return what a file of knobs may have differ between two configurations; nothing if neither
+    was given one. Each engine reads its own tables of the file, and nothing in it changes what is
+    computed (recipe/knobs.py sees to that): only how fast."""
+    tuned = [
+        run.config
+        for run in comparison.complete
+        if run.configuration in (first, second) and run.config.get("knobs")
+    ]
+    if not tuned:
+        return set()
+    variables = {name for config in tuned for name in config.get("knob_variables", {})}
+    return {"knob_variables", *KNOBS, *variables}
+
+
 def compared_text(comparison: Comparison, first: str, second: str) -> str:
     """Say in words what the plan has differ between two configurations."""
     details = comparison.plan["configuration_details"]
@@ -330,7 +350,8 @@ def compared_text(comparison: Comparison, first: str, second: str) -> str:
     if (a["flags"], a["environment"]) != (b["flags"], b["environment"]):
         return "what the plan varies"
     if a["engine"] != b["engine"]:
-        return "the engine"
+        tuned = tuned_fields(comparison, first, second)
+        return "the engine and its knobs" if tuned else "the engine"
     return "the order" if comparison.plan["null"] else "the launcher"
 
 
@@ -497,6 +518,10 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
         return configuration
     details = comparison.plan["configuration_details"].get(configuration, {})
     own = [*details.get("flags", ())]
+    if "--knobs" not in own:  # but for all configurations: a reader must know that it was tuned
+        runs = [run for run in comparison.complete if run.configuration == configuration]
+        files = {run.config["knobs"] for run in runs if run.config.get("knobs")}
+        own += [f"--knobs {name}" for name in sorted(files)]
     own += [f"{name}={value}" for name, value in details.get("environment", {}).items()]
     return f"{labels.pop()} with {' '.join(own)}" if own else labels.pop()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import recipe.errors
 from compare.errors import UserError
 from compare.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
 from compare.paired import MIN_BLOCKS_TO_STOP
@@ -14,6 +15,7 @@ from compare.plan import (
     DEFAULT_CONFIGURATIONS,
     Plan,
     flag_name,
+    knobs_files,
     without_flag,
 )
 from compare.plan_file import (
@@ -25,6 +27,9 @@ from compare.plan_file import (
     read_percentage,
     read_plan_file,
 )
+from recipe.knobs import read_all_knobs
+
+TUNING_ROUNDS = 5
 
 
 def parse_options(argv: list[str], about: str) -> argparse.Namespace:
@@ -52,6 +57,21 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "win over it",
     )
     add("--list-plans", action="store_true", help="show the ready plans, and nothing else")
+    add(
+        "--tune",
+        type=Path,
+        metavar="FILE",
+        help="compare nothing, but find what makes each engine's exchange of gradients faster here "
+        "and write it into this file, for the trainers' --knobs",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=TUNING_ROUNDS,
+        metavar="N",
+        help="with --tune: each value of a knob runs so often, beside the best one so far "
+        f"(default: {TUNING_ROUNDS})",
+    )
 
     add = parser.add_argument_group("what is compared").add_argument
     add(
@@ -241,6 +261,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
         plan = replace(plan, hosts=hosts, is_allocation=True)
     check_plan(plan)
     check_slurm(plan, options)
+    if options.tune is None:
+        check_knobs(plan)
     workers = tuple(sorted(set(plan.workers)))
     most = most_on_a_host(max(workers), plan.hosts)
     until = plan.until_interval is not None
@@ -251,6 +273,15 @@ def make_plan(options: argparse.Namespace) -> Plan:
         blocks=max(plan.blocks, MIN_BLOCKS_TO_STOP) if until else plan.blocks,
         trainer_arguments=tuple(with_defaults(list(plan.trainer_arguments), most)),
     )
+
+
+def check_knobs(plan: Plan) -> None:
+    """Raise UserError if a file of knobs cannot be used, before the first run finds that out."""
+    for name in knobs_files(plan):
+        try:
+            read_all_knobs(Path(name).expanduser())
+        except recipe.errors.UserError as error:
+            raise UserError(str(error)) from None
 
 
 def check_slurm(plan: Plan, options: argparse.Namespace) -> None:

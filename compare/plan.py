@@ -389,6 +389,23 @@ def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
+def knobs_files(plan: Plan) -> list[str]:
+    """Return the files of knobs that the trainers of a plan will read."""
+    parts = [plan.trainer_arguments, *(case.flags for case in plan.cases)]
+    parts += [configuration.flags for configuration in plan.members()]
+    files = [last_value(words, "--knobs") for words in parts]
+    return sorted({name for name in files if name})
+
+
+def knobs_sha256(plan: Plan) -> dict[str, str | None]:
+    """Return the digest of each file of knobs: with another content the runs are others."""
+    paths = {name: Path(name).expanduser() for name in knobs_files(plan)}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        for name, path in paths.items()
+    }
+
+
 def trainers_sha256() -> str:
     """Return the digest of the trainers' sources: runs of different code are not mixed."""
     digest = hashlib.sha256()
@@ -470,6 +487,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
         "warnings": list(warnings),
         "created_utc": created_utc,
         "trainers_sha256": trainers_sha256(),
+        "knobs": knobs_sha256(plan),
         "environment": {
             "set": {name: value for name, value in set_variables().items() if name != "PATH"},
             "removed": list(REMOVED_VARIABLES),
@@ -497,13 +515,14 @@ def run_record(run: Run) -> dict[str, Any]:
 # What makes other runs when it is changed; the rest (more blocks, other pairs) does not.
 IDENTITY = (
     "configurations", "configuration_details", "cases", "workers", "global_batch_size",
-    "global_learning_rate", "hosts", "network_interface", "seed", "trainer_arguments",
+    "global_learning_rate", "hosts", "network_interface", "seed", "trainer_arguments", "knobs",
 )  # fmt: skip
 
 
 def asked_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return in what two plans differ, wherever they were made."""
     new = json.loads(json.dumps(new))
+    old = {"knobs": {}, **old}  # which earlier plans had none of
     differences = [
         f"{name}: {old.get(name)!r} there, {new[name]!r} now"
         for name in IDENTITY

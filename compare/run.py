@@ -5,6 +5,7 @@
     python compare/run.py my-plan.toml --workers 4 --blocks 5
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
     python compare/run.py scaling --slurm='--nodes 2 --ntasks-per-node 4 --gpus-per-node 4'
+    python compare/run.py --tune knobs.toml --workers 2 -- --data synthetic --arch resnet50
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
 Everything after `--` goes to both trainers unchanged. The same command, given again after Ctrl-C,
@@ -59,6 +60,7 @@ from compare.progress import (
     with_blocks_there,
 )
 from compare.slurm import SLURM_FOLDER, submit_and_follow
+from compare.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
@@ -72,13 +74,22 @@ def main(argv: list[str] | None = None) -> int:
             print(list_plans())
             return 0
         plan = make_plan(options)
+        if options.tune is not None:
+            plan = tuning_plan(plan, options)
         check_tools(plan)
         if options.slurm is not None:
             return submit_and_follow(plan, options, argv)
+        if options.dry_run and options.tune is not None:
+            print("\n".join(dry_tune_lines(plan, options.rounds)))
+            return 0
         if options.dry_run:
             folder = options.out or new_folder(options.runs)
             print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
             return 0
+        if options.tune is not None:
+            signal.signal(signal.SIGTERM, raise_interrupt)
+            with locked(folder := tune_folder(options)):
+                return tune(plan, folder, options, argv)
         folder = options.out
         if folder is None and not options.new:
             folder = unfinished_folder(options.runs, plan)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_train.buckets import bucket_sizes
 from ddp_train.rendezvous import meeting_point
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
 from recipe.data import open_data, remaining_steps, samples_per_step
@@ -83,7 +84,7 @@ def main(config: Config, world: World) -> None:
     network = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=config.bucket_cap_mb,
+        **bucket_sizes(config),
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
     )

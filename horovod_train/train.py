@@ -90,9 +90,8 @@ def main(config: Config, world: World) -> None:
     lr_scale = config.batches_per_allreduce * world.size
     if config.use_adasum:
         lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
-    # During backward the wrapped optimizer has gradients averaged over the ranks, fused as they get
-    # ready: divided by a factor, summed, divided by the rest. To divide by all before the sum, our
-    # default, is DDP's arithmetic, and keeps fp16 sums from overflowing.
+    # During backward gradients are averaged, fused as they get ready: divided by a factor, summed,
+    # divided by the rest. By all before the sum, our default, is DDP's way, and keeps fp16 finite.
     predivide = config.gradient_predivide_factor or world.size
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
@@ -102,6 +101,7 @@ def main(config: Config, world: World) -> None:
         backward_passes_per_step=config.batches_per_allreduce,
         op=hvd.Adasum if config.use_adasum else hvd.Average,
         gradient_predivide_factor=1.0 if config.use_adasum else predivide,
+        groups=config.num_groups,
     )
     network = model
 

@@ -16,6 +16,8 @@ import tyro
 from tyro.conf import arg
 
 from recipe.errors import UserError, fail
+from recipe.knobs import SETTINGS as KNOBS
+from recipe.knobs import read_knobs, set_variables
 from recipe.world import World
 
 
@@ -158,13 +160,22 @@ class SpeedFlags:
     """Divide gradients by this before they are summed and by the rest afterwards (Horovod only).
     Default: the number of workers, which is what DDP always does, and which keeps fp16 sums from
     overflowing."""
+    knobs: str | None = None
+    """A file of settings and variables that make the exchange of gradients faster here, as
+    `compare/run.py --tune FILE` finds and writes them. Flags and the environment win over it."""
     bucket_cap_mb: float | None = None
     """Largest bucket of gradients that are exchanged together, MiB (DDP only; its default is 25
     after a first one of 1). Horovod's counterpart is the variable HOROVOD_FUSION_THRESHOLD."""
+    first_bucket_mb: float | None = None
+    """Size of the first bucket, whose gradients are ready first, MiB (DDP only). Default: that of
+    the others if --bucket-cap-mb is given, else 1."""
     gradient_as_bucket_view: bool = False
     """Let gradients live in the buckets: saves a copy and their memory (DDP only)."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order (DDP only)."""
+    num_groups: int | None = None
+    """Exchange the gradients in so many groups, each as soon as all of it is ready (Horovod only,
+    fp32 only). Default: each cycle sends what is ready."""
     cuda: bool = True
     """Use GPUs where there are any."""
     threads: int | None = None
@@ -227,6 +238,7 @@ class Config(
     """Every setting of a run, flat; written to config.json and into each checkpoint."""
 
     preset: str = "digits"
+    knob_variables: dict[str, str] = field(default_factory=dict)  # that --knobs has set
 
     @property
     def sends_fp16(self) -> bool:
@@ -326,7 +338,8 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        base = _chosen_preset(argv)
+        knobs = read_knobs(_value_of(argv, "--knobs"), engine)
+        base = replace(_chosen_preset(argv), **knobs.settings)
         config = _parse_flags(base, argv, talk=world.is_first)
         config = _resolve(config)
         check(config, engine, world.size)
@@ -334,10 +347,11 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         fail(world, f"error: {error}", exit_code=2)
     except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
+    variables, overruled = set_variables(knobs)  # before an engine is loaded, which reads them
     if world.is_first:
-        for line in without_effect(config, base, engine, world.size):
+        for line in [*without_effect(config, base, engine, world.size), *overruled]:
             print(f"warning: {line}", file=sys.stderr)
-    return config
+    return replace(config, knob_variables=variables)
 
 
 def _chosen_preset(argv: list[str]) -> Config:
@@ -449,6 +463,7 @@ SMALLEST = {
     "checkpoint_steps": 1,
     "keep_checkpoints": 0,
     "max_steps": 1,
+    "num_groups": 1,
     "synthetic_images": 1,
     "seed": 0,
     "ablation_steps": 2,
@@ -495,7 +510,8 @@ def check(config: Config, engine: str, world_size: int) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:  # which a nan is not, either
             raise UserError(f"--{_flag(name)} {value}: give a number that is not negative")
-    for name in ("clip_grad_norm", "gradient_predivide_factor", "bucket_cap_mb"):
+    above_0 = ("clip_grad_norm", "gradient_predivide_factor", "bucket_cap_mb", "first_bucket_mb")
+    for name in above_0:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{_flag(name)} {value}: give a number above 0")
@@ -530,8 +546,25 @@ def check(config: Config, engine: str, world_size: int) -> None:
     if config.dali and (config.auto_augment or config.random_erase):
         flag = "--auto-augment" if config.auto_augment else "--random-erase"
         raise UserError(f"{flag}: cannot be combined with --dali, which crops and flips only")
+    if engine == "horovod" and config.num_groups is not None:
+        _check_groups(config)
     if config.use_adasum:
         _check_adasum(config, engine, world_size)
+
+
+def _check_groups(config: Config) -> None:
+    """Horovod leaves the predivide factor out where gradients are grouped: they are summed first
+    and divided then. In fp32 that is rounding at most; fp16 sums would overflow."""
+    for flag, is_given in {
+        f"--wire-format {config.wire_format}": config.wire_format != "fp32",
+        "--gradient-predivide-factor": config.gradient_predivide_factor is not None,
+        "--use-adasum": config.use_adasum,
+    }.items():
+        if is_given:
+            raise UserError(
+                f"{flag}: cannot be combined with --num-groups, with which Horovod only averages, "
+                "and divides after the sum, where fp16 overflows; leave one of the two out"
+            )
 
 
 def _check_adasum(config: Config, engine: str, world_size: int) -> None:
@@ -588,7 +621,6 @@ OF_TRAINING = (
     "trace_steps",
     "profile_steps",
 )
-OF_DDP = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph")
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
@@ -620,8 +652,10 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     named = config.data in NOT_FOLDERS and bool(config.train_dir)
     note("data", "--train-dir and --val-dir say where the images are", named)
     note("checkpoint_steps", "--keep-checkpoints is 0", config.keep_checkpoints == 0)
-    for name in OF_DDP:
+    for name in KNOBS["ddp"]:
         note(name, "Horovod has no such setting", engine == "horovod")
+    for name in KNOBS["horovod"]:
+        note(name, "DDP has no such setting", engine == "ddp")
     for name in OF_REAL_IMAGES:
         note(name, "--data synthetic reads no images", synthetic)
     for name in OF_TRAINING:

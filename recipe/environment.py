@@ -20,13 +20,14 @@ from recipe.config import Config, RunFlags
 from recipe.data import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
 from recipe.energy import energy_summary
+from recipe.knobs import SETTINGS as KNOBS
 from recipe.phases import PhaseMeans, phase_record
 from recipe.record import Recorder, utc_now
 from recipe.schedule import learning_rate
 from recipe.world import World
 
-# Settings that say where files are, not what is computed: the data itself is in data_order_sha256,
-# and what --weights brought in initial_weights_sha256.
+# Settings that say where files are or how gradients travel, not what is computed: the data itself
+# is in data_order_sha256, and what --weights brought in initial_weights_sha256.
 NOT_WORK = {item.name for item in fields(RunFlags)} | {
     "train_dir",
     "val_dir",
@@ -36,13 +37,16 @@ NOT_WORK = {item.name for item in fields(RunFlags)} | {
     "cuda",
     "preset",
     "threads",
+    "knobs",
+    "knob_variables",
+    *(name for settings in KNOBS.values() for name in settings),
 }
 
 
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
 STEERING_PREFIXES = (
     "NCCL_", "TORCH_NCCL_", "PYTORCH_", "KMP_", "MALLOC_", "HOROVOD_AUTOTUNE", "HOROVOD_TORUS",
-    "HOROVOD_HIERARCHICAL", "HOROVOD_BATCH", "HOROVOD_CCL",
+    "HOROVOD_HIERARCHICAL", "HOROVOD_BATCH", "HOROVOD_CCL", "OMPI_MCA_coll",
 )  # fmt: skip
 STEERING_NAMES = {
     "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY",

@@ -102,9 +102,9 @@ def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
 
     write(tmp_path / "block-1" / "bare" / "0" / "phases.jsonl", 1.0)
     write(tmp_path / "block-1" / "ddp" / "0" / "run" / "metrics.jsonl", 1.1)
-    told = phases.difference(tmp_path, "ddp", 1)
+    told = phases.difference(tmp_path, "ddp", "bare", 1)
     assert told.startswith("over 3 pairs of steps, a bare one of 12000 ms: data +300.0 ms (+2.5%)")
-    assert "too few" in phases.difference(tmp_path, "horovod", 1)
+    assert "too few" in phases.difference(tmp_path, "horovod", "bare", 1)
 
 
 # ------------------------------------------------------------------------- verdicts, table, record

@@ -256,6 +256,46 @@ def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
     assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
 
 
+def tune_runs(comparison: Comparison, *names: str) -> None:
+    """As --knobs with both engines' tables leaves the runs of these configurations."""
+    for run in comparison.runs:
+        if run.configuration in names:
+            run.config |= {"knobs": "knobs.toml", "knob_variables": {}, "static_graph": True}
+            if run.engine == "horovod":
+                run.config |= {"knob_variables": {"HOROVOD_CYCLE_TIME": "1"}, "static_graph": False}
+                run.environment["variables"] = {"HOROVOD_CYCLE_TIME": "1"}
+
+
+def test_tuned_is_judged_against_tuned_with_one_file_for_both(tmp_path):
+    comparison = compare(tmp_path)
+    tune_runs(comparison, "ddp-torchrun", "horovod-mpi")
+    [verdict] = judge(comparison)
+    assert differing(verdict) == [] and verdict.speed is not None
+    assert verdict.compared == "the engine and its knobs"
+    assert verdict.first_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
+    told = {fact.field for fact in compare_facts(comparison, comparison.complete) if fact.is_varied}
+    assert told == {"HOROVOD_CYCLE_TIME", "knob_variables", "static_graph"}
+    comparison.runs[0].environment["variables"] = {"NCCL_ALGO": "Ring"}  # of the shell
+    assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
+
+
+def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
+    tuned = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--knobs", "knobs.toml"))
+    pair = ("ddp-torchrun", "ddp-tuned")
+    comparison = compare(tmp_path, configurations=pair, defined=(tuned,))
+    tune_runs(comparison, "ddp-tuned")
+    for run in comparison.runs:
+        run.config.setdefault("knobs", None)
+        run.config.setdefault("knob_variables", {})
+        run.config.setdefault("static_graph", False)
+    [verdict] = judge(comparison)
+    assert differing(verdict) == []
+    assert verdict.second_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
+    for run in comparison.runs:  # without a file the same setting must be equal
+        run.config["knobs"] = None
+    assert differing(judge(comparison)[0]) == ["static_graph"]
+
+
 @pytest.mark.parametrize("field", ["affinity", "allocator"])
 def test_cores_and_allocator_must_be_equal_even_where_variables_differ(tmp_path, field):
     pair = ("horovod-mpi", "horovod-tuned")

@@ -197,6 +197,7 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
     assert head[0].startswith("# Question: ")
     assert any(line.startswith("# Time:     ") for line in head)
     assert any(line.startswith("# Change:   ") for line in head)
+    Path("knobs.toml").write_text("[ddp]\nstatic_graph = true\n")  # which --tune would make
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
     assert plan.plan_file == f"compare/plans/{name}.toml"

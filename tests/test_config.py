@@ -101,7 +101,7 @@ def test_a_flag_changes_nothing_else() -> None:
 
 def test_every_setting_is_a_flag_of_one_section() -> None:
     names = [name for section in SECTIONS.values() for name in section.__dataclass_fields__]
-    assert sorted([*names, "preset"]) == sorted(Config.__dataclass_fields__)
+    assert sorted([*names, "preset", "knob_variables"]) == sorted(Config.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,8 @@ def test_folders() -> None:
         ({"lr_gamma": -1.0}, "not negative"),
         ({"clip_grad_norm": 0.0}, "above 0"),
         ({"gradient_predivide_factor": 0.0}, "above 0"),
+        ({"first_bucket_mb": 0.0}, "above 0"),
+        ({"num_groups": 0}, "at least 1"),
         ({"random_crop_scale": (0.9, 0.1)}, "smallest <= largest"),
         ({"random_crop_scale": (0, 1)}, "0 < smallest"),
         ({"val_crop_size": 999}, "raise --val-resize-size"),
@@ -239,6 +241,16 @@ def test_adasum_under_horovod(settings: dict[str, Any], size: int, words: str) -
         parsed({"use_adasum": True, **settings}, "horovod", size)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"wire_format": "fp16"}, {"wire_format": "auto"}, {"gradient_predivide_factor": 2}]
+)
+def test_groups_of_gradients_are_divided_after_the_sum(settings: dict[str, Any]) -> None:
+    parsed({"num_groups": 2}, "horovod", 2)
+    parsed({"num_groups": 2, **settings}, "ddp", 2)  # which says that it has no groups
+    with pytest.raises(UserError, match="cannot be combined with --num-groups"):
+        parsed({"num_groups": 2, **settings}, "horovod", 2)
+
+
 def test_check_accepts_the_presets() -> None:
     for preset in PRESETS.values():
         check(replace(preset(), data="/imagenet"), "ddp", 4)
@@ -251,6 +263,9 @@ def test_check_accepts_the_presets() -> None:
     [
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 2),
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "horovod", 1),
+        ({"num_groups": 2}, "num-groups", "ddp", 2),
+        ({"bucket_cap_mb": 2.0}, "bucket-cap-mb", "horovod", 2),
+        ({"first_bucket_mb": 2.0}, "first-bucket-mb", "horovod", 2),
         ({"wire_format": "fp16"}, "wire-format", "ddp", 1),
         ({"use_adasum": True}, "use-adasum", "horovod", 1),
         ({"batch_norm": "average"}, "batch-norm", "ddp", 1),
@@ -373,8 +388,9 @@ def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> 
     for title in SECTIONS:
         assert f"─ {title} options ─" in help_text
     for item in config_module.fields(Config):
-        assert re.search(rf"--{item.name.replace('_', '-')}\b", help_text), item.name
-    assert help_text.count("(default:") >= len(config_module.fields(Config)) - 12
+        flag = rf"--{item.name.replace('_', '-')}\b"  # but for what --knobs has set
+        assert re.search(flag, help_text) or item.name == "knob_variables", item.name
+    assert help_text.count("(default:") >= len(config_module.fields(Config)) - 13
     assert "(default: digits)" in help_text
 
 

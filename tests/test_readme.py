@@ -66,6 +66,7 @@ def test_every_flag_exists() -> None:
         "--hosts",
         "--slurm",
         "--nodes",
+        "--tune",
     }
     known |= torchrun.keys() | others | {"--ntasks-per-node"}
     for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):

@@ -1,0 +1,202 @@
+"""The file of --knobs: what it may say, what wins over it, and what is written down of it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from making import a_world
+
+from ddp_train.buckets import bucket_sizes
+from recipe import errors
+from recipe.config import Config, digits, parse_args
+from recipe.errors import UserError
+from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, read_knobs, set_variables
+
+FILE = """
+[ddp]
+bucket_cap_mb = 50
+static_graph = true
+
+[ddp.environment]
+NCCL_ALGO = "Ring"
+
+[horovod]
+num_groups = 4
+
+[horovod.environment]
+HOROVOD_CYCLE_TIME = "0.5"
+OMPI_MCA_coll_tuned_allreduce_algorithm = "4"
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without variables of the shell; those that a test sets go with it."""
+
+    def exit_with(code: int) -> None:
+        raise SystemExit(code)
+
+    for name in ("NCCL_ALGO", "HOROVOD_CYCLE_TIME", "OMPI_MCA_coll_tuned_allreduce_algorithm"):
+        monkeypatch.setenv(name, "to be put back")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "_exit", exit_with)
+    monkeypatch.setattr(errors, "OTHER_RANK_DELAY_S", 0.0)
+
+
+def write(folder: Path, text: str = FILE) -> Path:
+    path = folder / "knobs.toml"
+    path.write_text(text)
+    return path
+
+
+def parse(words: str, path: Path, engine: str = "ddp", size: int = 2) -> Config:
+    return parse_args(engine, a_world(size=size), [*words.split(), "--knobs", str(path)])
+
+
+def test_each_engine_reads_its_own_table(tmp_path: Path) -> None:
+    path = str(write(tmp_path))
+    ddp = {"bucket_cap_mb": 50.0, "static_graph": True}
+    assert read_knobs(path, "ddp") == Knobs(ddp, {"NCCL_ALGO": "Ring"})
+    assert type(read_knobs(path, "ddp").settings["bucket_cap_mb"]) is float  # as the flag gives it
+    assert read_knobs(path, "horovod").settings == {"num_groups": 4}
+    assert read_knobs(path, "single") == read_knobs(None, "ddp") == Knobs()
+    assert read_knobs(str(write(tmp_path, "")), "ddp") == Knobs()
+
+
+def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
+    knobs = read_all_knobs(write(tmp_path))
+    assert read_all_knobs(write(tmp_path, knobs_text(knobs))) == knobs
+    odd = {"horovod": Knobs({}, {"OMPI_MCA_btl": 'a "quoted" \\ path'})}
+    assert read_all_knobs(write(tmp_path, knobs_text(odd))) == odd
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[ddp", ["is not TOML"]),
+        ("[dpp]", ["dpp", "did you mean ddp?"]),
+        ("ddp = 3", ["ddp = 3", "[ddp]"]),
+        ("[ddp]\nbucket_cap = 3", ["ddp.bucket_cap:", "did you mean bucket_cap_mb?"]),
+        ("[ddp]\nepochs = 3", ["ddp.epochs:", "no such knob"]),
+        ("[horovod]\nstatic_graph = true", ["horovod.static_graph", "belongs under [ddp]"]),
+        ("[ddp]\nbucket_cap_mb = 0", ["ddp.bucket_cap_mb = 0:", "above 0"]),
+        ("[ddp]\nbucket_cap_mb = nan", ["ddp.bucket_cap_mb = nan:", "above 0"]),
+        ("[ddp]\nbucket_cap_mb = true", ["ddp.bucket_cap_mb = True:", "above 0"]),
+        ("[ddp]\nstatic_graph = 1", ["ddp.static_graph = 1:", "true or false"]),
+        ("[horovod]\nnum_groups = 2.0", ["horovod.num_groups = 2.0:", "a whole number"]),
+        ("[ddp]\nenvironment = 3", ["ddp.environment = 3", "[ddp.environment]"]),
+        (
+            "[horovod.environment]\nHOROVOD_CYCLE_TIM = '1'",
+            ["horovod.environment.HOROVOD_CYCLE_TIM", "did you mean HOROVOD_CYCLE_TIME?"],
+        ),
+        ("[horovod.environment]\nHOROVOD_CYCLE_TIME = 1", ["in quotes"]),
+        ("[horovod.environment]\nHOROVOD_RANK = '1'", ["HOROVOD_RANK"]),
+        ("[horovod.environment]\nHOROVOD_TIMELINE = '/t'", ["HOROVOD_TIMELINE"]),
+        ("[ddp.environment]\nHOROVOD_CYCLE_TIME = '1'", ["[horovod.environment]"]),
+        ("[ddp.environment]\nPATH = '/'", ["ddp.environment.PATH", "in the shell"]),
+        ("[ddp.environment]\nNCCL_COMM_ID = 'a:1'", ["NCCL_COMM_ID", "where the ranks meet"]),
+        ("[horovod.environment]\nOMPI_MCA_rmaps_base_oversubscribe = '1'", ["in the shell"]),
+        ("[ddp.environment]\nTORCH_ALLOW_TF32_CUBLAS_OVERRIDE = '1'", ["what is computed"]),
+    ],
+)
+def test_what_is_refused_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as refused:
+        read_all_knobs(path)
+    message = str(refused.value)
+    assert message.startswith(f"--knobs {path}: ") and "\n" not in message.rstrip()
+    for word in words:
+        assert word in message
+
+
+def test_a_file_that_is_not_there_says_how_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("", tmp_path / "none.toml")
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "there is no such file" in message and "--tune" in message and message.count("\n") == 1
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    config = parse("", path)
+    assert (config.bucket_cap_mb, config.static_graph, config.knobs) == (50.0, True, str(path))
+    assert config.num_groups is None  # Horovod's table is not DDP's
+    config = parse("--bucket-cap-mb 7 --no-static-graph", path)
+    assert (config.bucket_cap_mb, config.static_graph) == (7.0, False)
+    config = parse("--preset tv-v1 --data synthetic", path)
+    assert (config.bucket_cap_mb, config.wd) == (50.0, 1e-4)
+
+
+def test_nothing_of_the_file_is_said_to_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for engine in ("ddp", "horovod", "single"):
+        parse("", write(tmp_path), engine, size=1 if engine == "single" else 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_variables_are_set_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse("", write(tmp_path), "horovod")
+    ring = {"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+    assert config.knob_variables == {"HOROVOD_CYCLE_TIME": "0.5"} | ring
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "0.5" and "NCCL_ALGO" not in os.environ
+    from recipe.environment import steering_variables
+
+    assert steering_variables().items() >= config.knob_variables.items()
+
+
+def test_the_environment_wins_over_the_file_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.setenv("OMPI_MCA_coll_tuned_allreduce_algorithm", "4")
+    config = parse("", write(tmp_path), "horovod")
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "3" and config.knob_variables == {}
+    assert capsys.readouterr().err == (
+        "warning: HOROVOD_CYCLE_TIME=0.5 of --knobs has no effect: the environment says "
+        "HOROVOD_CYCLE_TIME=3\n"
+    )
+
+
+def test_set_variables_leaves_others_alone() -> None:
+    environ = {"A": "1", "B": "2"}
+    mine, lines = set_variables(Knobs({}, {"B": "2", "C": "3"}), environ)
+    assert (mine, lines, environ) == ({"C": "3"}, [], {"A": "1", "B": "2", "C": "3"})
+
+
+def test_every_knob_is_a_setting_and_none_is_work() -> None:
+    from compare import findings
+    from recipe.environment import NOT_WORK
+
+    assert sorted(findings.KNOBS) == sorted(n for names in SETTINGS.values() for n in names)
+    for settings in SETTINGS.values():
+        for name in settings:
+            assert getattr(digits(), name) in (None, False), "the engine's own default"
+            assert name in NOT_WORK
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {"bucket_cap_mb": None}),
+        ({"bucket_cap_mb": 5.0}, {"bucket_cap_mb": 5.0}),
+        ({"first_bucket_mb": 2.0}, {"bucket_cap_mb_list": [2.0, 25.0]}),
+        ({"first_bucket_mb": 2.0, "bucket_cap_mb": 9.0}, {"bucket_cap_mb_list": [2.0, 9.0]}),
+    ],
+)
+def test_bucket_sizes(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert bucket_sizes(Config(**settings)) == arguments
+
+
+def test_the_config_with_knobs_is_json(tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    record = json.loads(json.dumps(asdict(parse("", write(tmp_path), "horovod"))))
+    assert record["knob_variables"]["HOROVOD_CYCLE_TIME"] == "0.5" and record["num_groups"] == 4
