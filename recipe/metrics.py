@@ -20,7 +20,8 @@ def batch_sums(outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor)
     batch."""
     guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
     hits = guesses == targets[:, None]
-    count = outputs.new_tensor(len(targets), dtype=torch.float64)
+    # Filled there: a tensor made from a number here would be copied, and the copy waited for.
+    count = outputs.new_full((), len(targets), dtype=torch.float64)
     return torch.stack(
         [loss.detach().double() * count, hits[:, :1].sum().double(), hits.sum().double(), count]
     )
