@@ -67,7 +67,6 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     add(
         "--rounds",
         type=int,
-        default=TUNING_ROUNDS,
         metavar="N",
         help="with --tune: each value of a knob runs so often, beside the best one so far "
         f"(default: {TUNING_ROUNDS})",
@@ -262,6 +261,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     check_plan(plan)
     check_slurm(plan, options)
     if options.tune is None:
+        if options.rounds is not None:
+            raise UserError(f"--rounds {options.rounds}: belongs to --tune; here give --blocks")
         check_knobs(plan)
     workers = tuple(sorted(set(plan.workers)))
     most = most_on_a_host(max(workers), plan.hosts)

@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import recipe.errors
@@ -26,7 +27,7 @@ from compare.errors import UserError
 from compare.files import replace_file, write_json
 from compare.hosts import SLURM, placement
 from compare.launch import duration, print_line, print_tail, start_and_wait, utc_now
-from compare.options import command_words, script_path
+from compare.options import TUNING_ROUNDS, command_words, script_path
 from compare.paired import Estimate, estimate_ratio
 from compare.plan import (
     Configuration,
@@ -57,6 +58,7 @@ MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do no
 LEAST_STEPS = 10
 WARM_UP_STEPS = 5
 MIB = 2**20
+BUSY_SHARE = 0.1  # of the cores: what others may use before it is told
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 
 
@@ -193,6 +195,8 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
                 f"--{name.replace('_', '-')} {value}: does not go together with --tune, which runs "
                 "here, until it is done; leave it out (inside salloc take --hosts slurm)"
             )
+    if options.rounds is None:
+        options.rounds = TUNING_ROUNDS
     if options.rounds < LEAST_ROUNDS:
         raise UserError(f"--rounds {options.rounds}: give at least {LEAST_ROUNDS}")
     if max(plan.workers) < 2:
@@ -248,6 +252,7 @@ class Runner:
     made: int = 0
     taken: int = 0
     durations: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)  # cores that others kept busy, run by run
 
     def run(self, place: str, configuration: Configuration) -> float | None:
         """Return images per second of one run; None if it failed."""
@@ -258,6 +263,7 @@ class Runner:
         self.most -= 1
         if is_complete(target) and command_of(target) == shlex.join(run.command(log_dir)):
             self.taken += 1
+            self.note_load(read_json(target / "outcome.json").get("other_load"))
             return images_per_second(target)
         return self.start(run, log_dir, target, place)
 
@@ -271,6 +277,7 @@ class Runner:
         outcome = start_and_wait(run, self.folder, self.plan.timeout, label, log_dir=log_dir)
         self.made += 1
         self.durations.append(outcome.seconds)
+        self.note_load(outcome.other_load)
         if outcome.status != "completed":
             print_line(f"{label}   {outcome.status.upper()} after {duration(outcome.seconds)}")
             print_tail(target / "output.log")
@@ -280,6 +287,10 @@ class Runner:
         ending = f"   at most {duration(left)} left" if self.most > 0 else ""
         print_line(f"{label:<66} {speed:>9,.1f} images/s {duration(outcome.seconds):>6}{ending}")
         return speed
+
+    def note_load(self, cores: float | None) -> None:
+        if cores is not None:
+            self.loads.append(cores)
 
 
 def folder_name(place: str) -> str:
@@ -304,6 +315,7 @@ class Found:
     tried: tuple[Trial, ...]
     against_defaults: Estimate | None  # speed of the file's knobs over the defaults; None: no knobs
     environment: dict[str, Any]  # environment.json of one of its runs
+    other_load: float | None = None  # cores that others kept busy in the median run
 
     @property
     def holds(self) -> bool:
@@ -341,7 +353,8 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
     write_json(folder / "tuned.json", {"engines": [found_record(one) for one in found]})
     write_file(options.tune, found, plan, argv)
     print(f"\nwritten: {options.tune}. To train with it:  --knobs {options.tune}")
-    print(f"to compare tuned with tuned:\n    {comparison_command(plan, options.tune)}")
+    if len(found) > 1:
+        print(f"to compare tuned with tuned:\n    {comparison_command(plan, options.tune)}")
     return 0
 
 
@@ -415,7 +428,22 @@ def tune_engine(
         print(f"  ({runner.taken} runs were there already, {runner.made} were made)")
     written = sorted(folder.glob(f"{name}/**/environment.json"))
     environment = read_json(written[0]) if written else {}
-    return Found(configuration, best, tuple(done), check, environment)
+    load = median(runner.loads) if runner.loads else None
+    found = Found(configuration, best, tuple(done), check, environment, load)
+    if line := load_line(found):
+        print(f"  warning: {line}")
+    return found
+
+
+def load_line(found: Found) -> str:
+    """Say that others used the machine meanwhile, if they did so more than a little."""
+    cores = found.environment.get("cores") or os.cpu_count() or 1
+    if found.other_load is None or found.other_load <= BUSY_SHARE * cores:
+        return ""
+    return (
+        f"other processes kept {found.other_load:.1f} of {cores} cores busy in the median run: "
+        "while they rest, smaller gains can be shown"
+    )
 
 
 def warm_up(configuration: Configuration, plan: Plan, folder: Path) -> None:
@@ -490,6 +518,7 @@ def found_record(found: Found) -> dict[str, Any]:
         "variables": found.knobs.variables,
         "against_defaults": check and estimate_record(check),
         "holds": found.holds,
+        "other_load": found.other_load,
         "tried": [
             {
                 "knob": trial.knob,
@@ -567,6 +596,8 @@ def file_text(
             lines.append("    nothing was shown to be faster than the defaults")
         else:
             lines.append(f"    all against the defaults: {ratio_words(one.against_defaults)}")
+        if line := load_line(one):
+            lines.append(f"    {line}")
         if one.against_defaults is not None and not one.holds:
             lines.append("    which shows no gain: take the # away to use them all the same")
         tables = knobs_text({engine: one.knobs}).rstrip("\n")

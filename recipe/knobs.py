@@ -224,8 +224,9 @@ def knobs_text(knobs: Mapping[str, Knobs]) -> str:
     """The file's text: what `read_all_knobs` reads back as `knobs`."""
     parts = []
     for engine, own in knobs.items():
-        lines = [f"{name} = {_toml(value)}" for name, value in own.settings.items()]
-        parts.append("\n".join([f"[{engine}]", *lines]))
+        if own.settings or not own.variables:
+            lines = [f"{name} = {_toml(value)}" for name, value in own.settings.items()]
+            parts.append("\n".join([f"[{engine}]", *lines]))
         if own.variables:
             lines = [f"{name} = {_toml(value)}" for name, value in own.variables.items()]
             parts.append("\n".join([f"[{engine}.environment]", *lines]))

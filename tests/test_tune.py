@@ -258,7 +258,9 @@ class Starts:
         (target / "summary.json").write_text(json.dumps({"images_per_second": speed}))
         (target / "environment.json").write_text(json.dumps({"hosts": ["here"], "torch": "2"}))
         (target / "command.txt").write_text(tune_module.shlex.join(command) + "\n")
-        return Outcome("completed", 0, 1.0, 0, 0.0)
+        outcome = {"status": "completed", "other_load": 1.5}
+        (target / "outcome.json").write_text(json.dumps(outcome))
+        return Outcome("completed", 0, 1.0, 0, 1.5)
 
 
 @pytest.fixture
@@ -282,6 +284,8 @@ def test_a_whole_search(starts: Starts, capsys: pytest.CaptureFixture[str]) -> N
     assert knobs["horovod"] == Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"})
     output = capsys.readouterr().out
     assert "bucket_cap_mb/round-1/50" in output and "left" in output and ": kept" in output
+    assert "warning: other processes kept 1.5 of" in output
+    assert "other processes kept 1.5 of" in Path("k.toml").read_text()
     assert "all of it against the defaults: 1.3" in output and "--knobs k.toml" in output
     record = read_json(Path("runs/tune-k/tuned.json"))
     assert [one["holds"] for one in record["engines"]] == [True, True]
@@ -332,6 +336,11 @@ def test_a_missing_file_of_knobs_is_told_before_the_first_run(
 ) -> None:
     assert main(["tuned-against-tuned"]) == 2
     assert "--tune knobs.toml" in capsys.readouterr().err
+
+
+def test_rounds_are_of_a_search(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rounds", "4"]) == 2
+    assert "here give --blocks" in capsys.readouterr().err
 
 
 def test_a_changed_file_of_knobs_makes_another_plan(starts: Starts, tmp_path: Path) -> None:
