@@ -28,6 +28,8 @@ LOGIN_VARIABLES = {
     "PATH": SEARCH_PATH,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # Else ranks on other hosts would run the tree that is installed, which may not be this one.
+    "PYTHONPATH": str(ROOT),
 }
 SSHD_CONFIG = """
 Port 22

@@ -126,7 +126,7 @@ def measure_all(entries: Sequence[Entry], options: bench.Options, again: bool) -
     for index, entry in enumerate(entries):
         told = " and ".join(str(number) for number in numbers(entry, options.gpu))
         kept = None if again else bench.read_rows(options.out, entry.name)
-        if kept is not None:
+        if kept and any(row.value is not None for row in kept):  # else it needed something
             say(f"== row {told}, {entry.name}: has its record in {options.out}")
             rows += kept
             continue
@@ -150,7 +150,7 @@ def measure_all(entries: Sequence[Entry], options: bench.Options, again: bool) -
 
 def failed(number: int, name: str) -> bench.Row:
     """The row of a benchmark that could not be measured, and has no record."""
-    return bench.Row(number, f"{name}: failed, see above", float("nan"), needs=FAILED)
+    return bench.Row(number, f"{name}: failed, see above", None, needs=FAILED)
 
 
 def rows_in(folder: Path) -> list[bench.Row]:

@@ -177,7 +177,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if name == "memory":
             raise BenchmarkError("no such luck")
         number = next(entry.cpu[0] for entry in bench_run.ENTRIES if entry.name == name)
-        rows = [Row(number, name, 0.9)]
+        rows = [Row(number, name, 0.9, value=0.9)]
+        if name == "wire_format":
+            rows = [Row(number, name, 0.97, needs="root")]
         options.out.mkdir(parents=True, exist_ok=True)
         record = {"rows": [bench.as_dict(row) for row in rows]}
         bench.record_path(options.out, name).write_text(json.dumps(record))
@@ -218,6 +220,15 @@ def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
     assert kept.name.endswith("-bench") and "verdict" in (kept / "table.md").read_text()
     assert (kept / "blocks" / "6" / "block-1" / "block.json").exists()
     assert not list(kept.rglob("metrics.jsonl"))
+
+
+def test_what_was_in_need_of_something_is_measured_again(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert bench_run.main(["--out", str(tmp_path), "--only", "10"]) == 0
+        assert "needs root" in capsys.readouterr().out
+    assert measured == ["wire_format"] * 2
 
 
 def test_a_failure_does_not_keep_the_others_from_it(
