@@ -342,7 +342,7 @@ def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("trainer_overhead", 2), ("input_pipeline", 4), ("compute_bound", 2), ("instrumentation", 1)],
+    [("trainer_overhead", 4), ("input_pipeline", 4), ("compute_bound", 2), ("instrumentation", 1)],
 )
 def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--out", str(tmp_path)]
