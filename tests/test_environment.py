@@ -52,8 +52,8 @@ def test_equal_for_both_engines_and_all_ranks() -> None:
     torch.rand(7)
     assert print_of(rank=1) == first
     assert json.loads(json.dumps(first))  # it goes into summary.json
-    engines = ("horovod", "ddp", "engine", "gloo", "mpi")
-    assert not any(engine in json.dumps(first).lower() for engine in engines)
+    words = set(re.findall("[a-z]+", json.dumps(first).lower()))
+    assert not words & {"horovod", "ddp", "engine", "gloo", "mpi"}
 
 
 @pytest.mark.parametrize(
