@@ -252,3 +252,20 @@ def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
     assert names == [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any(module._compiled_call_impl for module in plain.modules())
+
+
+def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:
+    """As torch's fused SGD does: it keeps a momentum that was never written."""
+    config = a_config(precision="fp16")
+    model = nn.Linear(64, 64)
+    optimizer, scaler = build_optimizer(model, config), build_scaler(config, CPU)
+    scaler.scale(torch.ones(1))
+    for gradient in (float("inf"), 0.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.allclose(momentum, config.wd * parameter, atol=1e-6)
