@@ -26,7 +26,7 @@ GOAL = 2.7
 
 def measure(options: bench.Options) -> bench.Measured:
     """Measure the row; DDP with one worker stands for both engines, which add the same."""
-    workload, fast, slow = Workload("resnet50", 224, 8), 2, 1
+    workload, fast, slow = Workload("resnet50", 224, 16), 1, 1
     if options.gpu:
         workload, fast, slow = Workload("resnet50", 224, 128, threads=None), 40, 10
     if options.quick:

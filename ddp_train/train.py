@@ -73,26 +73,28 @@ def main(config: Config, world: World) -> None:
     model.to(device)
     if config.batch_norm == "sync":
         model = replace_batch_norm(model, nn.SyncBatchNorm)
-    optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
-    config = settle_wire_format(config, world, model, device, sum_over_ranks)
-
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
-    # Wrapping broadcasts rank 0's weights. During backward each bucket of gradients is averaged
-    # over the ranks, divided by their number and then summed, as soon as it is full.
-    network = DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        **bucket_sizes(config),
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-    )
-    # BatchNorm's statistics travel as --batch-norm says, not in each forward.
-    network.broadcast_buffers = False
-    if config.sends_fp16:
-        network.register_comm_hook(None, fp16_compress_hook)
 
+    def distribute(model: nn.Module, config: Config) -> tuple:
+        """Network and optimizer, with rank 0's weights. During backward each bucket of gradients
+        is averaged, divided by the number of ranks and then summed, as soon as it is full."""
+        network = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            **bucket_sizes(config),
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
+        )
+        # BatchNorm's statistics travel as --batch-norm says, not in each forward.
+        network.broadcast_buffers = False
+        if config.sends_fp16:
+            network.register_comm_hook(None, fp16_compress_hook)
+        return network, build_optimizer(model, config)
+
+    config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
+    network, optimizer = distribute(model, config)
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)

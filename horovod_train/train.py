@@ -81,30 +81,30 @@ def main(config: Config, world: World) -> None:
     model.to(device)
     if config.batch_norm == "sync":
         model = replace_batch_norm(model, hvd.SyncBatchNorm)
-    optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
-    config = settle_wire_format(config, world, model, device, sum_over_ranks)
-
     # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the
     # others' batches by itself, but for those that NCCL averages within a host first.
     lr_scale = config.batches_per_allreduce * world.size
     if config.use_adasum:
         lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
-    # During backward gradients are averaged, fused as they get ready: divided by a factor, summed,
-    # divided by the rest. By all before the sum, our default, is DDP's way, and keeps fp16 finite.
-    predivide = config.gradient_predivide_factor or world.size
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if config.sends_fp16 else hvd.Compression.none,
-        backward_passes_per_step=config.batches_per_allreduce,
-        op=hvd.Adasum if config.use_adasum else hvd.Average,
-        gradient_predivide_factor=1.0 if config.use_adasum else predivide,
-        groups=config.num_groups,
-    )
-    network = model
+    predivide = config.gradient_predivide_factor or world.size  # as DDP: it keeps fp16 finite
 
+    def distribute(model: nn.Module, config: Config) -> tuple:
+        """Network and optimizer, with rank 0's weights. During backward gradients are averaged,
+        fused as they get ready: divided by predivide, summed, divided by the rest."""
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, hvd.DistributedOptimizer(
+            build_optimizer(model, config),
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.fp16 if config.sends_fp16 else hvd.Compression.none,
+            backward_passes_per_step=config.batches_per_allreduce,
+            op=hvd.Adasum if config.use_adasum else hvd.Average,
+            gradient_predivide_factor=1.0 if config.use_adasum else predivide,
+            groups=config.num_groups,
+        )
+
+    config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
+    network, optimizer = distribute(model, config)
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)

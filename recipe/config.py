@@ -548,6 +548,11 @@ def check(config: Config, engine: str, world_size: int) -> None:
         raise UserError(f"{flag}: cannot be combined with --dali, which crops and flips only")
     if engine == "horovod" and config.num_groups is not None:
         _check_groups(config)
+    if engine == "ddp" and config.static_graph and config.batches_per_allreduce > 1:
+        raise UserError(
+            "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
+            "see the exchange in its first backward pass; leave one of the two out"
+        )
     if config.use_adasum:
         _check_adasum(config, engine, world_size)
 

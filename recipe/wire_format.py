@@ -1,10 +1,13 @@
 """`--wire-format auto`: gradients travel in the number format that is faster on this network.
 
 fp16 halves the bytes and costs two casts: it pays on slow links, and on a CPU with fast ones it
-does not. Which it is depends on the network, the engine, the processors and the number of ranks; so
-it is measured, once, before training.
+does not. Which it is depends on the network, the engine, how much of the exchange hides behind the
+backward pass, and whether the casts take cores from it. So it is measured, once, before training:
+both formats train copies of the network, by the engine itself, on made-up images.
 """
 
+import copy
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +17,16 @@ import torch
 from torch import nn
 
 from recipe.config import Config
+from recipe.data import to_device
 from recipe.device import own_row
+from recipe.model import autocast, compile_blocks
 from recipe.world import World
 
-MAX_ELEMENTS = 4 << 20  # of the message that is timed: 16 MiB of fp32, about a bucket's size
-ROUNDS = 5
+LEAST_GAIN = 1.02  # of fp16, which rounds what it sends; less is within what timing can tell
+ROUNDS = 5  # that count; a first one pays for connections, buckets and page faults
 WireFormat = Literal["fp32", "fp16"]
+FORMATS: tuple[WireFormat, ...] = ("fp32", "fp16")
+Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def settle_wire_format(
@@ -27,40 +34,65 @@ def settle_wire_format(
     world: World,
     model: nn.Module,
     device: torch.device,
+    distribute: Distribute,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> Config:
     """Return `config` with the faster of fp32 and fp16 for `auto`; as it is for all else.
 
-    `sum_over_ranks` adds up a tensor on the device, by the engine that will send the gradients. All
-    ranks come to the same choice, since all of them see all the times. Rank 0 prints it.
+    `distribute` makes of a network what the engine trains, and the optimizer for it. All ranks come
+    to the same choice, since all of them see all the times. Rank 0 prints it.
     """
     if config.wire_format != "auto":
         return config
     if world.size == 1:
         return replace(config, wire_format="fp32")  # nothing is sent
-    num_gradients = sum(parameter.numel() for parameter in model.parameters())
-    gradients = torch.ones(min(num_gradients, MAX_ELEMENTS), device=device)
+    steps = [
+        trial(replace(config, wire_format=name), model, device, distribute) for name in FORMATS
+    ]
 
-    def exchange(dtype: torch.dtype) -> float:
-        """Seconds of one exchange on this rank, casts included."""
+    def seconds(step: Callable[[], None]) -> float:
+        """How long a training step takes on this rank."""
+        step()  # after the other format's, Horovod agrees anew on what it sends
+        sum_over_ranks(torch.zeros(1))  # the ranks begin together
         started = time.perf_counter()
-        sums = sum_over_ranks(gradients.to(dtype).div(world.size)).to(torch.float32)
-        assert sums[-1].item() == 1.0  # waits for the device
+        step()
         return time.perf_counter() - started
 
-    formats: dict[WireFormat, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-    for dtype in formats.values():
-        exchange(dtype)  # pays for connections and page faults
-    own = torch.tensor(
-        [[exchange(dtype) for dtype in formats.values()] for _ in range(ROUNDS)],
-        dtype=torch.float64,
-    )
-    rows = sum_over_ranks(own_row(world, own.flatten()).to(device)).cpu()
-    slowest = rows.view(world.size, ROUNDS, len(formats)).amax(dim=0)
-    seconds = dict(zip(formats, slowest.median(dim=0).values.tolist(), strict=True))
-    chosen: WireFormat = "fp16" if seconds["fp16"] < seconds["fp32"] else "fp32"
+    own = [[seconds(step) for step in steps] for _ in range(1 + ROUNDS)]
+    row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
+    rows = sum_over_ranks(row.to(device)).cpu()
+    slowest = rows.view(world.size, 1 + ROUNDS, len(FORMATS)).amax(dim=0)
+    fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
+    chosen: WireFormat = "fp16" if LEAST_GAIN * fp16 < fp32 else "fp32"
     if world.is_first:
-        size = 4 * gradients.numel() / 2**20
-        times = ", ".join(f"{name} {1000 * value:.3g} ms" for name, value in seconds.items())
-        print(f"wire format: {chosen} ({times} for {size:.3g} MiB of gradients)", flush=True)
+        times = f"fp32 {1000 * fp32:.3g} ms, fp16 {1000 * fp16:.3g} ms a step"
+        print(f"wire format: {chosen} ({times})", flush=True)
+    del steps
+    gc.collect()  # the engines' hooks and their networks hold each other
     return replace(config, wire_format=chosen)
+
+
+def trial(
+    config: Config, model: nn.Module, device: torch.device, distribute: Distribute
+) -> Callable[[], None]:
+    """A training step of a copy of the network, which exchanges gradients as `config` says."""
+    config = replace(config, batches_per_allreduce=1)  # only the exchange makes a difference
+    replica = copy.deepcopy(model)
+    if config.compile:
+        compile_blocks(replica)  # which is not copied
+    network, optimizer = distribute(replica, config)
+    size = config.train_crop_size
+    pixels = torch.randint(0, 256, (config.batch_size, 3, size, size), dtype=torch.uint8)
+    batch = pixels, torch.zeros(config.batch_size, dtype=torch.int64)
+    images, targets = to_device(batch, config, device)
+    criterion = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        with autocast(config, device):
+            loss = criterion(network(images), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+
+    return step

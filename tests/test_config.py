@@ -251,6 +251,13 @@ def test_groups_of_gradients_are_divided_after_the_sum(settings: dict[str, Any])
         parsed({"num_groups": 2, **settings}, "horovod", 2)
 
 
+def test_a_static_graph_exchanges_in_its_first_backward_pass() -> None:
+    """Otherwise torch stops at an internal assertion."""
+    parsed({"static_graph": True, "batches_per_allreduce": 2}, "horovod", 2)  # which has none
+    with pytest.raises(UserError, match="--static-graph: cannot be combined with --batches-per"):
+        parsed({"static_graph": True, "batches_per_allreduce": 2}, "ddp", 2)
+
+
 def test_check_accepts_the_presets() -> None:
     for preset in PRESETS.values():
         check(replace(preset(), data="/imagenet"), "ddp", 4)

@@ -23,7 +23,7 @@ REASONS = {
     "sums over ranks": ("hvd.allreduce(", "dist.all_reduce("),
     "rank 0's values": ("hvd.broadcast(", "dist.broadcast("),
     "SyncBatchNorm": ("SyncBatchNorm",),
-    "Adasum's learning rate": ("Adasum", "linear scaling rule"),
+    "Adasum's learning rate": ("Adasum", "use_adasum", "linear scaling rule"),
     "wrap, broadcast and compression": (
         "hvd.DistributedOptimizer(",
         "DistributedDataParallel(",

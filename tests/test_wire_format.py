@@ -1,4 +1,4 @@
-"""`--wire-format auto` takes what is faster, and all ranks take the same."""
+"""`--wire-format auto` takes what trains faster, and all ranks take the same."""
 
 import time
 
@@ -9,51 +9,75 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.device import own_row
-from recipe.wire_format import ROUNDS, settle_wire_format
+from recipe.wire_format import FORMATS, ROUNDS, settle_wire_format
 
-MODEL = nn.Linear(100, 10)
-AUTO = a_config(wire_format="auto")
+MODEL = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+AUTO = a_config(wire_format="auto", train_crop_size=8, batches_per_allreduce=3)
 
 
-def settle(slow: torch.dtype, config: Config = AUTO, size: int = 2) -> Config:
-    """Two ranks with equal gradients, on a network that is slow with one number format."""
+def settle(
+    slow: str, others: list[float] | None = None, config: Config = AUTO
+) -> tuple[Config, list[Config]]:
+    """Rank 0 of two, whose steps are slow with one number format; `others` are the seconds of the
+    other rank, which is ready at once if they are left out. Also what was distributed."""
+    distributed: list[Config] = []
+
+    def distribute(model: nn.Module, config: Config) -> tuple[nn.Module, torch.optim.Optimizer]:
+        assert model is not MODEL  # which must not be trained
+        distributed.append(config)
+        model.register_forward_pre_hook(
+            lambda *_: time.sleep(0.02 if config.wire_format == slow else 0.001)
+        )
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        if values.dtype == torch.float64:  # the times: the other rank's row is left empty
-            return values
-        time.sleep(0.02 if values.dtype == slow else 0.001)
-        return values * size
+        if others is not None and len(values) > 1:
+            row = torch.tensor(others * (1 + ROUNDS), dtype=torch.float64)
+            return values + own_row(a_world(1, 2), row)
+        return values
 
-    return settle_wire_format(config, a_world(0, size), MODEL, CPU, sum_over_ranks)
+    chosen = settle_wire_format(config, a_world(0, 2), MODEL, CPU, distribute, sum_over_ranks)
+    return chosen, distributed
 
 
 def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert settle(slow=torch.float32).wire_format == "fp16"
-    assert settle(slow=torch.float16).wire_format == "fp32"
+    chosen, distributed = settle(slow="fp32")
+    assert chosen.wire_format == "fp16" and chosen.batches_per_allreduce == 3
+    assert [one.wire_format for one in distributed] == list(FORMATS)
+    assert all(one.batches_per_allreduce == 1 for one in distributed)
+    assert settle(slow="fp16")[0].wire_format == "fp32"
     lines = capsys.readouterr().out.splitlines()
     assert [line[:17] for line in lines] == ["wire format: fp16", "wire format: fp32"]
 
 
+def test_the_network_stays_as_it_was() -> None:
+    before = {name: value.clone() for name, value in MODEL.state_dict().items()}
+    settle(slow="fp32")
+    assert all(torch.equal(before[name], value) for name, value in MODEL.state_dict().items())
+    assert all(parameter.grad is None for parameter in MODEL.parameters())
+
+
 def test_a_format_that_is_named_is_not_measured() -> None:
-    def fail(values: torch.Tensor) -> torch.Tensor:
+    for name in FORMATS:
+        config = a_config(wire_format=name)
+        chosen, distributed = settle(slow="fp32", config=config)
+        assert chosen is config and not distributed
+
+
+def test_one_worker_sends_nothing() -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("measured")
 
-    for name in ("fp32", "fp16"):
-        config = a_config(wire_format=name)
-        assert settle_wire_format(config, a_world(0, 2), MODEL, CPU, fail) is config
-    alone = settle_wire_format(AUTO, a_world(0, 1), MODEL, CPU, fail)
-    assert alone.wire_format == "fp32"
-
-
-def test_the_slowest_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of 2 is slow with fp16; rank 0, which is not, comes to the same choice."""
-    others = torch.tensor([[0.001, 5.0]] * ROUNDS, dtype=torch.float64).flatten()
-
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        if values.dtype == torch.float64:
-            return values + own_row(a_world(1, 2), others)
-        time.sleep(0.02 if values.dtype == torch.float32 else 0.001)
-        return values * 2
-
-    chosen = settle_wire_format(AUTO, a_world(0, 2), MODEL, CPU, sum_over_ranks)
+    chosen = settle_wire_format(AUTO, a_world(0, 1), MODEL, CPU, fail, fail)  # type: ignore[arg-type]
     assert chosen.wire_format == "fp32"
+
+
+def test_fp16_must_gain_something() -> None:
+    """It rounds: of two that are equally fast, as far as timing can tell, fp32 is taken."""
+    assert settle(slow="none", others=[1.0, 0.99])[0].wire_format == "fp32"
+    assert settle(slow="none", others=[1.0, 0.97])[0].wire_format == "fp16"
+
+
+def test_the_slowest_rank_decides_for_all() -> None:
+    """Rank 1 of 2 is slow with fp16; rank 0, which is not, comes to the same choice."""
+    assert settle(slow="fp32", others=[0.001, 5.0])[0].wire_format == "fp32"
