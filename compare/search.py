@@ -5,7 +5,7 @@ Knows nothing of runs: whoever searches brings a function that measures.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -50,7 +50,6 @@ class Trial:
     knob: str
     value: Value
     estimate: Estimate | None  # None: its first run failed
-    rounds: int
     failed: bool
     kept: bool = False
 
@@ -111,18 +110,13 @@ def try_knob(knob: Knob, best: Knobs, measure: Measure, rounds: int, seed: int) 
             knob.name,
             value,
             estimate_ratio(*zip(*pairs[value.shown], strict=True)) if pairs[value.shown] else None,
-            len(pairs[value.shown]),
             value.shown in failed,
         )
         for value in knob.values
     ]
     survivors = [t for t in trials if t.value in alive and t.estimate and is_gain(t.estimate)]
-    if not survivors:
-        return trials
-    winner = max(survivors, key=lambda trial: trial.estimate.ratio if trial.estimate else 0.0)
-    return [
-        Trial(t.knob, t.value, t.estimate, t.rounds, t.failed, kept=t is winner) for t in trials
-    ]
+    winner = max(survivors, key=lambda t: t.estimate.ratio if t.estimate else 0.0, default=None)
+    return [replace(trial, kept=trial is winner) for trial in trials]
 
 
 class SearchError(Exception):

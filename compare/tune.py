@@ -24,12 +24,13 @@ from typing import Any
 import recipe.errors
 from compare import preflight
 from compare.errors import UserError
-from compare.files import replace_file, write_json
-from compare.hosts import SLURM, placement
+from compare.files import replace_file, utc_stamp, write_json
+from compare.hosts import SLURM, is_only_here, placement
 from compare.launch import duration, print_line, print_tail, start_and_wait, utc_now
 from compare.options import TUNING_ROUNDS, command_words, script_path
 from compare.paired import Estimate, estimate_ratio
 from compare.plan import (
+    CONFIGURATIONS,
     Configuration,
     Plan,
     Run,
@@ -125,7 +126,8 @@ def knobs_for(configuration: Configuration, plan: Plan) -> list[Knob]:
     if configuration.engine == "ddp":
         return ddp_knobs()
     workers = max(plan.workers)
-    on_gpus = "--no-cuda" not in plan.trainer_arguments and preflight.visible_gpus() > 0
+    arguments = plan.run(0, plan.cases[0], configuration, workers).arguments
+    on_gpus = "--no-cuda" not in arguments and preflight.visible_gpus() > 0
     by_nccl = on_gpus and preflight.horovod_has_nccl()
     by_mpi = not by_nccl and configuration.controller != "gloo" and is_open_mpi()
     hosts = 1 if plan.hosts is None else len(placement(workers, plan.hosts))
@@ -145,6 +147,7 @@ def free_knobs(
     case = plan.cases[0]
     words = (*plan.trainer_arguments, *case.flags, *configuration.flags)
     given = {flag_name(word) for word in words}
+    passes = last_value(words, "--batches-per-allreduce")
     set_already = environ.keys() | configuration.variables.keys()
     free, lines = [], []
     for knob in knobs:
@@ -156,6 +159,8 @@ def free_knobs(
             lines.append(f"{knob.name} is left as it is: {own[0]} is set already")
         elif knob.name == "num_groups" and not takes_groups(words):
             lines.append("num_groups is left out: groups of gradients are for fp32 averages only")
+        elif knob.name == "static_graph" and passes not in (None, "1"):
+            lines.append("static_graph is left out: not with --batches-per-allreduce")
         else:
             free.append(knob)
     return free, lines
@@ -195,6 +200,12 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
                 f"--{name.replace('_', '-')} {value}: does not go together with --tune, which runs "
                 "here, until it is done; leave it out (inside salloc take --hosts slurm)"
             )
+    if options.blocks is not None:
+        raise UserError(f"--blocks {options.blocks}: with --tune give --rounds")
+    if options.tune.is_dir():
+        raise UserError(
+            f"--tune {options.tune}: is a folder; name a file, as in {options.tune / 'knobs.toml'}"
+        )
     if options.rounds is None:
         options.rounds = TUNING_ROUNDS
     if options.rounds < LEAST_ROUNDS:
@@ -208,7 +219,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
             "it, as in --case 'NAME=flags'"
         )
     arguments = list(plan.trainer_arguments)
-    if "--knobs" in map(flag_name, arguments):
+    if "--knobs" in map(flag_name, (*arguments, *plan.cases[0].flags)):
         raise UserError("--knobs among the trainers' flags: --tune begins from the defaults")
     steps = last_value((*arguments, *plan.cases[0].flags), "--max-steps")
     if steps is None:
@@ -224,6 +235,10 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     for configuration in sorted(known, key=lambda c: bool(c.flags or c.environment)):
         chosen.setdefault(configuration.engine, configuration)
     order = [c.name for c in known if c in chosen.values()]
+    if options.configurations and (rest := [c.name for c in known if c.name not in order]):
+        raise UserError(
+            f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}"
+        )
     cleared = [replace(c, flags=tuple(without_flag(c.flags, "--knobs"))) for c in plan.defined]
     return replace(
         plan,
@@ -234,6 +249,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         blocks=1,
         phase_steps=0,
         until_interval=None,
+        null=False,
         trainer_arguments=tuple(arguments),
     )
 
@@ -263,7 +279,8 @@ class Runner:
         self.most -= 1
         if is_complete(target) and command_of(target) == shlex.join(run.command(log_dir)):
             self.taken += 1
-            self.note_load(read_json(target / "outcome.json").get("other_load"))
+            if (outcome := target / "outcome.json").exists():  # not if stopped at its very end
+                self.note_load(read_json(outcome).get("other_load"))
             return images_per_second(target)
         return self.start(run, log_dir, target, place)
 
@@ -464,14 +481,18 @@ def warm_up(configuration: Configuration, plan: Plan, folder: Path) -> None:
 def check_against_defaults(
     configuration: Configuration, knobs: Knobs, runner: Runner, rounds: int
 ) -> Estimate:
-    """Measure the knobs as the trainers will read them, from a file, against none: in fresh runs,
-    since those by which they were chosen flatter them."""
-    engine = configuration.engine
-    path = runner.folder / f"{engine}.toml"
-    replace_file(path, knobs_text({engine: knobs}))
+    """Measure the knobs against none: in fresh runs, since those by which they were chosen flatter
+    them. The trainers read them from a file, as they will, unless hosts may not see the folder."""
+    engine, plan = configuration.engine, runner.plan
+    path, text = runner.folder / f"{engine}.toml", knobs_text({engine: knobs})
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        # Runs with other knobs had the same command: they must not be taken for these.
+        shutil.rmtree(runner.folder / engine / "check", ignore_errors=True)
+    replace_file(path, text)
     tuned = replace(configuration, flags=(*configuration.flags, "--knobs", str(path)))
+    if not is_only_here(max(plan.workers), plan.hosts):
+        tuned = with_knobs(configuration, knobs)
     speeds: dict[str, list[float]] = {"defaults": [], "tuned": []}
-    runner.most = 2 * rounds
     for number in range(1, rounds + 1):
         order = list(speeds)
         random.Random(f"{runner.plan.seed}/check/{number}").shuffle(order)
@@ -499,10 +520,8 @@ def trial_lines(trials: Sequence[Trial]) -> list[str]:
     """Return the lines that tell what became of a knob's values."""
     lines = [f"  {trials[0].knob}"] if trials else []
     for trial in trials:
-        if trial.failed:
+        if trial.failed or trial.estimate is None:
             what = "a run failed: left out"
-        elif trial.estimate is None:
-            what = "not measured"
         else:
             what = f"{ratio_words(trial.estimate)}: {'kept' if trial.kept else 'not kept'}"
         lines.append(f"    {trial.value.shown:<18} {what}")
@@ -555,8 +574,11 @@ def write_file(path: Path, found: Sequence[Found], plan: Plan, argv: Sequence[st
             print(f"warning: {error}; nothing is taken over from it")
             old = {}
         kept = {engine: knobs for engine, knobs in old.items() if engine not in tuned}
-        path.replace(path.with_name(f"{path.name}.old"))
-        print(f"the file that was there is now {path}.old")
+        aside = path.with_name(f"{path.name}.old")
+        if aside.exists():  # which may have been written by hand
+            aside = path.with_name(f"{path.name}.old-{utc_stamp()}")
+        shutil.copyfile(path, aside)
+        print(f"the file that was there is now {aside}")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, file_text(found, kept, plan, argv))
     read_all_knobs(path)
@@ -614,7 +636,7 @@ def commented(text: str) -> list[str]:
     """Return a text as lines of a comment; one that is indented is a command or a row, and stays
     whole."""
     if text.startswith(" "):
-        return [f"# {text}"]
+        return [f"# {line}" for line in text.splitlines()]  # quoted words may have several
     return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
 
 
@@ -622,9 +644,27 @@ def comparison_command(plan: Plan, path: Path) -> str:
     """Return the command that compares the tuned engines on the training they were tuned for."""
     words = ["python", script_path(), "--workers", str(max(plan.workers)), "--blocks", "7"]
     words += ["--configurations", *(c.name for c in plan.members())]
+    for own in plan.members():
+        if own.name not in CONFIGURATIONS:
+            words += ["--define", f"{own.name}={definition_words(own)}"]
+    if plan.global_batch_size is not None:
+        words += ["--global-batch-size", str(plan.global_batch_size)]
+        words += ["--global-learning-rate", repr(plan.global_learning_rate)]
     if plan.hosts is not None:
         words += ["--hosts", SLURM if plan.is_allocation else plan.hosts]
     if plan.network_interface is not None:
         words += ["--network-interface", plan.network_interface]
     arguments = (*plan.trainer_arguments, *plan.cases[0].flags, "--knobs", str(path))
     return shlex.join([*words, "--", *arguments])
+
+
+def definition_words(own: Configuration) -> str:
+    """Return what --define says of a configuration: its base, variables and flags."""
+    kind = (own.engine, own.launcher, own.controller)
+    base = next(
+        one.name
+        for one in CONFIGURATIONS.values()
+        if (one.engine, one.launcher, one.controller) == kind
+    )
+    variables = [f"{name}={value}" for name, value in own.environment.items()]
+    return shlex.join([base, *variables, *own.flags])

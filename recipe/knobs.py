@@ -21,6 +21,7 @@ knob, so that tuned runs can be compared with others.
 """
 
 import difflib
+import json
 import math
 import os
 import re
@@ -222,21 +223,19 @@ def set_variables(
 
 def knobs_text(knobs: Mapping[str, Knobs]) -> str:
     """The file's text: what `read_all_knobs` reads back as `knobs`."""
+    # JSON's numbers, strings, true and false are TOML's, too.
     parts = []
     for engine, own in knobs.items():
         if own.settings or not own.variables:
-            lines = [f"{name} = {_toml(value)}" for name, value in own.settings.items()]
+            lines = [
+                f"{name} = {json.dumps(value, ensure_ascii=False)}"
+                for name, value in own.settings.items()
+            ]
             parts.append("\n".join([f"[{engine}]", *lines]))
         if own.variables:
-            lines = [f"{name} = {_toml(value)}" for name, value in own.variables.items()]
+            lines = [
+                f"{name} = {json.dumps(value, ensure_ascii=False)}"
+                for name, value in own.variables.items()
+            ]
             parts.append("\n".join([f"[{engine}.environment]", *lines]))
     return "\n\n".join(parts) + "\n"
-
-
-def _toml(value: bool | float | int | str) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return repr(value)

@@ -44,8 +44,8 @@ def settle_wire_format(
     """
     if config.wire_format != "auto":
         return config
-    if world.size == 1:
-        return replace(config, wire_format="fp32")  # nothing is sent
+    if world.size == 1 or config.evaluate:
+        return replace(config, wire_format="fp32")  # no gradients are sent
     steps = [
         trial(replace(config, wire_format=name), model, device, distribute) for name in FORMATS
     ]
@@ -53,14 +53,14 @@ def settle_wire_format(
     def seconds(step: Callable[[], None]) -> float:
         """How long a training step takes on this rank."""
         step()  # after the other format's, Horovod agrees anew on what it sends
-        sum_over_ranks(torch.zeros(1))  # the ranks begin together
+        sum_over_ranks(torch.zeros(1)).item()  # the ranks begin together
         started = time.perf_counter()
         step()
         return time.perf_counter() - started
 
     own = [[seconds(step) for step in steps] for _ in range(1 + ROUNDS)]
     row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
-    rows = sum_over_ranks(row.to(device)).cpu()
+    rows = sum_over_ranks(row).cpu()
     slowest = rows.view(world.size, 1 + ROUNDS, len(FORMATS)).amax(dim=0)
     fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
     chosen: WireFormat = "fp16" if LEAST_GAIN * fp16 < fp32 else "fp32"

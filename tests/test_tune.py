@@ -21,6 +21,7 @@ from compare.run import main
 from compare.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
 from compare.tune import (
     Found,
+    comparison_command,
     ddp_knobs,
     file_text,
     free_knobs,
@@ -168,9 +169,28 @@ def test_the_plan_of_a_search() -> None:
     assert plan.trainer_arguments[-2:] == ("--max-steps", "40")
     plan = tuned_plan("tuned-against-tuned")  # whose file of knobs is not there yet
     assert plan.configurations == ("ddp-torchrun", "horovod-mpi")
-    assert "--knobs" not in " ".join(plan.run(0, plan.cases[0], c, 2).command(Path("x"))[0]
-                                     for c in plan.members())  # fmt: skip
+    alone = tuned_plan("tuned-against-tuned", "--configurations", "ddp-tuned")
+    for one in (plan, alone):
+        for member in one.members():
+            assert "--knobs" not in one.run(0, one.cases[0], member, 2).command(Path("x"))
     assert tuned_plan("--configurations", "horovod-gloo").configurations == ("horovod-gloo",)
+    assert not tuned_plan("null-test").null  # or each would be tuned twice
+
+
+def test_the_comparison_is_of_the_training_that_was_tuned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("k.toml").touch()
+    own = "mine=horovod-mpi HOROVOD_CYCLE_TIME=1 --fp16-allreduce"
+    words = ["--define", own, "--configurations", "ddp-torchrun", "mine"]
+    words += ["--global-batch-size", "64", "--global-learning-rate", "0.1", "--", "--epochs", "2"]
+    plan = tuned_plan(*words)
+    command = tune_module.shlex.split(comparison_command(plan, Path("k.toml")))
+    same = run_module.make_plan(parse_options(command[2:], ""))
+    assert same.members() == plan.members()
+    assert (same.global_batch_size, same.global_learning_rate) == (64, 0.1)
+    assert same.trainer_arguments == (*plan.trainer_arguments, "--knobs", "k.toml")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +201,10 @@ def test_the_plan_of_a_search() -> None:
         (["--case", "a=--epochs 1", "--case", "b=--epochs 2"], "several cases (a, b)"),
         (["--null"], "--null True: does not go together with --tune"),
         (["--slurm", "--nodes 2"], "does not go together with --tune"),
+        (["--blocks", "5"], "with --tune give --rounds"),
+        (["--tune", "."], "is a folder; name a file"),
+        (["--case", "a=--knobs x.toml"], "begins from the defaults"),
+        (["--configurations", "horovod-mpi", "horovod-gloo"], "leave out horovod-gloo"),
         (["--", "--knobs", "x.toml"], "begins from the defaults"),
         (["--", "--max-steps", "7"], "the first steps of a run do not count"),
     ],
@@ -198,7 +222,7 @@ def found(engine: str, knobs: Knobs, ratios: list[float] | None) -> Found:
     name = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}[engine]
     check = estimate_ratio(ratios, [1.0] * len(ratios)) if ratios else None
     value = Value("50", knobs.settings, knobs.variables)
-    kept = Trial("bucket_cap_mb", value, check, 5, False, kept=True)
+    kept = Trial("bucket_cap_mb", value, check, False, kept=True)
     record = {"hosts": ["a", "b"], "device_name": "A Processor 9000", "torch": "2.14.1"}
     tried = (kept,) if knobs != Knobs() else ()
     return Found(CONFIGURATIONS[name], knobs, tried, check, record)
@@ -219,6 +243,22 @@ def test_the_file_tells_where_it_is_from_and_what_each_knob_gained(tmp_path: Pat
     assert read_all_knobs(tmp_path / "k.toml") == {"ddp": Knobs({"bucket_cap_mb": 50.0}, {})}
     none = file_text([found("ddp", Knobs(), None)], {}, plan_of(), [])
     assert "nothing was shown to be faster" in none and "[ddp]" not in none
+
+
+def test_quoted_words_of_several_lines_stay_in_the_comment(tmp_path: Path) -> None:
+    ddp = found("ddp", Knobs({}, {"NCCL_ALGO": 'a\n"b"'}), GAIN)
+    text = file_text([ddp], {}, plan_of(), ["--case", "big=--arch resnet50\n --epochs 2"])
+    (tmp_path / "k.toml").write_text(text)
+    assert read_all_knobs(tmp_path / "k.toml") == {"ddp": ddp.knobs}
+
+
+def test_a_file_that_was_written_by_hand_is_never_lost(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text("[ddp]\nstatic_graph = true\n")
+    for cap in (50.0, 60.0):
+        write_file(path, [found("ddp", Knobs({"bucket_cap_mb": cap}), GAIN)], plan_of(), [])
+    assert len(list(tmp_path.iterdir())) == 3
+    assert "static_graph" in path.with_name("k.toml.old").read_text()
 
 
 def test_the_other_engine_s_table_is_kept(tmp_path: Path) -> None:
@@ -294,6 +334,27 @@ def test_a_whole_search(starts: Starts, capsys: pytest.CaptureFixture[str]) -> N
     assert len(starts.commands) == made
     assert main(["--tune", "k.toml", "--rounds", "3", "--new"]) == 0
     assert len(starts.commands) == 2 * made
+
+
+def test_other_knobs_are_checked_by_runs_of_their_own(starts: Starts) -> None:
+    """Though their commands, which name the file, are those of the runs before."""
+    assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
+    stale = Path("runs/tune-k/ddp.toml")
+    stale.write_text(stale.read_text().replace("50", "9"))
+    made = len(starts.commands)
+    assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
+    assert len(starts.commands) == made + 2 * 3
+    assert read_all_knobs(stale)["ddp"].settings == {"bucket_cap_mb": 50.0}
+
+
+def test_a_run_that_was_stopped_at_its_very_end_counts(starts: Starts) -> None:
+    """With its summary, and before its launcher's end was noted."""
+    assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
+    for outcome in list(Path("runs/tune-k/ddp").rglob("outcome.json")):
+        outcome.unlink()
+    made = len(starts.commands)
+    assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
+    assert len(starts.commands) == made
 
 
 @pytest.mark.parametrize("after", [1, 4, 9, 20])
