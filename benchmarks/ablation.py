@@ -20,13 +20,12 @@ SECONDS = 600
 
 def measure(side: Side, folder: Path) -> dict[str, Any]:
     """The `phases` of a short run of a side's command: seconds a step, of the mean rank."""
-    folder.mkdir(parents=True, exist_ok=True)
     say(f"what binds {side.name}? {STEPS} steps with --ablation-steps {STRETCH}")
     command = side.command(folder.resolve(), 0)
     command += ["--ablation-steps", str(STRETCH), "--max-steps", str(STEPS)]
-    # No evaluation to speak of at the end.
+    # One epoch: no evaluation comes between the steps, and the one at the end is short.
     at = command.index("--synthetic-images")
-    command[at + 1] = str(side.images_per_step)
+    command[at + 1] = str(side.images_per_step * STEPS)
     process, mark = start_process(side, command, folder)
     try:
         process.wait(SECONDS)

@@ -237,15 +237,26 @@ def row_from(values: dict[str, Any]) -> Row:
     return Row(**{**kept, "blocks": tuple(kept["blocks"]), "notes": tuple(kept["notes"])})
 
 
-def read_rows(folder: Path, name: str) -> list[Row] | None:
-    """The rows of a finished benchmark; None if it has not been measured in this folder."""
+def read_rows(folder: Path, name: str, options: Options | None = None) -> list[Row] | None:
+    """The rows of a finished benchmark; None if it has not been measured in this folder.
+
+    BenchmarkError if it was measured with --gpu or --quick, and `options` say otherwise, or the
+    other way round.
+    """
     path = record_path(folder, name)
     if not path.exists():
         return None
     try:
-        return [row_from(values) for values in json.loads(path.read_text())["rows"]]
+        record = json.loads(path.read_text())
+        rows = [row_from(values) for values in record["rows"]]
+        measured = record.get("options", {})
     except (ValueError, KeyError, TypeError) as error:
         raise BenchmarkError(f"{path}: is no record of a benchmark ({error!r})") from None
+    for flag in ("gpu", "quick"):
+        if options is not None and measured.get(flag, False) != getattr(options, flag):
+            how = "with" if measured.get(flag) else "without"
+            raise BenchmarkError(f"{path}: was measured {how} --{flag}; take another --out")
+    return rows
 
 
 def machine() -> dict[str, Any]:

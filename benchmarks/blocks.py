@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 from compare.files import write_json
-from compare.launch import busy_cpu_seconds, end_processes, start_watchdog
+from compare.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
 from compare.paired import Estimate, estimate_ratio
 from compare.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
 
@@ -304,20 +304,27 @@ def run_block(
             noise = f"; others kept {load_now:.1f} cores busy" if load_now > QUIET_CORES else ""
             say(f"{label}, round {round_}, {quiet} of {rounds} quiet: {told} images/s{noise}")
     block = Block(number, tuple(side.name for side in sides), round(load, 2), tuple(turns))
-    record = {"commands": [side.shown() for side in sides], "rounds": rounds, **asdict(block)}
-    write_json(folder / "block.json", record)
+    write_json(folder / "block.json", {**origin(sides, rounds), **asdict(block)})
     return block
 
 
+def origin(sides: Sequence[Side], rounds: int) -> dict[str, Any]:
+    """What a finished block must have in common with one that it is to stand for."""
+    from recipe.environment import git_commit
+
+    commands = [side.shown() for side in sides]
+    return {"commands": commands, "rounds": rounds, "git_commit": git_commit()}
+
+
 def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | None:
-    """The block that an interrupted call has left in this folder, if it was of the same sides."""
+    """The block that an interrupted call has left in this folder, if it was of the same sides
+    and sources."""
     path = folder / "block.json"
     if not path.exists():
         return None
     record = json.loads(path.read_text())
-    if record.pop("commands") != [side.shown() for side in sides]:
-        return None
-    if record.pop("rounds") != rounds:
+    expected = origin(sides, rounds)
+    if {name: record.get(name) for name in expected} != expected:
         return None
     turns = tuple(Turn(**turn) for turn in record["turns"])
     return Block(record["number"], tuple(record["order"]), record["load_before"], turns)
@@ -400,7 +407,6 @@ class Stage:
         self.sides.append(side)
         for copy in range(side.copies):
             folder = self.folder / side.name / str(copy)
-            folder.mkdir(parents=True)
             command = side.command(folder.resolve(), copy, turns=["--socket", self.address])
             process, _ = start_process(side, command, folder, self.mark)
             self.processes.append((side, process, folder))
@@ -452,14 +458,15 @@ class Stage:
         told = dict[int, list[dict[str, Any]]]()
         for performer, message in self.receive("turn", len(performers), TURN_SECONDS):
             told.setdefault(performer.copy, []).append(message)
-        seconds, busy = time.monotonic() - began, busy_cpu_seconds() - busy
+        own = sum(message["cpu_seconds"] for messages in told.values() for message in messages)
         if side.copies > 1:
             tell(performers, {"kind": "hold"})
-            for _ in self.receive("held", len(performers), TURN_SECONDS):
-                pass
+            # Who was done first has gone on: that, too, is the side's own load.
+            held = self.receive("held", len(performers), TURN_SECONDS)
+            own = sum(message["cpu_seconds"] for _, message in held)
+        seconds, busy = time.monotonic() - began, busy_cpu_seconds() - busy
         self.stop(side)
         turn = make_turn(side, round_, told)
-        own = turn.cpu_seconds_per_image * side.steps * side.images_per_step * side.copies
         return replace(turn, other_load=max(0.0, round((busy - own) / seconds, 3)))
 
     def receive(
@@ -487,7 +494,10 @@ class Stage:
             new = Performer("", 0, connection)
             self.selector.register(connection, selectors.EVENT_READ, new)
             return
-        received = performer.connection.recv(65536)
+        try:
+            received = performer.connection.recv(65536)
+        except ConnectionResetError:
+            received = b""
         if not received:  # the process has ended: look_after finds its launcher
             self.selector.unregister(performer.connection)
             return
@@ -538,8 +548,10 @@ class Stage:
 def start_process(
     side: Side, command: list[str], folder: Path, mark: str | None = None
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a side's command, its output in `folder`; returns it with the mark by which
+    """Start a side's command, its output in `folder`, which is emptied first: what an earlier call
+    left there would be taken for this one's. Returns it with the mark by which
     compare.launch.end_processes finds all that it starts."""
+    clear_folder(folder, keep_failure=False)
     mark = mark or f"{os.getpid()}-{time.time_ns()}"
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
     with (folder / "output.log").open("wb") as log:
@@ -575,9 +587,10 @@ def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> 
 
 
 def tell(performers: Sequence[Performer], message: dict[str, Any]) -> None:
-    """Send processes a message."""
+    """Send processes a message; of one that has ended `Stage.look_after` finds the launcher."""
     for performer in performers:
-        performer.connection.sendall((json.dumps(message) + "\n").encode())
+        with contextlib.suppress(ConnectionError):
+            performer.connection.sendall((json.dumps(message) + "\n").encode())
 
 
 def tail(folder: Path) -> str:

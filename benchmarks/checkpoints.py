@@ -36,7 +36,8 @@ def measure(options: bench.Options) -> bench.Measured:
         trainer_side("without", "ddp", workload, steps, warm_up=warm_up),
     ]
     # A turn is ten times as long as elsewhere, and fewer of them do.
-    rounds = options.turns if options.quick else max(3, options.turns // 3)
+    given = options.quick or options.turns_given
+    rounds = options.turns if given else max(3, options.turns // 3)
     blocks = run_blocks(sides, options, "7", rounds)
     row = bench.Row(7, "throughput with a checkpoint every 100 steps / without", GOAL)
     row = row.compared(blocks, "with", "without")

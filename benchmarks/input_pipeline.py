@@ -100,7 +100,6 @@ def run_block(
     side: Side, words: Sequence[str], order: tuple[str, ...], folder: Path, number: int
 ) -> Block:
     """Let all contenders take turns in a new process."""
-    folder.mkdir(parents=True, exist_ok=True)
     load = round(getloadavg()[0], 2)
     command = [*side.command(folder.resolve(), 0), *words]
     process, mark = start_process(side, command, folder)

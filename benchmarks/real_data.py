@@ -28,7 +28,7 @@ from compare.plan import ROOT
 
 GOALS = {8: 0.97, 12: 0.95}
 BEST = bench.BEST_FLAGS
-COPIES = 20  # names of each file
+COPIES = 40  # names of each file
 
 
 def measure(options: bench.Options) -> bench.Measured:
@@ -63,11 +63,11 @@ def make_jpegs(folder: Path, images: int) -> Path:
 
     Each has COPIES names, so that no epoch ends, with its evaluation, while turns are taken.
     """
-    target = folder / str(images)
+    target = folder / f"{images}x{COPIES}"  # folders with fewer names may be there
     if not target.exists():
         say(f"making {images} JPEG files in {target}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{images}.draft")
+        draft = target.with_name(f".{target.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         command = [sys.executable, "tools/make_jpegs.py", str(draft.resolve())]
         done = subprocess.run(

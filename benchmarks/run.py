@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 
 from benchmarks import bench
@@ -125,23 +124,20 @@ def measure_all(entries: Sequence[Entry], options: bench.Options, again: bool) -
     began = time.monotonic()
     for index, entry in enumerate(entries):
         told = " and ".join(str(number) for number in numbers(entry, options.gpu))
-        kept = None if again else bench.read_rows(options.out, entry.name)
+        kept = None if again else bench.read_rows(options.out, entry.name, options)
         if kept and any(row.value is not None for row in kept):  # else it needed something
             say(f"== row {told}, {entry.name}: has its record in {options.out}")
             rows += kept
-            continue
-        module = f"benchmarks.{entry.name}"
-        if util.find_spec(module) is None:
-            say(f"== row {told}, {entry.name}: there is no such benchmark yet")
             continue
         minutes = (time.monotonic() - began) / 60
         say(f"== row {told}, {entry.name}: {index + 1} of {len(entries)}, after {minutes:.0f} min")
         try:
             rows += bench.measure_and_keep(
-                entry.name, importlib.import_module(module).measure, options
+                entry.name, importlib.import_module(f"benchmarks.{entry.name}").measure, options
             )
-        except BenchmarkError as error:
-            say(f"error: {error}")
+        except Exception as error:
+            known = isinstance(error, BenchmarkError)
+            say(f"error: {error if known else bench.unexpected(error)}")
             rows += [failed(number, entry.name) for number in numbers(entry, options.gpu)]
     if not options.gpu and any(entry.name == "real_data" for entry in entries):
         rows.append(NEEDS_A_GPU)

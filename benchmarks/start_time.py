@@ -72,7 +72,6 @@ def measure(options: bench.Options) -> bench.Measured:
 
 def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
-    folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "run" / "metrics.jsonl"
     began = time.monotonic()
     process, mark = start_process(side, side.command(folder.resolve(), 0), folder)

@@ -63,7 +63,7 @@ class Client:
             message: dict[str, Any] = json.loads(line) if line else {"kind": "end"}
             if message["kind"] == "hold":
                 synchronize()
-                self.tell("held")
+                self.tell("held", cpu_seconds=cpu_seconds() - self.cpu_start)
                 continue
             if message["kind"] == "go":
                 self.steps_left = message["steps"]

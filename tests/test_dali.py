@@ -22,7 +22,9 @@ def has_dali() -> bool:
         return False
 
 
-needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
+needs_dali = pytest.mark.skipif(
+    not has_dali(), reason="DALI is not installed: pip install -e '.[dali]'"
+)
 DEVICES = [
     CPU,
     pytest.param(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from launching import SMALL, launch, read_json, read_lines
-from test_dali import has_dali
+from test_dali import needs_dali
 
 from recipe.config import DataFlags
 from recipe.digits import prepare_digits
@@ -71,7 +71,7 @@ def test_resume_in_mid_epoch_under_the_other_engine(
     assert summary["input"]["files_per_second"] > 0
 
 
-@pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
+@needs_dali
 def test_resume_with_dali(whole: tuple[dict, list[float]], tmp_path: Path) -> None:
     """Which has pixels of its own, and so a training of its own; the order is the same."""
     arguments = "--dali --workers 1"
