@@ -6,7 +6,6 @@ One random batch, normalised once and for all; forward, loss, backward, SGD with
 no metrics, no schedule, no record, no other ranks.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -21,20 +20,12 @@ from recipe.device import keep_freed_memory
 
 def main() -> None:
     """Train until --steps, or for ever."""
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks/bare_loop.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = turns.loop_parser("bare_loop", __doc__)
+    parser.set_defaults(threads=1)
     add = parser.add_argument
-    add("--arch", default="resnet50", help="a classification model of torchvision")
-    add("--train-crop-size", type=int, default=224, help="side of the images, pixels")
-    add("--batch-size", type=int, default=32, help="images a step")
-    add("--threads", type=int, default=1, help="CPU threads")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast")
     add("--channels-last", action="store_true", help="NHWC images, as the trainers have them")
     add("--as-trainers", action="store_true", help="fused SGD, and freed memory is kept, as there")
-    add("--steps", type=int, help="end after so many (default: never)")
     add("--phases", type=Path, metavar="FILE", help="write each step's phases there (CPU only)")
     options = parser.parse_args()
 

@@ -51,6 +51,7 @@ END_SECONDS = 10.0
 TAIL_LINES = 20
 
 TAKE_TURNS = "benchmarks/take_turns.py"
+ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 LAUNCHED_BY = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}  # in compare's table
 

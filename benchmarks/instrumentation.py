@@ -25,7 +25,7 @@ GOAL = 0.995
 
 def measure(options: bench.Options) -> bench.Measured:
     """Measure the row, on DDP: the instruments know no engine."""
-    # Ten steps of the trainer's log are in every two turns.
+    # As many as --log-interval: each turn holds one writing of the record.
     workload, steps = Workload("resnet18", 64, 16), 10
     if options.gpu:
         workload, steps = gpu_workload(), 30

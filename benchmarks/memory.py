@@ -18,14 +18,23 @@ from pathlib import Path
 import psutil
 
 from benchmarks import bench
-from benchmarks.blocks import BenchmarkError, Side, Workload, say, start_process, tail, trainer_side
+from benchmarks.blocks import (
+    ENGINES,
+    BenchmarkError,
+    Side,
+    Workload,
+    say,
+    start_process,
+    tail,
+    trainer_side,
+)
 from benchmarks.real_data import make_jpegs
 from compare.launch import end_processes
 from compare.paired import estimate_ratio
 
 GOAL = 1.01
 TINY = Workload("squeezenet1_1", 32, 1)
-NAMES = {"ddp": "DDP", "horovod": "Horovod", "files": "DDP, JPEG files with a loader"}
+NAMES = {**ENGINES, "files": "DDP, JPEG files with a loader"}
 POLL_SECONDS = 0.2
 READINGS = 15  # around each of the two steps
 LIMIT_SECONDS = 200.0  # a run, of those that go on at once

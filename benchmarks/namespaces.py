@@ -138,7 +138,7 @@ def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator
             ip("-n", namespace, "link", "set", "lo", "up")
             made.append(Host(name, address, namespace, start_sshd(folder, name, namespace)))
         for host in made:
-            wait_until_reachable(host, folder)
+            wait_until_reachable(host, made[0], folder)
         yield made
     finally:
         for namespace in namespaces:
@@ -207,10 +207,11 @@ def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[byte
         )  # fmt: skip
 
 
-def wait_until_reachable(host: Host, folder: Path) -> None:
-    """Wait until one can log in there, from there."""
+def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:
+    """Wait until one can log in there from the first host: a machine's own rules for packets (such
+    as Docker's) may drop what goes from host to host."""
     deadline, told = time.monotonic() + START_SECONDS, "no answer"
-    command = host.inside("ssh", "-o", "ConnectTimeout=2", host.name, "hostname")
+    command = first.inside("ssh", "-o", "ConnectTimeout=2", host.name, "hostname")
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(

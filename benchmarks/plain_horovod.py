@@ -7,7 +7,6 @@ fp32, contiguous (NCHW) images, one fixed random batch that lies on the device, 
 DistributedOptimizer with its defaults, parameters and optimizer state broadcast once.
 """
 
-import argparse
 import os
 import time
 
@@ -23,18 +22,7 @@ YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
 def main() -> None:
     """Train until --steps, or for ever."""
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks/plain_horovod.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--arch", default="resnet50", help="a classification model of torchvision")
-    add("--train-crop-size", type=int, default=224, help="side of the images, pixels")
-    add("--batch-size", type=int, default=32, help="images a step and rank")
-    add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--steps", type=int, help="end after so many (default: never)")
-    options = parser.parse_args()
+    options = turns.loop_parser("plain_horovod", __doc__).parse_args()
 
     was_set = YIELDS in os.environ
     prepare_mpi(read_world())  # without it no single process starts on Open MPI's wheel ...

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import ablation, bench
-from benchmarks.blocks import Block, Side, Workload, run_blocks, trainer_side
+from benchmarks.blocks import ENGINES, Block, Side, Workload, run_blocks, trainer_side
 
 WORKERS = 2
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 
 
 @dataclass(frozen=True)

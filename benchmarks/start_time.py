@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks import bench
 from benchmarks.blocks import (
+    ENGINES,
     BenchmarkError,
     Side,
     say,
@@ -29,7 +30,6 @@ from compare.launch import end_processes
 from compare.paired import estimate_ratio
 
 GOAL = 2.0
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 120.0

@@ -3,8 +3,9 @@
     python benchmarks/trainer_overhead.py
 
 One worker of each engine, as a user starts it, and benchmarks/bare_loop.py take turns at the same
-network, batch and threads. Whatever the recipe and the engine add to a step (batches, metrics,
-clocks, records, the optimizer's wrapper) is in the ratio of their throughputs.
+network, batch and threads. Whatever the recipe and the engine add to each step (batches, metrics,
+clocks, the optimizer's wrapper) is in the ratio of their throughputs. What comes every tenth step,
+the record's lines, is in row 6.
 
 The bare loop is there twice: as torch comes, and with the trainers' fused optimizer and their way
 with freed memory (recipe/device.py). The second ratio is what the trainers cost; the first, what a
@@ -16,6 +17,7 @@ import sys
 
 from benchmarks import bench, phases
 from benchmarks.blocks import (
+    ENGINES,
     Side,
     Workload,
     estimate,
@@ -26,7 +28,6 @@ from benchmarks.blocks import (
 from benchmarks.workloads import QUICK, gpu_workload
 
 GOAL = 0.985
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 LOOPS = {"bare": "bare loop", "bare-as-trainers": "bare loop with the trainers' settings"}
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import bench, namespaces
 from benchmarks.blocks import (
+    ENGINES,
     BenchmarkError,
     Block,
     Side,
@@ -44,7 +45,6 @@ from benchmarks.blocks import (
     wait_for_quiet,
 )
 from benchmarks.namespaces import Host, HostsError
-from benchmarks.scaling import ENGINES
 from benchmarks.workloads import QUICK
 from compare.chart import (
     DASHES,

@@ -96,7 +96,13 @@ def verify_shards(root: Path) -> list[str]:
         shards = open_shards(root / part)
         with tqdm(total=len(shards), unit="image", desc=f"verifying {part}", disable=None) as bar:
             for index, data in enumerate(read_ahead(shards, range(len(shards)))):
-                decode(data, shards.name(index))
+                try:
+                    decode(data, shards.name(index))
+                except UserError as error:
+                    raise UserError(
+                        f"{error} That is, in the folder that the shards were made from; then "
+                        f"remove {shards.root} and make its shards again: what is there is kept."
+                    ) from error
                 bar.update()
         lines.append(f"{shards.root}: {len(shards):,} images are whole and can be decoded")
     return lines
@@ -159,7 +165,8 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
 def _write_shard(listing: Listing, indices: range, folder: Path, name: str, bar: tqdm) -> _Part:
     """Write one shard under another name, what the index needs to know of it, and then rename
     it."""
-    temporary = folder / UNFINISHED / name
+    # Of its own: on a file system without locks two processes may write the same shard.
+    temporary = folder / UNFINISHED / f"{name}.{os.uname().nodename}-{os.getpid()}"
     offsets, sizes, checksums = [], [], []
     with open(temporary, "wb") as file:
         # Without times, owners and rights of the files: the same images give the same bytes.

@@ -39,6 +39,17 @@ def a_config(**others: Any) -> Config:
     )
 
 
+def folder_config(root: Path, cache: Path | None = None, **others: Any) -> Config:
+    """Settings that name `root`/train and `root`/val."""
+    return a_config(
+        data=str(root),
+        train_dir=str(root / "train"),
+        val_dir=str(root / "val"),
+        cache_dir=str(cache or root / "cache"),
+        **others,
+    )
+
+
 class TinyNet(nn.Module):
     """A convolution, BatchNorm, and a linear layer: [N, 3, any, any] to [N, classes]."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import CPU, a_config, a_world, write_images
+from making import CPU, a_config, a_world, folder_config, write_images
 from PIL import Image
 
 from recipe.config import Config, check
@@ -58,15 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Config:
     root = tmp_path_factory.mktemp("images")
     write_photographs(root / "train", 4)
     write_images(root / "val", 2)
-    return a_config(
-        data=str(root),
-        train_dir=str(root / "train"),
-        val_dir=str(root / "val"),
-        cache_dir=str(root / "cache"),
-        train_crop_size=32,
-        hflip_prob=0.5,
-        random_crop_scale=(0.08, 1.0),
-    )
+    return folder_config(root, train_crop_size=32, hflip_prob=0.5, random_crop_scale=(0.08, 1.0))
 
 
 def batches_of(

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from making import CPU, a_config, a_world, write_images
+from making import CPU, a_config, a_world, folder_config, write_images
 
 from recipe import data as data_module
 from recipe.config import Config
@@ -42,12 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Config:
     root = tmp_path_factory.mktemp("images")
     write_images(root / "train", 3)
     write_images(root / "val", 2)
-    return a_config(
-        data=str(root),
-        train_dir=str(root / "train"),
-        val_dir=str(root / "val"),
-        cache_dir=str(root / "cache"),
-    )
+    return folder_config(root)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from making import CPU, a_config, a_world, write_images
+from making import CPU, a_config, a_world, folder_config, write_images
 
 from recipe import in_memory
 from recipe.config import Config
@@ -30,12 +30,7 @@ def folders(tmp_path: Path) -> Config:
     root = tmp_path / "images"
     write_images(root / "train", 3)
     write_images(root / "val", 2)
-    return a_config(
-        data=str(root),
-        train_dir=str(root / "train"),
-        val_dir=str(root / "val"),
-        cache_dir=str(tmp_path / "cache"),
-    )
+    return folder_config(root, tmp_path / "cache")
 
 
 @pytest.fixture
