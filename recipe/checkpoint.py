@@ -1,12 +1,17 @@
-"""Checkpoints: whole or not at all, and free of wrappers, so that they fit either engine."""
+"""Checkpoints: whole or not at all, and free of wrappers, so that they fit either engine.
+
+Training waits only for a copy in memory; a thread of rank 0 writes it to disk meanwhile.
+"""
 
 import argparse
+import copy
 import io
 import os
 import re
 import shutil
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,8 @@ from recipe.model import without_auxiliary_heads
 from recipe.world import World
 
 FORMAT = 1
+WRITER = ThreadPoolExecutor(1, "checkpoint")
+WRITING: list[Future[None]] = []  # by it; one at most
 
 
 @dataclass
@@ -44,18 +51,32 @@ class Trainables:
     ema: AveragedModel | None
 
 
-def save_checkpoint(path: Path, parts: Trainables, progress: Progress, config: Config) -> None:
-    """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
-    the old file whole."""
-    contents = {
+def contents_of(parts: Trainables, progress: Progress, config: Config) -> dict[str, Any]:
+    """What a checkpoint holds, copied into the CPU's memory: later steps do not change it."""
+    return {
         "format": FORMAT,
-        "model": parts.model.state_dict(),
-        "ema": parts.ema.state_dict() if parts.ema is not None else None,
-        "optimizer": parts.optimizer.state_dict(),
+        "model": _copied(parts.model.state_dict()),
+        "ema": _copied(parts.ema.state_dict()) if parts.ema is not None else None,
+        "optimizer": _copied(parts.optimizer.state_dict()),
         "scaler": parts.scaler.state_dict(),
         "progress": asdict(progress),
         "config": asdict(config),
     }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # with the versions of modules, an attribute of state dicts
+        copied.update((key, _copied(item)) for key, item in value.items())
+        return copied
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
+    """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
+    the old file whole."""
     # Always the same name, so that a killed run leaves one such file behind at most.
     temporary = path.with_name(".checkpoint.partial")
     try:
@@ -105,19 +126,35 @@ def keep_checkpoint(
     run_folder: Path,
     figures: dict[str, float],
 ) -> None:
-    """Rank 0 writes a checkpoint, makes it best.pt if the last evaluation's `figures` are the best
-    yet, deletes old ones."""
+    """Rank 0 copies what a checkpoint holds, and writes it while training goes on: makes it best.pt
+    if the last evaluation's `figures` are the best yet, and deletes old ones.
+
+    UserError if the one before could not be written.
+    """
     is_best = figures.get("top1", -1.0) > progress.best_top1
     progress.best_top1 = max(progress.best_top1, figures.get("top1", 0.0))
     if not world.is_first or config.keep_checkpoints == 0:
         return
-    folder = run_folder / "checkpoints"
-    path = step_path(folder, progress.step)
-    save_checkpoint(path, parts, progress, config)
+    finish_checkpoint()
+    path = step_path(run_folder / "checkpoints", progress.step)
+    contents = contents_of(parts, progress, config)
+    WRITING.append(WRITER.submit(_write_and_tidy, path, contents, is_best, config.keep_checkpoints))
+
+
+def finish_checkpoint() -> None:
+    """Wait until the checkpoint that is being written, if any, is on disk; UserError if it could
+    not be written."""
+    while WRITING:
+        WRITING.pop().result()
+
+
+def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: int) -> None:
+    folder = path.parent
+    save_checkpoint(path, contents)
     if is_best:
         _mark_best(folder, path)
     # Those of later steps were left by a run that this one has gone back behind, or are damaged.
-    kept = [file for file in checkpoints_in(folder) if file <= path][-config.keep_checkpoints :]
+    kept = [file for file in checkpoints_in(folder) if file <= path][-keep:]
     for file in checkpoints_in(folder):
         if file not in kept:
             file.unlink()

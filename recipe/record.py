@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from recipe.checkpoint import Progress
+from recipe.checkpoint import Progress, finish_checkpoint
 from recipe.config import Config
 from recipe.data import Data, open_input_meter, samples_per_step
 from recipe.device import cpu_seconds
@@ -368,7 +368,8 @@ class Recorder:
 
     def stop(self) -> None:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
-        and goes on with --resume."""
+        and goes on with --resume; UserError if its checkpoint could not be written."""
+        finish_checkpoint()
         self._close_instruments()
         kept = "the same command with --resume auto goes on"
         if self.config.keep_checkpoints == 0:
@@ -391,7 +392,8 @@ class Recorder:
 
     def close(self, summary: dict[str, Any]) -> None:
         """Write the summary, which marks the run as complete, and the hyper-parameters beside
-        TensorBoard's scalars."""
+        TensorBoard's scalars; UserError if the last checkpoint could not be written."""
+        finish_checkpoint()
         self._close_instruments()
         if not self.world.is_first:
             return

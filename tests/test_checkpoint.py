@@ -4,6 +4,7 @@ import argparse
 import copy
 import os
 import pickle
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from recipe.checkpoint import (
     Progress,
     Trainables,
     checkpoints_in,
+    contents_of,
     find_checkpoint,
+    finish_checkpoint,
     keep_checkpoint,
     load_on_all_ranks,
     load_weights,
@@ -94,7 +97,7 @@ PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, train_seconds=1.25)
 def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
     parts = trainables(steps=3)
     parts.scaler.update(1234.0)
-    save_checkpoint(tmp_path / "c.pt", parts, PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG))
     fresh = trainables(seed=1)
     assert everything(fresh) != everything(parts)
     assert restore(read(tmp_path / "c.pt"), fresh, CONFIG, "c.pt") == PROGRESS
@@ -108,7 +111,7 @@ def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_contents_are_free_of_wrappers(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     contents = read(tmp_path / "c.pt")
     assert set(contents["model"]) == set(TinyNet().state_dict())
     assert contents["config"]["arch"] == "tiny"
@@ -116,7 +119,7 @@ def test_contents_are_free_of_wrappers(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_checkpoint_s_settings(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", trainables(steps=1), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(steps=1), PROGRESS, CONFIG))
     config = replace(CONFIG, wd=0.5, momentum=0.25)
     fresh = trainables(config)
     restore(read(tmp_path / "c.pt"), fresh, config, "c.pt")
@@ -129,7 +132,7 @@ def test_failure_half_way_leaves_the_old_file(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c.pt"
-    save_checkpoint(path, trainables(), PROGRESS, CONFIG)
+    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG))
     before = path.read_bytes()
 
     def half(contents: object, file: Any) -> None:
@@ -138,7 +141,7 @@ def test_failure_half_way_leaves_the_old_file(
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else UserError) as raised:
-        save_checkpoint(path, trainables(seed=1), PROGRESS, CONFIG)
+        save_checkpoint(path, contents_of(trainables(seed=1), PROGRESS, CONFIG))
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["c.pt"]
     if kind is not KeyboardInterrupt:
@@ -147,14 +150,14 @@ def test_failure_half_way_leaves_the_old_file(
 
 def test_a_killed_run_leaves_one_partial_file_at_most(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint.partial").write_bytes(b"half a file")
-    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
 def test_others_may_read_it(tmp_path: Path) -> None:
     mask = os.umask(0o022)
     try:
-        save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     finally:
         os.umask(mask)
     assert (tmp_path / "c.pt").stat().st_mode & 0o777 == 0o644
@@ -165,6 +168,7 @@ def keep(folder: Path, step: int, top1: float | None, progress: Progress, **othe
     figures = {} if top1 is None else {"top1": top1}
     config = replace(CONFIG, **others)
     keep_checkpoint(trainables(), progress, config, a_world(), folder, figures)
+    finish_checkpoint()
 
 
 def names(folder: Path) -> list[str]:
@@ -173,6 +177,49 @@ def names(folder: Path) -> list[str]:
 
 def steps_of(folder: Path) -> list[int]:
     return [read(path)["progress"]["step"] for path in checkpoints_in(folder / "checkpoints")]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is the state of its step, however far training has come meanwhile."""
+    may_write, save = threading.Event(), torch.save
+
+    def late(contents: object, file: Any) -> None:
+        assert may_write.wait(30)
+        save(contents, file)
+
+    monkeypatch.setattr(torch, "save", late)
+    parts, progress = trainables(steps=2), Progress(step=2)
+    before = everything(parts)
+    keep_checkpoint(parts, progress, CONFIG, a_world(), tmp_path, {})
+    train(parts, 3)
+    progress.step = 5
+    assert everything(parts) != before and steps_of(tmp_path) == []
+    may_write.set()
+    finish_checkpoint()
+    assert steps_of(tmp_path) == [2]
+    fresh = trainables(seed=1)
+    restore(read(tmp_path / "checkpoints" / "step-000000002.pt"), fresh, CONFIG, "c.pt")
+    assert everything(fresh) == before
+
+
+@pytest.mark.parametrize("then", ["next", "end"])
+def test_a_checkpoint_that_could_not_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), tmp_path, {})
+        with pytest.raises(UserError, match=r"step-000000002.pt: .*written \(disk full\)"):
+            if then == "next":
+                keep_checkpoint(trainables(), Progress(step=3), CONFIG, a_world(), tmp_path, {})
+            else:
+                finish_checkpoint()
+    assert steps_of(tmp_path) == []
 
 
 def test_last_two_and_the_best(tmp_path: Path) -> None:
@@ -267,7 +314,7 @@ def test_auto_passes_over_a_damaged_file(
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "c.pt"
-    save_checkpoint(path, trainables(), PROGRESS, CONFIG)
+    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG))
     return path.read_bytes()
 
 
@@ -294,7 +341,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
 
 def test_all_ranks_get_rank_0_s_file(tmp_path: Path) -> None:
     """Only rank 0 reads; nothing but bytes and their number is sent."""
-    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     sent: list[torch.Tensor] = []
 
     def send(values: torch.Tensor) -> torch.Tensor:
@@ -333,7 +380,7 @@ def test_resume(tmp_path: Path) -> None:
     ],
 )
 def test_mismatch(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     config = replace(CONFIG, **changes)
     with pytest.raises(UserError, match=f"--resume c.pt: .*{words}"):
         restore(read(tmp_path / "c.pt"), trainables(config), config, "c.pt")
@@ -341,7 +388,7 @@ def test_mismatch(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
 
 def test_checkpoint_without_moving_average(tmp_path: Path) -> None:
     plain = replace(CONFIG, model_ema=False)
-    save_checkpoint(tmp_path / "c.pt", trainables(plain), PROGRESS, plain)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(plain), PROGRESS, plain))
     with pytest.raises(UserError, match="holds no moving average"):
         restore(read(tmp_path / "c.pt"), trainables(), CONFIG, "c.pt")
     evaluating = replace(CONFIG, evaluate=True)  # needs no more than the weights
@@ -349,7 +396,7 @@ def test_checkpoint_without_moving_average(tmp_path: Path) -> None:
 
 
 def test_other_number_of_classes(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", trainables(), PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     parts = trainables()
     parts.model = TinyNet(7)
     with pytest.raises(UserError, match=r"head.weight is \[3, 4\], not \[7, 4\].*classes"):
@@ -406,7 +453,7 @@ def test_weights_of_other_trainers(name: str, tmp_path: Path) -> None:
 
 def test_weights_of_this_project_and_of_old_files(tmp_path: Path) -> None:
     parts = trainables(steps=2)
-    save_checkpoint(tmp_path / "c.pt", parts, PROGRESS, CONFIG)
+    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG))
     model = TinyNet()
     load_weights(model, str(tmp_path / "c.pt"))
     assert torch.equal(model.conv.weight, parts.model.conv.weight)
