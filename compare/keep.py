@@ -96,7 +96,8 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
 
 def without_paths(text: str) -> str:
     """Replace the project's folder and the home directory, which say nothing elsewhere."""
-    return text.replace(f"{ROOT}/", "./").replace(f"{Path.home()}/", "~/")
+    text = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
+    return text.replace(f"{Path.home()}/", "~/")
 
 
 def write_report(folder: Path, is_comparison: bool) -> None:

@@ -15,7 +15,7 @@ def comparison(tmp_path: Path) -> Path:
     folder = make_comparison(tmp_path / "runs/compare-1")
     run = folder / "block-1/ddp-torchrun-1"
     edit(run / "config.json", cache_dir=str(Path.home() / ".cache/x"))
-    (run / "output.log").write_text(f"{ROOT}/ddp_train/train.py said something\n")
+    (run / "output.log").write_text(f"{ROOT}/ddp_train/train.py in {ROOT}, not {ROOT}2\n")
     (run / "tensorboard").mkdir()
     (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff\xfe")
     (run / "model.pt").write_bytes(b"\xff" * 100)
@@ -40,7 +40,7 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
     assert not [name for name in files if name.endswith(".pt")]
     run = kept / "block-1/ddp-torchrun-1"
     assert json.loads((run / "config.json").read_text())["cache_dir"] == "~/.cache/x"
-    assert (run / "output.log").read_text() == "./ddp_train/train.py said something\n"
+    assert (run / "output.log").read_text() == f"./ddp_train/train.py in ., not {ROOT}2\n"
     assert "draft" not in (kept / "report.html").read_text()
     # The copy says what the original says.
     assert report.main([str(comparison), "--markdown"]) == 0
