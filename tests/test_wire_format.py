@@ -1,6 +1,7 @@
 """`--wire-format auto` takes what trains faster, and all ranks take the same."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,6 +71,11 @@ def test_one_worker_sends_nothing() -> None:
 
     chosen = settle_wire_format(AUTO, a_world(0, 1), MODEL, CPU, fail, fail)  # type: ignore[arg-type]
     assert chosen.wire_format == "fp32"
+
+
+def test_an_evaluation_measures_nothing() -> None:
+    chosen, distributed = settle(slow="fp32", config=replace(AUTO, evaluate=True))
+    assert chosen.wire_format == "fp32" and not distributed
 
 
 def test_fp16_must_gain_something() -> None:
