@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args("ddp", world)
 
 import math
-import time
 from contextlib import nullcontext
 
 import torch
@@ -28,15 +27,16 @@ from ddp_train.buckets import bucket_sizes
 from ddp_train.rendezvous import meeting_point
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
 from recipe.data import open_data, remaining_steps, samples_per_step
-from recipe.data import to_device, training_batches, validation_batches
+from recipe.data import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.environment import describe, fingerprint, summarize, usage_row
-from recipe.metrics import batch_sums, evaluate
+from recipe.metrics import batch_sums
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
-from recipe.model import copy_buffers, flat_batch_norm, replace_batch_norm, seed_step
+from recipe.model import replace_batch_norm, seed_step
 from recipe.phases import exchanges_gradients
 from recipe.record import Recorder, run_folder
 from recipe.schedule import learning_rate
+from recipe.validation import align_batch_norm, validate
 from recipe.wire_format import settle_wire_format
 
 
@@ -106,29 +106,8 @@ def main(config: Config, world: World) -> None:
         fingerprint(config, world, data, model, device, threads, lr_scale),
     )
 
-    def align_batch_norm() -> None:
-        """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
-        if config.batch_norm != "sync":
-            with flat_batch_norm(model) as statistics:
-                if config.batch_norm == "average":
-                    statistics.copy_(sum_over_ranks(statistics) / world.size)
-                else:
-                    statistics.copy_(from_rank_0(statistics))
-
-    def validate(epoch: int) -> dict[str, float]:
-        """Loss, top-1 and top-5 over all validation images, of the better of model and EMA."""
-        align_batch_norm()
-        results = []
-        if ema is not None:
-            copy_buffers(model, ema.module)
-        for weights, candidate in {"model": model, "ema": ema}.items():
-            if candidate is not None:
-                started = time.perf_counter()
-                batches = validation_batches(data, config, world, device, workers)
-                sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
-                seconds = time.perf_counter() - started
-                results.append(recorder.evaluation(epoch, sums, seconds, weights))
-        return max(results, key=lambda figures: figures["top1"])
+    collectives = sum_over_ranks, from_rank_0
+    validation = parts, recorder, device, workers, *collectives
 
     # -- Training ----------------------------------------------------------------------------------
     step_samples = samples_per_step(config, world)
@@ -136,7 +115,7 @@ def main(config: Config, world: World) -> None:
     stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
     batches = training_batches(data, config, world, device, workers, start, stop, recorder.input)
     finished, stopped = start == stop, False
-    figures = validate(start // data.num_train) if finished else {}
+    figures = validate(start // data.num_train, *validation) if finished else {}
     recorder.start_clock()
     network.train()
     while not finished and not stopped:
@@ -183,10 +162,10 @@ def main(config: Config, world: World) -> None:
             stopped = recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
         if epoch_ended or finished:
             recorder.end_epoch(epoch, complete=epoch_ended)
-            figures = validate(epoch)
+            figures = validate(epoch, *validation)
             finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
         if save or stopped:
-            align_batch_norm()
+            align_batch_norm(model, config, world, *collectives)
             keep_checkpoint(parts, progress, config, world, folder, figures)
         recorder.restart_clock()
 
