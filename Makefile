@@ -20,7 +20,8 @@ help:  ## show this list
 	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
 
 setup:  ## create the environment, install everything, build Horovod
-	@VENV="$(VENV)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" $(PYTHON) tools/set_up.py
+	@VENV="$(VENV)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" \
+		PYTHON="$(if $(filter file,$(origin PYTHON)),,$(PYTHON))" $(PYTHON) tools/set_up.py
 
 compare: setup  ## train the digits with both engines, side by side, and report
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \

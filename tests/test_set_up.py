@@ -18,7 +18,7 @@ def set_up(monkeypatch):
     spec = importlib.util.spec_from_file_location("set_up", ROOT / "tools" / "set_up.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("VENV", "MPI", "WITHOUT_HOROVOD", "CXX"):
+    for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
         monkeypatch.delenv(name, raising=False)
     return module
 
@@ -156,19 +156,62 @@ def test_stamps_that_were_half_written_count_as_none(set_up, tmp_path):
     assert set_up.unfinished(tmp_path, keys) == list(keys)
 
 
-def test_environment_whose_python_has_gone_is_made_anew(set_up, tmp_path):
+def tree(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(set_up, venv: Path, monkeypatch, capsys) -> str:
+    """What a set-up says that ends without a change in the folder."""
+    before = tree(venv)
+    monkeypatch.setenv("VENV", str(venv))
+    monkeypatch.setattr(set_up, "run", lambda *_: pytest.fail("a step was run"))
+    assert set_up.main() == 1
+    assert tree(venv) == before
+    return capsys.readouterr().err
+
+
+def test_environment_whose_python_has_gone_is_refused(set_up, tmp_path, monkeypatch, capsys):
+    """Another host may have that Python."""
     keys = finish(set_up, tmp_path)
     assert set_up.unfinished(tmp_path, keys) == []
+    (tmp_path / "pyvenv.cfg").touch()
     (tmp_path / "bin" / "python").unlink()
     (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
-    assert set_up.unfinished(tmp_path, keys) == list(keys)
+    text = refused(set_up, tmp_path, monkeypatch, capsys)
+    assert f"{tmp_path / 'gone'}, which is not on this machine" in text and "delete it" in text
 
 
-def test_environment_that_was_moved_is_made_anew(set_up, tmp_path):
+def test_environment_that_was_moved_is_refused(set_up, tmp_path, monkeypatch, capsys):
     finish(set_up, tmp_path / "a")
+    set_up.write_stamps(tmp_path / "a", {"VENV": str(tmp_path / "a")})
+    (tmp_path / "a" / "pyvenv.cfg").touch()
     (tmp_path / "a").rename(tmp_path / "b")
-    keys = set_up.step_keys(tmp_path / "b", "auto", True)
-    assert set_up.unfinished(tmp_path / "b", keys) == list(keys)
+    text = refused(set_up, tmp_path / "b", monkeypatch, capsys)
+    assert f"was made as {tmp_path / 'a'}" in text and "VENV=path" in text
+
+
+def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypatch, capsys):
+    """As on clusters, where .venv leads to a scratch disk: what is there is kept, and used."""
+    scratch, link = tmp_path / "scratch" / "env", tmp_path / ".venv"
+    link.symlink_to(scratch)
+    monkeypatch.setenv("VENV", str(link))
+    steps = []
+    for name in list(set_up.STEPS):
+        monkeypatch.setitem(set_up.STEPS, name, lambda venv, *_: steps.append(venv))
+    assert set_up.main() == 0
+    assert steps == [scratch] * 4  # though the folder was not there yet
+    write_program(scratch / "bin" / "python", "exit 0")
+    (scratch / "pyvenv.cfg").touch()
+    before = tree(scratch)
+    for path in (link, scratch, tmp_path / "scratch" / ".." / "scratch" / "env"):
+        monkeypatch.setenv("VENV", str(path))
+        assert set_up.main() == 0
+        assert "nothing to do" in capsys.readouterr().out
+    # A disk that has two paths.
+    (tmp_path / "mount").symlink_to(tmp_path / "scratch")
+    monkeypatch.setenv("VENV", str(tmp_path / "mount" / "env"))
+    assert set_up.main() == 0
+    assert (len(steps), tree(scratch)) == (4, before)
 
 
 def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
@@ -233,10 +276,23 @@ def test_system_mpi_is_not_shadowed_by_the_wheel(set_up, tmp_path, monkeypatch):
     assert "mpi4py==" in installed[1]
 
 
-def test_environment_of_another_python_is_not_mixed(set_up, tmp_path):
+def test_environment_of_another_python_is_not_mixed(set_up, tmp_path, monkeypatch, capsys):
     (tmp_path / "lib" / "python3.2").mkdir(parents=True)
-    with pytest.raises(set_up.StepFailed, match=r"PYTHON=python3\.2"):
-        set_up.make_environment(tmp_path, "auto", "auto")
+    (tmp_path / "pyvenv.cfg").touch()
+    assert "PYTHON=python3.2" in refused(set_up, tmp_path, monkeypatch, capsys)
+    # A finished one may be of another Python than `python3`, but not of another than was asked for.
+    finish(set_up, tmp_path)
+    assert set_up.main() == 0
+    monkeypatch.setenv("PYTHON", "python3.99")
+    assert "was made by python3.2" in refused(set_up, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("line", [[], ["PYTHON=echo"]])
+def test_make_says_whether_a_python_was_asked_for(line):
+    command = ["make", "--dry-run", "--no-print-directory", "setup", *line]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    said = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    assert ('PYTHON="echo" echo' if line else 'PYTHON="" python3') in said
 
 
 def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):

@@ -1,10 +1,11 @@
 """The whole set-up: look at the machine, make the environment, install the lock, build Horovod.
 
-`make setup` runs this. It reads VENV (default .venv), MPI (system: the MPI on PATH, not the
+`make setup` runs this. It reads VENV (default .venv), PYTHON (if the user named one), MPI (system: the MPI on PATH, not the
 wheel's), NCCL (1: build Horovod with it though no GPU is here, 0: without) and WITHOUT_HOROVOD=1
 from the environment, and remembers the last three. Each finished step leaves a stamp in the
 environment: the same command goes on where an interrupted one stopped, and has nothing to do when
-all stamps are right. The syntax is that of Python 3.8, so that an old one can say that it is old.
+all stamps are right. It clears nothing: an environment that it cannot go on with is refused. The
+syntax is that of Python 3.8, so that an old one can say that it is old.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ TERMINAL = sys.stdout.isatty()
 def main() -> int:
     started = time.monotonic()
     venv = Path(os.path.abspath(os.environ.get("VENV") or ".venv"))
+    if venv.is_symlink():  # to a scratch disk, say: Python makes no environment through a link
+        venv = venv.resolve()
     before = read_stamps(venv)
     mpi = os.environ.get("MPI") or before.get("MPI", "auto")
     nccl = os.environ.get("NCCL") or before.get("NCCL", "auto")
@@ -46,7 +49,7 @@ def main() -> int:
         )
         return 1
     keys = step_keys(venv, mpi, with_horovod, nccl)
-    if not unfinished(venv, keys):
+    if not unfinished(venv, keys) and not check_same_python(venv):
         note = "" if with_horovod else ", without Horovod"
         print(f"set-up: nothing to do ({venv}{note})")
         return 0
@@ -59,7 +62,7 @@ def main() -> int:
         with only_one_at_a_time(venv):
             for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
                 STEPS[step](venv, mpi, nccl)
-                kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without}
+                kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without, "VENV": str(venv)}
                 write_stamps(venv, {step: keys[step], **kept})
     except StepFailed as failure:
         print(f"set-up: {failure}", file=sys.stderr)
@@ -82,12 +85,19 @@ def step_keys(venv: Path, mpi: str, with_horovod: bool, nccl: str = "auto") -> d
     """What each step depends on, in the order of the steps; a step without a key is left out."""
     packages = digest(LOCK.read_bytes(), mpi == "system")
     project = digest((ROOT / "pyproject.toml").read_bytes(), ROOT, packages)
-    keys = {"environment": digest(venv), "packages": packages, "project": project}
+    keys = {"environment": environment_key(venv), "packages": packages, "project": project}
     if with_horovod:
         gpu = Path("/proc/driver/nvidia/version").exists()
         with_nccl = {"1": True, "0": False}.get(nccl, gpu)
         keys["horovod"] = digest(BUILDER.read_bytes(), packages, mpi, with_nccl)
     return keys
+
+
+def environment_key(venv: Path) -> str:
+    """The same for each path that leads to the folder that the environment was made in."""
+    made = read_stamps(venv).get("VENV", "")
+    is_here = os.path.isdir(made) and os.path.samefile(made, venv)
+    return digest(Path(made) if is_here else venv)
 
 
 def digest(*parts: object) -> str:
@@ -110,10 +120,14 @@ def write_stamps(venv: Path, new: dict[str, str]) -> None:
 def unfinished(venv: Path, keys: dict[str, str]) -> list[str]:
     """The steps to do. An environment that is missing or broken takes all others with it."""
     stamps = read_stamps(venv)
-    # A link that leads nowhere: the Python that it was made of has gone.
-    if stamps.get("environment") != keys["environment"] or not (venv / "bin" / "python").exists():
+    if stamps.get("environment") != keys["environment"] or not has_python(venv):
         return list(keys)
     return [step for step in keys if stamps.get(step) != keys[step]]
+
+
+def has_python(venv: Path) -> bool:
+    """False also for a link that leads nowhere: the Python that it was made of has gone."""
+    return (venv / "bin" / "python").exists()
 
 
 @contextlib.contextmanager
@@ -147,7 +161,7 @@ def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
         "venv": check_venv_module(),
         "make": check_make(os.environ.get("PATH", "")),
         "disk": check_disk(venv),
-        "VENV": check_venv_folder(venv),
+        "VENV": check_venv_folder(venv) or check_same_python(venv),
     }
     if with_horovod:
         checks["g++"] = check_compiler(os.environ.get("CXX") or "g++")
@@ -248,9 +262,33 @@ def check_disk(venv: Path, needed: float = DISK) -> str | None:
 
 def check_venv_folder(venv: Path) -> str | None:
     ours = (venv / "pyvenv.cfg").exists() or not venv.exists()
-    if ours or (venv.is_dir() and not any(venv.iterdir())):
+    if not ours and (not venv.is_dir() or any(venv.iterdir())):
+        return f"{venv} is there and is no virtual environment. Name another: VENV=path."
+    stamps = read_stamps(venv)
+    if "environment" not in stamps:
         return None
-    return f"{venv} is there and is no virtual environment. Name another: VENV=path."
+    instead = "If nobody uses it, delete it; or name another: VENV=path."
+    if stamps["environment"] != environment_key(venv):
+        made = stamps.get("VENV", "another path")
+        return f"{venv} was made as {made}, and an environment works in its place only. {instead}"
+    if not has_python(venv):
+        python = os.path.realpath(venv / "bin" / "python")
+        return f"{venv} was made with {python}, which is not on this machine. {instead}"
+    return None
+
+
+def check_same_python(venv: Path) -> str | None:
+    """Only where it matters: a finished environment runs under any Python, if none was asked for."""
+    if "environment" in read_stamps(venv) and not os.environ.get("PYTHON"):
+        return None
+    this = f"python3.{sys.version_info[1]}"
+    begun = sorted(folder.name for folder in venv.glob("lib/python3.*"))
+    if not begun or this in begun:
+        return None
+    return (
+        f"{venv} was made by {begun[0]}, and this is {this}. Go on with PYTHON={begun[0]}, delete "
+        "the environment, or name another: VENV=path."
+    )
 
 
 def describe(problems: dict[str, str]) -> str:
@@ -286,17 +324,8 @@ def describe_mpi(found: str | None, mpi: str) -> str:
 
 
 def make_environment(venv: Path, mpi: str, nccl: str) -> None:
-    """Also completes one that was begun, and replaces one that has moved or lost its Python."""
-    command = [sys.executable, "-m", "venv", str(venv)]
-    moved = "environment" in read_stamps(venv)
-    begun = list(venv.glob("lib/python3.*"))
-    this = f"python3.{sys.version_info[1]}"
-    if begun and not moved and begun[0].name != this:
-        raise StepFailed(
-            f"{venv} was made by {begun[0].name}, and this is {this}: delete it, or go on with "
-            f"PYTHON={begun[0].name}."
-        )
-    run([*command, "--clear"] if moved else command, "environment", f"in {venv}")
+    """Also completes one that was begun."""
+    run([sys.executable, "-m", "venv", str(venv)], "environment", f"in {venv}")
 
 
 def install_packages(venv: Path, mpi: str, nccl: str) -> None:
