@@ -1,11 +1,11 @@
 """The whole set-up: look at the machine, make the environment, install the lock, build Horovod.
 
-`make setup` runs this. It reads VENV (default .venv), PYTHON (if the user named one), MPI (system: the MPI on PATH, not the
-wheel's), NCCL (1: build Horovod with it though no GPU is here, 0: without) and WITHOUT_HOROVOD=1
-from the environment, and remembers the last three. Each finished step leaves a stamp in the
-environment: the same command goes on where an interrupted one stopped, and has nothing to do when
-all stamps are right. It clears nothing: an environment that it cannot go on with is refused. The
-syntax is that of Python 3.8, so that an old one can say that it is old.
+`make setup` runs this. It reads VENV (default .venv), PYTHON (where the user named one), MPI
+(system: the MPI on PATH, not the wheel's), NCCL (1: build Horovod with it though no GPU is here, 0:
+without) and WITHOUT_HOROVOD=1 from the environment, and remembers the last three. Each finished
+step leaves a stamp in the environment: the same command goes on where an interrupted one stopped,
+and has nothing to do when all stamps are right. It clears nothing: an environment that it cannot go
+on with is refused. The syntax is that of Python 3.8, so that an old one can say that it is old.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def check_venv_folder(venv: Path) -> str | None:
 
 
 def check_same_python(venv: Path) -> str | None:
-    """Only where it matters: a finished environment runs under any Python, if none was asked for."""
+    """Only where it matters: a finished one runs under any Python, if none was asked for."""
     if "environment" in read_stamps(venv) and not os.environ.get("PYTHON"):
         return None
     this = f"python3.{sys.version_info[1]}"
