@@ -1,9 +1,11 @@
 """The plan of a comparison: which configuration runs in which block, and by which command."""
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.hosts import SLURM, interface_variables, is_only_here, placement
+from compare.hosts import SLURM, interface_variables, is_here, is_only_here, placement
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
@@ -42,7 +44,8 @@ REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
 
-RENDEZVOUS_PORT = 29400  # torchrun's own default, on the first of several hosts
+# Where torchrun's node 0 may listen on the first of several hosts: ports that no kernel gives away.
+RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
 
@@ -66,8 +69,9 @@ class Configuration:
         """Variables that this configuration's processes get beside the user's."""
         return interface_variables(self.interface) | self.environment
 
-    def launch_words(self, workers: int, hosts: str | None) -> list[str]:
+    def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
+        `job` is what tells torchrun this start from others on the same hosts.
 
         No launcher binds a process to a core: horovodrun asks mpirun for `--bind-to none` and
         torchrun never binds, so a bare mpirun and srun must be told the same. Nor may mpirun count
@@ -78,16 +82,16 @@ class Configuration:
         them on, and so does srun; mpirun only those that it is told.
         """
         own = [f"{name}={value}" for name, value in self.variables.items()]
-        return [*(["env", *own] if own else []), *self.launcher_words(workers, hosts)]
+        return [*(["env", *own] if own else []), *self.launcher_words(workers, hosts, job)]
 
-    def launcher_words(self, workers: int, hosts: str | None) -> list[str]:
+    def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
         """Return the launcher and its flags."""
         n = str(workers)
         if self.launcher == "torchrun":
             if is_only_here(workers, hosts):
                 return ["torchrun", "--standalone", "--nproc-per-node", n]
             assert hosts is not None
-            return self.torchrun_words(placement(workers, hosts))
+            return self.torchrun_words(placement(workers, hosts), job)
         if self.launcher == "srun":
             return ["srun", "--ntasks", n, *self.srun_words(workers, hosts), "python"]
         on_hosts = [] if hosts is None else ["-H", hosts]
@@ -99,9 +103,10 @@ class Configuration:
             return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
         return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), "python"]
 
-    def torchrun_words(self, placed: dict[str, int]) -> list[str]:
+    def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:
         """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
-        ends with them. The ranks meet at the first host, by torchrun's own rendezvous."""
+        ends with them. The ranks meet at the first host, by torchrun's own rendezvous, under an id
+        and at a port of this job's own: jobs that share both would form one training."""
         first, *_ = placed
         on_each = set(placed.values())
         if len(on_each) > 1:
@@ -114,7 +119,8 @@ class Configuration:
         return [
             "mpirun", "-np", str(len(placed)), "-H", one_each, *self.placing_words(),
             "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{RENDEZVOUS_PORT}",
+            "--rdzv-id", job, "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{first}:{rendezvous_port(first, job)}",
         ]  # fmt: skip
 
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
@@ -139,6 +145,25 @@ class Configuration:
         known = os.environ.keys() | set_variables().keys()
         needed = {name for name in NEEDED_ELSEWHERE if name in known}
         return sorted(needed | steering_variables().keys() | self.variables.keys())
+
+
+def rendezvous_port(host: str, job: str) -> int:
+    """Return the port at which the job's torchruns meet on `host`: by its id, and a free one if
+    the host is this one."""
+    first = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
+    for tried in range(len(RENDEZVOUS_PORTS)):
+        port = RENDEZVOUS_PORTS[(first + tried) % len(RENDEZVOUS_PORTS)]
+        if not is_here(host) or is_free(port):
+            return port
+    raise UserError(f"{host}: no port of {RENDEZVOUS_PORTS} is free; see `ss -tln`")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port))
+        return True
+    return False
 
 
 CONFIGURATIONS = {
@@ -195,7 +220,8 @@ class Run:
         trainer = ROOT / TRAINERS[self.configuration.engine]
         if trainer.is_relative_to(Path.cwd()):
             trainer = trainer.relative_to(Path.cwd())
-        words = [*self.configuration.launch_words(self.workers, self.hosts), str(trainer)]
+        job = hashlib.sha256(str(log_dir.resolve() / self.name).encode()).hexdigest()[:12]
+        words = [*self.configuration.launch_words(self.workers, self.hosts, job), str(trainer)]
         words += ["--log-dir", str(log_dir), "--name", self.name]
         if self.seed is not None:
             words += ["--seed", str(self.seed)]

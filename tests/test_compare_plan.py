@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -312,10 +313,36 @@ def test_torchrun_is_started_once_on_each_host(here):
                        "--no-phases", "--no-warm-up", "--hosts", "a:2,b:2")  # fmt: skip
     assert words[:5] == ["mpirun", "-np", "2", "-H", "a:1,b:1"]
     start = words.index("torchrun")
-    assert words[start : start + 9] == [
-        "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "a:29400",
+    assert words[start : start + 6] == [
+        "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id",
     ]  # fmt: skip
+    assert words[start + 7 : start + 10] == ["--rdzv-backend", "c10d", "--rdzv-endpoint"]
+
+
+def rendezvous(words: list[str]) -> tuple[str, str]:
+    """Under which id, and where, the torchruns of a command meet."""
+    return tuple(words[words.index(flag) + 1] for flag in ("--rdzv-id", "--rdzv-endpoint"))
+
+
+def test_no_two_runs_share_a_rendezvous(here):
+    """Two torchruns that do form one training of some hosts of each."""
+    words = ("--configurations", "ddp-torchrun", "--workers", "4", "--blocks", "2", "--hosts",
+             "a:2,b:2", "--out")  # fmt: skip
+    first, second = (dry_run(*words, out) for out in ("first", "second"))
+    told = [rendezvous(command) for command in first + second]
+    for part in zip(*told, strict=True):
+        assert len(set(part)) == 4
+    assert first == dry_run(*words, "first"), "tune.py knows a run by its command"
+
+
+def test_the_port_of_a_rendezvous_is_free(here):
+    """Where this can be seen: on this host."""
+    name = socket.gethostname()
+    words = ("--configurations", "ddp-torchrun", "--workers", "4", "--blocks", "1", "--hosts",
+             f"{name}:2,b:2", "--out", "x")  # fmt: skip
+    taken = rendezvous(dry_run(*words)[0])[1]
+    with socket.create_server(("", int(taken.rpartition(":")[2]))):
+        assert rendezvous(dry_run(*words)[0])[1] != taken
 
 
 def test_the_network_interface_reaches_every_launcher(here):

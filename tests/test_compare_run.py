@@ -75,7 +75,7 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import launch, plan, run
-plan.Configuration.launcher_words = lambda self, workers, hosts: [sys.executable, {launcher!r}]
+plan.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 run.check_tools = lambda plan: None
 run.preflight.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []

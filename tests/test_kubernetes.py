@@ -354,6 +354,7 @@ def test_torchrun_takes_the_flags_that_make_it_elastic() -> None:
     parsed = get_args_parser().parse_args(words)
     assert parsed.nnodes == f"1:{NODES}"
     assert int(parsed.nproc_per_node) == WORKERS // NODES
+    assert parsed.rdzv_id == of_kind("ddp-trainjob-elastic.yaml", "TrainJob")["metadata"]["name"]
     assert parsed.rdzv_backend == "c10d"  # the default, static, has no way to grow or shrink
     assert parsed.rdzv_endpoint == "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"  # Kubernetes fills it in
     assert parsed.training_script == "ddp_train/train.py"

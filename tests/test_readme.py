@@ -1,6 +1,7 @@
 """The README promises only what is there."""
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +72,20 @@ def test_every_flag_exists() -> None:
     known |= torchrun.keys() | others | {"--ntasks-per-node"}
     for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):
         assert flag in known, flag
+
+
+def test_every_torchrun_of_several_hosts_has_an_id() -> None:
+    """Without one, two jobs that are started on the same hosts form one training."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    lines = []
+    for name in files.stdout.decode().split("\0"):
+        path = ROOT / name
+        if path.suffix in (".md", ".sbatch", ".sh", ".py", ".yaml", ".yml", ".def", ""):
+            text = path.read_text(errors="ignore") if path.is_file() else ""
+            found = re.findall(r"torchrun\b(?:(?!torchrun).){,400}?_train/train\.py", text, re.S)
+            lines += [(name, line) for line in found if "--nnodes" in line]
+    assert {name for name, _ in lines} >= {"README.md", "slurm/ddp_torchrun.sbatch"}
+    assert [found for found in lines if not re.search(r"--rdzv-id[= ]\S", found[1])] == []
 
 
 def test_every_page_is_linked() -> None:

@@ -1,6 +1,7 @@
 """The README's start lines on two hosts: each runs as it stands there and ends with the weights
 that the same training on one host ends with."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -92,7 +93,8 @@ def test_torchrun_on_each_host(
 ) -> None:
     """The same command on each host, and nobody types MASTER_ADDR."""
     line = (
-        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 "
+        "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-id JOB --rdzv-backend c10d "
+        f"--rdzv-endpoint node0:29500 "
         f"ddp_train/train.py {TRAINING} --log-dir {tmp_path} --name torchrun"
     ).split()
     away = subprocess.Popen(
@@ -109,6 +111,32 @@ def test_torchrun_on_each_host(
         away.kill()
         away.wait()
     assert weights(tmp_path / "torchrun", TWO_AND_TWO) == one_host_weights["DDP, Gloo"]
+
+
+def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path: Path) -> None:
+    """Two at one port: of each, one host is there before the other one. Without ids the two that
+    are there would train together."""
+    worker = f"echo > {tmp_path}/$TORCHELASTIC_RUN_ID-$(hostname)-$GROUP_RANK"
+    worker += f"; until [ $(ls {tmp_path} | wc -l) = 4 ]; do sleep 0.1; done"
+    line = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id"
+    node0, node1 = two_hosts
+    with contextlib.ExitStack() as running:
+        for host, job in ((node0, "a"), (node1, "b"), (node0, "b"), (node1, "a")):
+            command = host.inside(*line.split(), job, "--no-python", "sh", "-c", worker)
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**os.environ, "PATH": SEARCH_PATH},
+            )  # fmt: skip
+            running.callback(process.wait)
+            running.callback(process.terminate)
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+            time.sleep(0.2)
+    places = {tuple(path.name.split("-")) for path in tmp_path.iterdir()}
+    assert {place[:2] for place in places} == {
+        (job, node) for job in "ab" for node in ("node0", "node1")
+    }
+    assert {(job, rank) for job, _, rank in places} == {(j, r) for j in "ab" for r in "01"}
 
 
 def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_path: Path) -> None:
