@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from recipe.config import Config
+from recipe.config import Config, is_resnet
 from recipe.errors import UserError
 
 NORMS = (
@@ -132,6 +132,8 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
 def _settings(config: Config) -> dict[str, Any]:
     """What a few architectures must be told to fit the recipe and the published weights."""
     size = config.train_crop_size
+    if is_resnet(config.arch):
+        return {"zero_init_residual": config.zero_init_residual}
     if config.arch in ("googlenet", "inception_v3"):
         # Their published weights came from TensorFlow, and with it another normalisation.
         return {"aux_logits": False, "transform_input": True, "init_weights": True}

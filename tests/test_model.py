@@ -8,6 +8,7 @@ import torchvision
 from making import CPU, TinyNet, a_config
 from torch import nn
 
+from recipe.config import is_resnet
 from recipe.environment import weights_sha256
 from recipe.errors import UserError
 from recipe.model import (
@@ -56,6 +57,27 @@ def test_no_auxiliary_classifiers(arch: str, recwarn: pytest.WarningsRecorder) -
     assert not any(key.startswith(("aux", "Aux")) for key in model.state_dict())
     assert isinstance(model.eval()(torch.zeros(1, 3, 96, 96, device="meta")), torch.Tensor)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(("arch", "last"), [("resnet18", "bn2"), ("wide_resnet50_2", "bn3")])
+def test_residual_blocks_that_begin_as_the_identity(arch: str, last: str) -> None:
+    for zero in (False, True):
+        model = build_model(a_config(arch=arch, zero_init_residual=zero, **sizes(32)), 10, True)
+        scales = [getattr(block, last).weight for block in model.modules() if hasattr(block, last)]
+        blocks = [block for block in model.modules() if hasattr(block, "downsample")]
+        assert len(scales) == len(blocks) > 0
+        assert {float(scale.detach().abs().max()) for scale in scales} == {0.0 if zero else 1.0}
+
+
+def test_the_networks_whose_blocks_can_begin_as_the_identity() -> None:
+    """torchvision's own class ResNet, which alone knows `zero_init_residual`."""
+    for arch in torchvision.models.list_models(module=torchvision.models):
+        builder = torchvision.models.get_model_builder(arch)
+        assert is_resnet(arch) == (builder.__module__ == "torchvision.models.resnet"), arch
+    other = a_config(arch="squeezenet1_1", zero_init_residual=True, **sizes(32))
+    assert weights_sha256(build_model(other, 10, True)) == weights_sha256(
+        build_model(a_config(**SMALL), 10, True)
+    )
 
 
 def test_vision_transformer_takes_the_image_size() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import a_config
 
-from recipe.config import PRESETS
 from recipe.schedule import learning_rate
 
 STEP = a_config(
@@ -81,12 +80,3 @@ def test_scaled_by_the_world_after_warm_up(epoch: float, size: int) -> None:
 def test_no_jump_but_at_steps(epoch: float, size: int) -> None:
     now, soon = (learning_rate(COSINE, at, size) for at in (epoch, epoch + 1e-6))
     assert abs(now - soon) < 1e-6 * size
-
-
-def test_published_rates() -> None:
-    """Goyal et al.: 0.1 for a batch of 256; NVIDIA's 0.256 per 256 images."""
-    goyal = PRESETS["goyal-90"]()
-    assert learning_rate(goyal, 10, 8) == pytest.approx(0.1)
-    assert learning_rate(goyal, 10, 256) == pytest.approx(3.2)
-    dle = PRESETS["dle-90"]()
-    assert learning_rate(dle, 8, 8) == pytest.approx(8 * 0.256)

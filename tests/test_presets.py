@@ -1,0 +1,168 @@
+"""The published recipes against their sources, value by value, and what decays as they say it does.
+
+The sources, and what of them no flag can say, are in docs/recipe.md.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from making import a_config
+from torch import nn
+from torchvision.ops._utils import split_normalization_params
+
+from recipe.config import PRESETS, Config
+from recipe.model import build_model, parameter_groups
+from recipe.schedule import learning_rate
+
+GOYAL = "arXiv 1706.02677, "
+KERAS = "horovod, examples/keras/keras_imagenet_resnet50.py: "
+VISION = "pytorch/vision, references/classification/train.py: "
+VISION_TRANSFORMS = "pytorch/vision, references/classification/presets.py: "
+DLE = "DeepLearningExamples, PyTorch/Classification/ConvNets/"
+DLE_README = DLE + "resnet50v1.5/README.md: "
+DLE_50 = DLE + "resnet50v1.5/training/AMP/DGX1_RN50_AMP_50E.sh: "
+DLE_90 = DLE + "resnet50v1.5/training/AMP/DGX1V_resnet50_AMP_90E.sh: "
+DLE_CONFIGS = DLE + "configs.yml: "
+
+# preset, field, its value, and the line of the source.
+VALUES: list[tuple[str, str, Any, str]] = [
+    ("goyal-90", "arch", "resnet50", GOYAL + "5.1: ResNet-50, stride 2 on the 3x3 layers"),
+    ("goyal-90", "epochs", 90, GOYAL + "5.1: 90 epochs; " + KERAS + "--epochs default=90"),
+    ("goyal-90", "batch_size", 32, GOYAL + "5.1: n = 32; " + KERAS + "--batch-size default=32"),
+    ("goyal-90", "base_lr", 0.1 / 8, GOYAL + "5.1: 0.1 kn/256; " + KERAS + "--base-lr 0.0125"),
+    ("goyal-90", "momentum", 0.9, GOYAL + "5.1: m of 0.9; " + KERAS + "--momentum default=0.9"),
+    ("goyal-90", "nesterov", False, KERAS + "SGD(lr, momentum), nesterov not given"),
+    ("goyal-90", "wd", 2 * 5e-5, GOYAL + "5.1: 0.0001; " + KERAS + "l2(0.00005), w^2 not w^2/2"),
+    ("goyal-90", "norm_weight_decay", 0.0, GOYAL + "5.1: none on gamma and beta"),
+    ("goyal-90", "bias_weight_decay", 0.0, KERAS + "kernel_regularizer only"),
+    ("goyal-90", "zero_init_residual", True, GOYAL + "5.1: gamma = 0 in each block's last BN"),
+    ("goyal-90", "lr_scheduler", "step", GOYAL + "5.1: by 1/10"),
+    ("goyal-90", "lr_step_epochs", (30, 60, 80), GOYAL + "5.1: 30-th, 60-th, and 80-th epoch"),
+    ("goyal-90", "lr_gamma", 0.1, GOYAL + "5.1: 1/10; " + KERAS + "multiplier=1e-1"),
+    ("goyal-90", "warmup_epochs", 5, GOYAL + "2.2: 5; " + KERAS + "--warmup-epochs default=5"),
+    ("goyal-90", "warmup_method", "gradual", GOYAL + "5.2: from 0.1 linearly to 3.2"),
+    ("goyal-90", "label_smoothing", 0.0, KERAS + "categorical_crossentropy"),
+    ("goyal-90", "train_crop_size", 224, GOYAL + "5.1: 224x224 random crop, or its flip"),
+    ("tv-v1", "arch", "resnet50", "torchvision, README: --model $MODEL, no other flag"),
+    ("tv-v1", "epochs", 90, VISION + "--epochs default=90"),
+    ("tv-v1", "batch_size", 32, VISION + "--batch-size default=32, on 8 GPUs"),
+    ("tv-v1", "base_lr", 0.1 / 8, VISION + "--lr default=0.1, of 8 workers together"),
+    ("tv-v1", "momentum", 0.9, VISION + "--momentum default=0.9"),
+    ("tv-v1", "nesterov", False, VISION + '--opt default="sgd"'),
+    ("tv-v1", "wd", 1e-4, VISION + "--weight-decay default=1e-4"),
+    ("tv-v1", "norm_weight_decay", None, VISION + "--norm-weight-decay default=None, as --wd"),
+    ("tv-v1", "bias_weight_decay", None, VISION + "model.parameters() in one group"),
+    ("tv-v1", "zero_init_residual", False, "torchvision.models.resnet50(): default"),
+    ("tv-v1", "lr_scheduler", "step", VISION + '--lr-scheduler default="steplr"'),
+    ("tv-v1", "lr_step_epochs", (30, 60), VISION + "--lr-step-size default=30, of 90 epochs"),
+    ("tv-v1", "lr_gamma", 0.1, VISION + "--lr-gamma default=0.1"),
+    ("tv-v1", "warmup_epochs", 0, VISION + "--lr-warmup-epochs default=0"),
+    ("tv-v1", "label_smoothing", 0.0, VISION + "--label-smoothing default=0.0"),
+    ("tv-v1", "model_ema", False, VISION + "--model-ema: not by default"),
+    ("tv-v1", "train_crop_size", 224, VISION + "--train-crop-size default=224"),
+    ("tv-v1", "val_resize_size", 256, VISION + "--val-resize-size default=256"),
+    ("tv-v1", "val_crop_size", 224, VISION + "--val-crop-size default=224"),
+    ("tv-v1", "interpolation", "bilinear", VISION + '--interpolation default="bilinear"'),
+    ("tv-v1", "random_crop_scale", (0.08, 1.0), VISION_TRANSFORMS + "RandomResizedCrop, default"),
+    ("tv-v1", "hflip_prob", 0.5, VISION_TRANSFORMS + "hflip_prob=0.5"),
+    ("tv-v1", "auto_augment", None, VISION + "--auto-augment default=None"),
+    ("tv-v1", "random_erase", 0.0, VISION + "--random-erase default=0.0"),
+    ("dle-90", "arch", "resnet50", DLE_90 + "--model resnet50"),
+    ("dle-90", "epochs", 90, DLE_90 + "--epochs 90 --mixup 0.0"),
+    ("dle-90", "batch_size", 256, DLE_CONFIGS + "batch_size: 256"),
+    ("dle-90", "base_lr", 2.048 / 8, DLE_CONFIGS + "lr: 2.048, optimizer_batch_size: 2048"),
+    ("dle-90", "momentum", 0.875, DLE_CONFIGS + "momentum: 0.875"),
+    ("dle-90", "nesterov", False, DLE + "main.py: --nesterov default: false"),
+    ("dle-90", "wd", 3.0517578125e-05, DLE_CONFIGS + "weight_decay: 3.0517578125e-05"),
+    ("dle-90", "norm_weight_decay", 0.0, DLE_README + "no WD on Batch Norm (gamma/bias)"),
+    ("dle-90", "bias_weight_decay", None, DLE + "image_classification/optimizers.py: rest_params"),
+    ("dle-90", "zero_init_residual", False, DLE + "image_classification/models/resnet.py: False"),
+    ("dle-90", "lr_scheduler", "cosine", DLE_CONFIGS + "lr_schedule: cosine"),
+    ("dle-90", "lr_min", 0.0, DLE + "main.py: --end-lr default=0"),
+    ("dle-90", "warmup_epochs", 8, DLE_CONFIGS + "warmup: 8"),
+    ("dle-90", "warmup_method", "linear", DLE + "image_classification/optimizers.py: lr e/warmup"),
+    ("dle-90", "label_smoothing", 0.1, DLE_CONFIGS + "label_smoothing: 0.1"),
+    ("dle-90", "model_ema", False, DLE + "main.py: --use-ema default=None"),
+    ("dle-90", "precision", "fp16", DLE_CONFIGS + "amp: True"),
+    ("dle-90", "channels_last", True, DLE_CONFIGS + "memory_format: nhwc"),
+    ("dle-90", "train_crop_size", 224, DLE_CONFIGS + "image_size: 224"),
+    ("dle-90", "val_resize_size", 256, DLE_README + "Scale to 256x256"),
+    ("dle-90", "val_crop_size", 224, DLE_README + "Center crop to 224x224"),
+    ("dle-90", "val_batch_size", 256, DLE + "main.py: args.batch_size for both loaders"),
+    ("dle-90", "random_crop_scale", (0.08, 1.0), DLE_README + "Scale from 8% to 100%"),
+    ("dle-90", "hflip_prob", 0.5, DLE + "image_classification/dataloaders.py: probability=0.5"),
+    ("dle-50", "epochs", 50, DLE_50 + "--epochs 50"),
+    ("dle-50", "base_lr", 2.048 / 8, DLE_50 + "--lr 2.048 --optimizer-batch-size 2048"),
+    ("dle-50", "batch_size", 256, DLE_50 + "-b 256"),
+    ("dle-50", "warmup_epochs", 8, DLE_50 + "--warmup 8"),
+    ("dle-50", "momentum", 0.875, DLE_50 + "--mom 0.875"),
+    ("dle-50", "wd", 3.0517578125e-05, DLE_50 + "--wd 3.0517578125e-05"),
+    ("dle-50", "label_smoothing", 0.1, DLE_50 + "--label-smoothing 0.1"),
+]
+
+
+@pytest.mark.parametrize(("preset", "field", "value", "source"), VALUES)
+def test_a_preset_has_the_value_of_its_source(
+    preset: str, field: str, value: Any, source: str
+) -> None:
+    assert getattr(PRESETS[preset](), field) == value, source
+
+
+@pytest.mark.parametrize("preset", ["goyal-90", "tv-v1", "dle-90"])
+def test_all_that_a_preset_sets_has_a_source(preset: str) -> None:
+    default, config = vars(Config()), vars(PRESETS[preset]())
+    changed = {name for name in config if config[name] != default[name]} - {"preset", "data"}
+    assert changed <= {field for name, field, *_ in VALUES if name == preset}
+
+
+def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
+    """Goyal et al.: 0.1 for a batch of 256; torchvision's is that of 8 workers; NVIDIA's 0.256 per
+    256 images."""
+    assert learning_rate(PRESETS["goyal-90"](), 0, 256) == pytest.approx(0.1 / 8)
+    assert learning_rate(PRESETS["goyal-90"](), 5, 8) == pytest.approx(0.1)
+    assert learning_rate(PRESETS["goyal-90"](), 5, 256) == pytest.approx(3.2)
+    assert learning_rate(PRESETS["tv-v1"](), 0, 8) == pytest.approx(0.1)
+    assert learning_rate(PRESETS["tv-v1"](), 89.9, 8) == pytest.approx(0.001)
+    assert learning_rate(PRESETS["dle-90"](), 8, 8) == pytest.approx(2.048)
+    assert learning_rate(PRESETS["dle-90"](), 90, 8) == pytest.approx(0)
+
+
+def test_the_decay_of_goyal_90_is_the_gradient_of_keras_penalty() -> None:
+    """Keras adds 5e-5 times the sum of the kernels' squares to the loss: its gradient is 1e-4 w."""
+    config = PRESETS["goyal-90"]()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    kernels = [model[0].weight, model[3].weight]
+    sum(5e-5 * kernel.square().sum() for kernel in kernels).backward()  # type: ignore[union-attr]
+    for group in parameter_groups(model, config):
+        for parameter in group["params"]:
+            penalty = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert torch.allclose(group["weight_decay"] * parameter, penalty)
+
+
+@pytest.mark.parametrize("arch", ["resnet50", "vgg16_bn", "vit_b_16", "convnext_tiny"])
+def test_what_counts_as_normalisation_is_what_torchvision_s_reference_counts(arch: str) -> None:
+    config = a_config(
+        arch=arch,
+        wd=1.0,
+        norm_weight_decay=0.0,
+        **dict.fromkeys(("train_crop_size", "val_crop_size", "val_resize_size"), 224),
+    )
+    with torch.device("meta"):
+        model = build_model(config, 10, download=True)
+    ours = {
+        id(parameter)
+        for group in parameter_groups(model, config)
+        if group["weight_decay"] == 0
+        for parameter in group["params"]
+    }
+    assert ours == {id(parameter) for parameter in split_normalization_params(model)[0]}
+
+
+def test_label_smoothing_is_that_of_deep_learning_examples() -> None:
+    """(1 - s) x the target's loss + s x the mean loss over all classes, the target's among them."""
+    logits, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    losses = -logits.log_softmax(dim=1)
+    theirs = 0.9 * losses[range(6), targets] + 0.1 * losses.mean(dim=1)
+    ours = nn.CrossEntropyLoss(label_smoothing=PRESETS["dle-90"]().label_smoothing)
+    assert torch.allclose(ours(logits, targets), theirs.mean())
