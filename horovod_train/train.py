@@ -36,7 +36,8 @@ from recipe.metrics import batch_sums
 from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
 from recipe.model import replace_batch_norm, seed_step
 from recipe.phases import exchanges_gradients
-from recipe.record import Recorder, run_folder
+from recipe.record import Recorder
+from recipe.run_folder import open_run_folder
 from recipe.schedule import learning_rate
 from recipe.validation import align_batch_norm, validate
 from recipe.wire_format import settle_wire_format
@@ -108,7 +109,7 @@ def main(config: Config, world: World) -> None:
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)
-    folder = run_folder(config, world, "horovod")
+    folder = open_run_folder(config, world, "horovod", from_rank_0)
     progress = resume(parts, config, world, folder, from_rank_0)
     recorder = Recorder(config, world, device, data, folder, progress, workers)
     recorder.profiler.timeline = hvd.start_timeline, hvd.stop_timeline

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.model import without_auxiliary_heads
+from recipe.run_folder import partial_name
 from recipe.world import World
 
 FORMAT = 1
@@ -77,8 +78,7 @@ def _copied(value: Any) -> Any:
 def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
     the old file whole."""
-    # Always the same name, so that a killed run leaves one such file behind at most.
-    temporary = path.with_name(".checkpoint.partial")
+    temporary = partial_name(path)  # the next run of this name removes what a killed one leaves
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -162,7 +162,7 @@ def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: i
 
 def _mark_best(folder: Path, path: Path) -> None:
     """Make best.pt a second name of `path`, which costs no space while the original is kept."""
-    temporary = folder / ".best.partial"
+    temporary = partial_name(folder / "best.pt")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)

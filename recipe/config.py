@@ -192,7 +192,8 @@ class RunFlags:
     log_dir: str = "runs"
     """Holds a folder for each run."""
     name: str | None = None
-    """The run's folder under --log-dir. Default: time, engine, model and number of workers."""
+    """The run's folder under --log-dir. Default: time, engine, model and number of workers, and a
+    number where that is taken."""
     log_interval: int = 10
     """Steps between two reductions of the training metrics."""
     resume: str | None = None
@@ -543,6 +544,11 @@ def check(config: Config, engine: str, world_size: int) -> None:
         )
     if config.nesterov and config.momentum == 0:
         raise UserError("--nesterov: needs --momentum above 0")
+    if config.name is not None and ("/" in config.name or config.name in (".", "..")):
+        raise UserError(
+            f"--name {config.name}: give a folder's name, without a slash; where it lies, --log-dir "
+            "says"
+        )
     if config.resume == "auto" and not config.name:
         raise UserError("--resume auto: needs the --name of the run that is to go on")
     if config.pretrained and config.weights:

@@ -22,7 +22,8 @@ from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_byte
 from recipe.energy import energy_summary
 from recipe.knobs import SETTINGS as KNOBS
 from recipe.phases import PhaseMeans, phase_record
-from recipe.record import Recorder, utc_now
+from recipe.record import Recorder
+from recipe.run_folder import utc_now
 from recipe.schedule import learning_rate
 from recipe.world import World
 

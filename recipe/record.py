@@ -1,6 +1,7 @@
 """The run folder: what a run was, what it measured, and how it ended.
 
     runs/<name>/config.json        every setting
+                lock               of the process that writes here (run_folder.py)
                 environment.json   engine, launcher, transport, hosts, versions
                 metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event
                 summary.json       written last: its presence means that the run is complete
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,8 @@ from recipe.errors import UserError
 from recipe.metrics import Sums, means
 from recipe.phases import WARM_UP_STEPS, PhaseSums, StepClock, begins_stretch, exchanges_gradients
 from recipe.probes import StepProfiler, write_trace
+from recipe.run_folder import STOP_FILE, cannot_write, new_folder, partial_name, utc_now
 from recipe.world import World
-
-# In the run folder. Whoever makes it (a person, a batch script that was warned of its end) lets the
-# run keep a checkpoint and end, which then removes it. A file, because no signal passes through all
-# launchers: torchrun and horovodrun die of what srun and mpirun hand on.
-STOP_FILE = "stop"
-
-
-def run_folder(config: Config, world: World, engine: str) -> Path:
-    """Where this run is written."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path(config.log_dir).expanduser() / (
-        config.name or f"{stamp}-{engine}-{config.arch}-{world.size}w"
-    )
 
 
 class Recorder:
@@ -65,9 +54,9 @@ class Recorder:
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder = folder
-        if config.evaluate and (folder / "metrics.jsonl").exists():
+        if config.evaluate and world.is_first and (folder / "metrics.jsonl").exists():
             # The record of the training that is evaluated stays as it is.
-            self.folder = folder / datetime.now().strftime("evaluation-%Y%m%d-%H%M%S")
+            self.folder = new_folder(folder / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}")
         self.steps_per_epoch = data.num_train / samples_per_step(config, world)
         self.clock = StepClock(device)
         # Sums, learning rate, step, and samples seen.
@@ -114,10 +103,7 @@ class Recorder:
                 self.earlier_summary = summary.read_text()
                 summary.unlink()
         except OSError as error:
-            raise UserError(
-                f"{self.folder}: the run cannot be written there ({error.strerror}); choose "
-                "another --log-dir"
-            ) from None
+            raise cannot_write(self.folder, error) from None
         from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
         # Its steps are epochs, counted from 1: what an interrupted run drew of those that are to be
@@ -439,11 +425,6 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
 
 def replace_file(path: Path, text: str) -> None:
     """Write `path` whole or not at all."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_name(path)
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def utc_now() -> str:
-    """The time as 2026-01-31T12:00:00Z."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

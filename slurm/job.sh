@@ -37,14 +37,14 @@ passed_on() {  # mpirun's flags for the variables that it must take to other nod
 
 train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end
     local is_warned="" status=0 again=0 pid
-    mkdir -p "$RUNS"
-    exec 9>>"$RUNS/.$NAME.lock"  # two jobs of one name would write into one folder
-    flock -n -E 75 9 || [ $? -ne 75 ] || refuse "NAME=$NAME: another job trains it at this moment"
-    rm -f "$folder/stop"
+    if grep -qsx "$SLURM_JOB_ID" "$folder/stop"; then  # of this job, before it was queued again
+        rm -f "$folder/stop"
+    fi
     # Slurm sends USR1 to this script (--signal, in its head) before the time is over, and before a
     # preemption where the site has preempt_send_user_signal. The trainer finds the file, keeps a
-    # checkpoint, ends, and removes the file.
-    trap 'is_warned=yes; mkdir -p "$folder"; touch "$folder/stop"' USR1
+    # checkpoint, ends, and removes the file. By the number in it a trainer that is only about to
+    # start knows that it is the one who is meant.
+    trap 'is_warned=yes; mkdir -p "$folder"; echo "$SLURM_JOB_ID" >"$folder/stop"' USR1
     "$@" &
     pid=$!
     trap 'kill -TERM "$pid"' TERM

@@ -148,12 +148,6 @@ def test_failure_half_way_leaves_the_old_file(
         assert "c.pt: the checkpoint could not be written (disk full)" in str(raised.value)
 
 
-def test_a_killed_run_leaves_one_partial_file_at_most(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint.partial").write_bytes(b"half a file")
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
-    assert os.listdir(tmp_path) == ["c.pt"]
-
-
 def test_others_may_read_it(tmp_path: Path) -> None:
     mask = os.umask(0o022)
     try:

@@ -18,7 +18,7 @@ from recipe.config import Config
 from recipe.data import Data
 from recipe.errors import UserError
 from recipe.phases import WARM_UP_STEPS
-from recipe.record import Recorder, replace_file, run_folder, utc_now
+from recipe.record import Recorder, replace_file
 from recipe.world import World
 
 NUM_TRAIN = 20  # five steps an epoch
@@ -439,13 +439,6 @@ def test_progress_bar_only_on_a_terminal(
     assert Session(tmp_path / "c", clock, world=a_world(1, 2)).recorder.bar is None
 
 
-def test_run_folder() -> None:
-    config = a_config(log_dir="~/runs", name="mine")
-    assert run_folder(config, a_world(), "ddp") == Path("~/runs/mine").expanduser()
-    name = run_folder(a_config(arch="vgg11"), a_world(0, 4), "horovod").name
-    assert name.endswith("-horovod-vgg11-4w")
-
-
 def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock: Clock) -> None:
     session = Session(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
     session.steps(8)
@@ -472,8 +465,3 @@ def test_replace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="disk full"):
         replace_file(path, "newer")
     assert path.read_text() == "old"
-
-
-def test_utc_now() -> None:
-    assert len(utc_now()) == len("2026-01-31T12:00:00Z")
-    assert utc_now().endswith("Z")

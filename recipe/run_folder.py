@@ -1,0 +1,178 @@
+"""The run folder: what it is called, and that one run at a time writes into it.
+
+Rank 0 holds a lock on the file `lock` in it as long as its process lives. The kernel lets go of it
+when the process ends, however it ends; the file itself stays and means nothing.
+
+The lock holds between hosts where their file system passes locks on: NFS and CephFS do, Lustre if
+mounted with `flock`; Lustre with `localflock`, and BeeGFS as it is set up by default, hold it
+within a host only. Where a file system has no locks at all, the run says so and goes on.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import psutil
+import torch
+
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.world import World
+
+LOCK_FILE = "lock"
+# Whoever makes it (a person, a batch script that was warned of its end) lets the run keep a
+# checkpoint and end, which then removes it. A file, because no signal passes through all launchers:
+# torchrun and horovodrun die of what srun and mpirun hand on.
+STOP_FILE = "stop"
+NAME_BYTES = 255  # the longest name of a file
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+# The server of a shared file system takes a lock back this long after it lost sight of a host (NFS:
+# 90 s): a run that goes on elsewhere after the loss of its host waits for that.
+LOST_HOST_WAIT_S = 120.0
+
+
+def open_run_folder(
+    config: Config,
+    world: World,
+    engine: str,
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+) -> Path:
+    """Where this run is written, on all ranks as rank 0 has named it; made, and locked until rank
+    0's process ends.
+
+    The folder of a training that --evaluate looks at is left as it is, and may be in use. UserError
+    where another run writes, where nothing can be written, and where nothing is to be evaluated.
+    """
+    name = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    if world.is_first:
+        encoded = os.fsencode(_claim(config, world, engine).name)
+        name[: len(encoded)] = torch.tensor(list(encoded))
+    name = from_rank_0(name)
+    return _log_dir(config) / os.fsdecode(bytes(name.tolist()).rstrip(b"\0"))
+
+
+def _log_dir(config: Config) -> Path:
+    return Path(config.log_dir).expanduser()
+
+
+def _claim(config: Config, world: World, engine: str) -> Path:
+    default = f"{datetime.now():%Y%m%d-%H%M%S}-{engine}-{config.arch}-{world.size}w"
+    folder = _log_dir(config) / (config.name or default)
+    checkpoints = folder / "checkpoints"
+    has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))
+    if config.evaluate and config.resume == "auto" and not has_weights:
+        raise UserError(  # a random network would be evaluated
+            f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
+            "--log-dir"
+        )
+    if config.evaluate and (folder / "metrics.jsonl").exists():
+        return folder
+    try:
+        if config.name is None:
+            folder = new_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if _lock(folder, world):
+            for left_by_a_killed_run in checkpoints.glob(".*.partial"):
+                left_by_a_killed_run.unlink()
+        _remove_old_wish_to_stop(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    return folder
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    """What to tell the user of a run folder in which nothing can be written."""
+    return UserError(
+        f"{folder}: the run cannot be written there ({error.strerror}); make room, or choose "
+        "another --log-dir"
+    )
+
+
+def new_folder(path: Path) -> Path:
+    """Make the folder `path`, or `path`-2, -3, ... where others have it: of several that ask at
+    once each gets its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def partial_name(path: Path) -> Path:
+    """A temporary name beside `path` that no other process has, on any host."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+
+
+def _lock(folder: Path, world: World) -> bool:
+    """Take the lock and write down who holds it; its file is never closed, so that the process's
+    end gives it back. False where the file system has no locks."""
+    is_held, is_waiting = False, False
+    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + LOST_HOST_WAIT_S
+    while not is_held:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = True
+        except BlockingIOError:
+            holder = (folder / LOCK_FILE).read_text(errors="replace").strip()
+            if f" on {world.host} " in holder or time.monotonic() > deadline:
+                raise UserError(
+                    f"{folder}: another run writes there: {holder}; wait for its end, or choose "
+                    "another --name"
+                ) from None
+            if not is_waiting:
+                print(
+                    f"{folder}: another run writes there: {holder}; waiting for "
+                    f"{LOST_HOST_WAIT_S:.0f} s, in case that host is lost",
+                    flush=True,
+                )
+            is_waiting = True
+            time.sleep(1)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"warning: {folder}: this file system has no locks ({error.strerror}); nothing "
+                "keeps a second run of this --name from damaging this one",
+                flush=True,
+            )
+            break
+    # A loader worker is a fork and would keep the lock for some seconds after a killed parent.
+    os.register_at_fork(after_in_child=lambda: os.close(file))
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)
+    os.fsync(file)
+    return is_held
+
+
+def _remove_old_wish_to_stop(folder: Path) -> None:
+    """Remove a stop file that was meant for an earlier run which ended without obeying it.
+
+    Not one made since this process began, by the clock of the file system, which has just dated the
+    lock; nor one in which slurm/job.sh wrote this job's number before its launcher had started this
+    process.
+    """
+    path = folder / STOP_FILE
+    try:
+        made, words = path.stat().st_mtime, path.read_text(errors="replace").split()
+    except FileNotFoundError:
+        return
+    age = time.time() - psutil.Process().create_time()
+    is_of_this_job = bool(words) and words == [os.environ.get("SLURM_JOB_ID")]
+    if made < (folder / LOCK_FILE).stat().st_mtime - age and not is_of_this_job:
+        path.unlink()
+        print(f"removed {path}, which was made before this run began", flush=True)
+
+
+def utc_now() -> str:
+    """The time as 2026-01-31T12:00:00Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

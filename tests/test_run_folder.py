@@ -1,0 +1,181 @@
+"""The run folder: its name, its lock, and the file by which a run is asked to stop."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from making import a_config, a_world
+
+from recipe import run_folder
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.run_folder import open_run_folder, partial_name, utc_now
+
+
+def opened(config: Config, host: str = "here") -> Path:
+    """As rank 0 of one, in this process, which then holds the lock until the test run's end."""
+    return open_run_folder(config, a_world(host=host), "ddp", lambda values: values)
+
+
+@contextmanager
+def another_run(log_dir: Path, name: str, host: str = "here") -> Iterator[subprocess.Popen[str]]:
+    """Another process that has opened a run folder, with a fork that outlives it."""
+    code = f"""
+import os, time
+from test_run_folder import a_config, opened
+opened(a_config(log_dir={str(log_dir)!r}, name={name!r}), {host!r})
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print("open", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_one_run_at_a_time_and_a_killed_one_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_config(log_dir=str(tmp_path), name="run", resume="auto")
+    partial = tmp_path / "run/checkpoints/.step-000000010.pt.elsewhere-7.partial"
+    partial.parent.mkdir(parents=True)
+    with another_run(tmp_path, "run") as other:
+        partial.touch()
+        (tmp_path / "run/stop").touch()
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        holder = rf"process {other.pid} on here since 20\S+Z"
+        with pytest.raises(UserError, match=rf"run: another run writes there: {holder}; wait"):
+            opened(config)
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        other.kill()
+        other.wait()
+        assert opened(config) == tmp_path / "run"  # though the fork is still there
+        assert not partial.exists()
+    # What runs is evaluated all the same, in a folder of its own.
+    (tmp_path / "live/checkpoints").mkdir(parents=True)
+    (tmp_path / "live/checkpoints/step-000000001.pt").touch()
+    (tmp_path / "live/metrics.jsonl").touch()
+    with another_run(tmp_path, "live"):
+        assert opened(replace(config, name="live", evaluate=True)) == tmp_path / "live"
+
+
+def test_a_lost_host_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file server frees the lock of a host that is gone only after a while."""
+    config = a_config(log_dir=str(tmp_path), name="run")
+    with another_run(tmp_path, "run", host="gone") as other:
+        monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: (other.kill(), other.wait()))
+        assert opened(config) == tmp_path / "run"
+        assert "waiting for 120 s, in case that host is lost" in capsys.readouterr().out
+    with another_run(tmp_path, "taken", host="gone"):
+        monkeypatch.setattr(run_folder, "LOST_HOST_WAIT_S", -1.0)
+        with pytest.raises(UserError, match=r"taken: another run writes .*\d+ on gone"):
+            opened(replace(config, name="taken"))
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    partial = tmp_path / "run/checkpoints/.step-000000010.pt.elsewhere-7.partial"
+    partial.parent.mkdir(parents=True)
+    partial.touch()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert opened(a_config(log_dir=str(tmp_path), name="run")) == tmp_path / "run"
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1 and "has no locks (No locks available); nothing keeps" in told
+    assert partial.exists()  # perhaps another run's, which is writing it
+
+
+def test_names_of_a_job_array_do_not_collide(tmp_path: Path) -> None:
+    """Many jobs that start in the same second."""
+    config = a_config(log_dir=str(tmp_path / "runs"), arch="vgg11")
+    folders = [opened(config) for _ in range(9)]
+    assert len(set(folders)) == 9
+    assert all("-ddp-vgg11-1w" in folder.name and folder.is_dir() for folder in folders)
+
+
+def test_rank_0_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's clock may be past the second's boundary; and its `--name` is not asked."""
+    config = a_config(log_dir=str(tmp_path), arch="vgg11")
+    sent: list[torch.Tensor] = []
+    first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "datetime", None)
+        assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[0]) == first
+    config = replace(config, name="größe 2")
+    first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
+    assert first.name == "größe 2"
+    assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[1]) == first
+
+
+@pytest.mark.parametrize("maker", ["nobody", "this job", "another job"])
+def test_a_stop_file_of_an_earlier_run_is_removed(
+    maker: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    stop = tmp_path / "run/stop"
+    stop.parent.mkdir()
+    stop.write_text({"nobody": "", "this job": "17\n", "another job": "16\n"}[maker])
+    os.utime(stop, (time.time() - 3600,) * 2)
+    opened(a_config(log_dir=str(tmp_path), name="run"))
+    assert stop.exists() == (maker == "this job")  # which was warned before it had started this
+    assert ("removed " in capsys.readouterr().out) == (maker != "this job")
+
+
+def test_a_stop_file_made_while_the_run_starts_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/stop").touch()
+    opened(a_config(log_dir=str(tmp_path), name="run"))
+    assert (tmp_path / "run/stop").exists()
+
+
+def test_a_mistyped_name_is_not_evaluated(tmp_path: Path) -> None:
+    """It would be a random network."""
+    config = a_config(log_dir=str(tmp_path), name="typo", resume="auto", evaluate=True)
+    with pytest.raises(UserError, match=r"there is no checkpoint in .*typo/checkpoints; check"):
+        opened(config)
+    assert not (tmp_path / "typo").exists()
+    opened(replace(config, weights="file"))  # slurm/job.sh always says --resume auto
+    assert (tmp_path / "typo").exists()
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
+        opened(a_config(log_dir=str(tmp_path / "file"), name="run"))
+
+
+def test_a_partial_file_is_this_process_s_own(tmp_path: Path) -> None:
+    name = partial_name(tmp_path / "best.pt").name
+    assert name.startswith(".best.pt.") and name.endswith(f"-{os.getpid()}.partial")
+
+
+def test_utc_now() -> None:
+    assert len(utc_now()) == len("2026-01-31T12:00:00Z")
+    assert utc_now().endswith("Z")
