@@ -546,8 +546,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         raise UserError("--nesterov: needs --momentum above 0")
     if config.name is not None and ("/" in config.name or config.name in (".", "..")):
         raise UserError(
-            f"--name {config.name}: give a folder's name, without a slash; where it lies, --log-dir "
-            "says"
+            f"--name {config.name}: give the name of a folder in --log-dir, without a slash"
         )
     if config.resume == "auto" and not config.name:
         raise UserError("--resume auto: needs the --name of the run that is to go on")
