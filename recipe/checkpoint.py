@@ -5,14 +5,17 @@ Training waits only for a copy in memory; a thread of rank 0 writes it to disk m
 
 import argparse
 import copy
+import errno
 import io
+import math
 import os
 import re
 import shutil
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ class Progress:
 
     step: int = 0  # optimizer steps
     samples_seen: int = 0  # over all ranks: the position in the stream of samples
-    best_top1: float = 0.0  # percent
+    best_top1: float = -1.0  # percent; below 0 before the first evaluation
     train_seconds: float = 0.0  # on the training clock, over all the run's sessions
 
 
@@ -86,20 +89,29 @@ def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, (OSError, RuntimeError)):  # the latter is torch's on a full disk
+        if isinstance(error, (OSError, RuntimeError)):
             raise UserError(
-                f"{path}: the checkpoint could not be written ({_first_line(error)}); the earlier "
-                "ones are intact"
+                f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
+                "are intact"
             ) from error
         raise
-    _sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line: on a full disk torch's own error hides the system's."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    error = cause or error
+    return getattr(error, "strerror", None) or _first_line(error)
+
+
+def _sync(path: Path) -> None:
+    """Make a file's contents, or a rename in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -108,9 +120,11 @@ def _sync_folder(folder: Path) -> None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoints by step, oldest first; the best is not among them."""
-    return sorted(
-        path for path in folder.glob("step-*.pt") if re.fullmatch(r"step-\d{9}\.pt", path.name)
-    )
+    try:
+        names = os.listdir(folder)  # not glob, which takes a folder that cannot be read for empty
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(folder / name for name in names if re.fullmatch(r"step-\d{9}\.pt", name))
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -127,7 +141,7 @@ def keep_checkpoint(
     figures: dict[str, float],
 ) -> None:
     """Rank 0 copies what a checkpoint holds, and writes it while training goes on: makes it best.pt
-    if the last evaluation's `figures` are the best yet, and deletes old ones.
+    if the last evaluation's `figures` are the best yet, and deletes the oldest ones.
 
     UserError if the one before could not be written.
     """
@@ -141,23 +155,27 @@ def keep_checkpoint(
     WRITING.append(WRITER.submit(_write_and_tidy, path, contents, is_best, config.keep_checkpoints))
 
 
-def finish_checkpoint() -> None:
-    """Wait until the checkpoint that is being written, if any, is on disk; UserError if it could
-    not be written."""
-    while WRITING:
-        WRITING.pop().result()
+def finish_checkpoint(timeout: float | None = None) -> bool:
+    """Wait until the checkpoint that is being written, if any, is on disk, for `timeout` seconds at
+    most; whether it is. UserError if it could not be written."""
+    if not wait(WRITING, timeout).not_done:
+        while WRITING:
+            WRITING.pop().result()
+    return not WRITING
 
 
 def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: int) -> None:
     folder = path.parent
     save_checkpoint(path, contents)
-    if is_best:
-        _mark_best(folder, path)
-    # Those of later steps were left by a run that this one has gone back behind, or are damaged.
-    kept = [file for file in checkpoints_in(folder) if file <= path][-keep:]
-    for file in checkpoints_in(folder):
-        if file not in kept:
+    try:
+        if is_best:
+            _mark_best(folder, path)
+        for file in checkpoints_in(folder)[:-keep]:
             file.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{path}: was written, but the files beside it could not be renewed ({_reason(error)})"
+        ) from error
 
 
 def _mark_best(folder: Path, path: Path) -> None:
@@ -168,8 +186,38 @@ def _mark_best(folder: Path, path: Path) -> None:
         os.link(path, temporary)
     except OSError:  # a file system without hard links
         shutil.copyfile(path, temporary)
+        _sync(temporary)
     os.replace(temporary, folder / "best.pt")
-    _sync_folder(folder)
+    _sync(folder)
+
+
+def set_aside(run_folder: Path, step: int) -> bool:
+    """Before a run goes on from `step`: move what an earlier one left of later steps, and a copy of
+    its metrics, into a folder of their own, so that this run neither takes it for its own nor
+    deletes it. Whether best.pt was among it."""
+    folder = run_folder / "checkpoints"
+    later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
+    best = folder / "best.pt"
+    was_later = best.exists() and _step_in(best) > step
+    if later or was_later:
+        aside = folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S")
+        aside.mkdir()
+        if (run_folder / "metrics.jsonl").exists():
+            shutil.copyfile(run_folder / "metrics.jsonl", aside / "metrics.jsonl")
+        for file in [*later, best] if was_later else later:
+            file.rename(aside / file.name)
+        print(f"warning: checkpoints of steps after {step}, or damaged ones, are now in {aside}")
+    return was_later
+
+
+def _step_in(path: Path) -> float:
+    """The step that a checkpoint is of; infinity if it is damaged."""
+    try:
+        return int(torch.load(path, mmap=True, weights_only=True)["progress"]["step"])
+    except OSError:
+        raise
+    except Exception:  # torch raises several kinds
+        return math.inf
 
 
 def resume(
@@ -193,34 +241,72 @@ def resume(
 
 
 def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
-    """The file that --resume means, or None for a fresh start (`auto` where nothing was saved yet).
+    """The file that --resume means, or None for a fresh start (`auto` where nothing was done yet).
 
-    `auto` passes over a newest file that is damaged and takes the one before it, saying so.
+    `auto` passes over a newest file that is damaged and takes the one before it, saying so. What
+    cannot be read is not damaged: UserError, as where no file is whole, since to start again would
+    be to destroy the run.
     """
     if config.resume is None:
         return None
-    if config.resume != "auto":
-        path = Path(config.resume).expanduser()
-        if not path.is_file():
-            raise UserError(f"--resume {config.resume}: there is no such file")
-        if not _is_whole(path):
-            raise UserError(
-                f"--resume {config.resume}: is damaged, or is no checkpoint of this project"
-            )
-        return path
-    for path in reversed(checkpoints_in(run_folder / "checkpoints")):
+    try:
+        path = _newest(run_folder) if config.resume == "auto" else _named(config.resume)
+    except OSError as error:
+        raise UserError(
+            f"--resume {config.resume}: {error.filename or run_folder} cannot be read "
+            f"({error.strerror}); nothing was changed, start again when it can be read"
+        ) from error
+    if path is None and config.evaluate:
+        raise UserError(
+            f"--resume auto: {run_folder} holds no checkpoint to evaluate; check --name and "
+            "--log-dir"
+        )
+    return path
+
+
+def _named(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"--resume {name}: there is no such file")
+    if not _is_whole(path):
+        raise UserError(f"--resume {name}: is damaged, or is no checkpoint of this project")
+    return path
+
+
+def _newest(run_folder: Path) -> Path | None:
+    folder = run_folder / "checkpoints"
+    best, metrics = folder / "best.pt", run_folder / "metrics.jsonl"
+    files = checkpoints_in(folder)
+    for path in reversed(files):
         if _is_whole(path):
             return path
         print(f"warning: {path} is damaged; trying the one before it")
+    if best.exists() and _is_whole(best):
+        raise UserError(
+            f"--resume auto: of the checkpoints in {folder} only the best is whole; go on from it "
+            f"with --resume {best}, or start anew under another --name"
+        )
+    if files or best.exists() or (metrics.exists() and b'"kind": "step"' in metrics.read_bytes()):
+        raise UserError(
+            f"--resume auto: {run_folder} holds a run, but no whole checkpoint to go on from; "
+            "bring one back from a copy, or start anew under another --name"
+        )
     return None
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether every checksum in the archive that torch.save wrote holds."""
+    """Whether every checksum in the archive that torch.save wrote holds. OSError if it cannot be
+    read, which is no damage."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except Exception:  # damage can look like encryption, an unknown method, a wrong length, ...
+    except MemoryError:
+        raise
+    except Exception as error:  # damage can look like encryption, an unknown method, ...
+        # ... and a wrong length sends the reader to a place before the file's start (EINVAL).
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            error.filename = error.filename or str(path)
+            raise
         return False
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from recipe.checkpoint import Progress, finish_checkpoint
+from recipe.checkpoint import Progress, checkpoints_in, finish_checkpoint, set_aside
 from recipe.config import Config
 from recipe.data import Data, open_input_meter, samples_per_step
 from recipe.device import cpu_seconds
@@ -85,13 +85,16 @@ class Recorder:
 
     def _open(self) -> None:
         metrics, summary = self.folder / "metrics.jsonl", self.folder / "summary.json"
-        if metrics.exists() and not self._goes_on_here():
-            raise UserError(
-                f"{self.folder}: already holds a run; choose another --name, or go on with it by "
-                "--resume auto"
-            )
         try:
+            holds_run = metrics.exists() or checkpoints_in(self.folder / "checkpoints")
+            if holds_run and not self._goes_on_here():
+                raise UserError(
+                    f"{self.folder}: already holds a run; choose another --name, or go on with it "
+                    "by --resume auto"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not self.config.evaluate and set_aside(self.folder, self.progress.step):
+                self.progress.best_top1 = Progress.best_top1
             kept = _lines_until(metrics, self.progress.step) if self.progress.step else []
             self._take_up_epoch(kept)
             replace_file(metrics, "".join(kept))
@@ -210,6 +213,7 @@ class Recorder:
         """A step has ended; its sums stay on the device until `pending_sums` is asked for."""
         self.clock.lap("optimizer")
         self.clock.end_step()
+        finish_checkpoint(timeout=0)  # tells of one that could not be written as soon as it failed
         self.profiler.end_step(self.progress.step)
         self.progress.train_seconds = self.train_seconds
         self.learning_rate = learning_rate

@@ -2,9 +2,12 @@
 
 import argparse
 import copy
+import errno
 import os
 import pickle
+import resource
 import threading
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from recipe.checkpoint import (
     restore,
     resume,
     save_checkpoint,
+    set_aside,
     step_path,
 )
 from recipe.config import Config
@@ -216,6 +220,46 @@ def test_a_checkpoint_that_could_not_be_written_is_told(
     assert steps_of(tmp_path) == []
 
 
+def test_a_failed_write_is_told_without_waiting_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_fail = threading.Event()
+
+    def fails_late(*_: object) -> None:
+        assert may_fail.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails_late)
+    keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), tmp_path, {})
+    assert not finish_checkpoint(timeout=0)  # nothing to tell yet, and no waiting
+    may_fail.set()
+    with pytest.raises(UserError, match="No space left on device"):
+        while not finish_checkpoint(timeout=0):
+            pass
+    assert finish_checkpoint()
+
+
+@pytest.mark.parametrize("limit", [100, 2000, 9000])  # in the first write, in between, at the end
+def test_the_system_s_reason_is_told(limit: int, tmp_path: Path) -> None:
+    """Which torch hides behind "enforce fail at inline_container.cc"."""
+    contents = contents_of(trainables(), PROGRESS, CONFIG)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"could not be written \(File too large\)"):
+            save_checkpoint(tmp_path / "c.pt", contents)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".checkpoint.partial").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
+        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+    assert os.listdir(tmp_path) == []
+
+
 def test_last_two_and_the_best(tmp_path: Path) -> None:
     progress = Progress()
     for step, top1 in {10: 50.0, 20: 70.0, 30: 60.0, 40: 65.0}.items():
@@ -253,12 +297,29 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert progress.best_top1 == 50.0  # the same on all ranks
 
 
-def test_going_back_drops_the_future(tmp_path: Path) -> None:
-    """A run that went on from step 10 must not be thrown out by what a former run left at 40."""
+@pytest.mark.parametrize("best_at", [10, 40])
+def test_going_back_sets_the_future_aside(best_at: int, tmp_path: Path) -> None:
+    """A run that goes on from step 10 neither takes what another left of later steps for its own
+    nor deletes it: checkpoints, the best if it is later, and the metrics."""
+    progress = Progress()
     for step in (10, 30, 40):
-        keep(tmp_path, step, None, Progress(), keep_checkpoints=5)
+        keep(tmp_path, step, 50.0 if step == best_at else None, progress, keep_checkpoints=5)
+    (tmp_path / "metrics.jsonl").write_text("as it was")
+    assert set_aside(tmp_path, 10) == (best_at == 40)
+    (aside,) = (tmp_path / "checkpoints").glob("set-aside-*")
+    moved = {"metrics.jsonl", "step-000000030.pt", "step-000000040.pt"}
+    assert set(os.listdir(aside)) == moved | ({"best.pt"} if best_at == 40 else set())
+    assert read(aside / "step-000000040.pt")["progress"]["step"] == 40
     keep(tmp_path, 20, None, Progress(), keep_checkpoints=2)
     assert steps_of(tmp_path) == [10, 20]
+    assert not set_aside(tmp_path, 20)
+    assert len(list((tmp_path / "checkpoints").glob("set-aside-*"))) == 1
+
+
+def test_the_first_evaluation_is_the_best_yet(tmp_path: Path) -> None:
+    """Also one that got nothing right, as a short run on 1,000 classes may."""
+    keep(tmp_path, 10, 0.0, Progress())
+    assert names(tmp_path) == ["best.pt", "step-000000010.pt"]
 
 
 def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +327,16 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError("not supported")
 
     monkeypatch.setattr(os, "link", no_link)
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))
+    )
     keep(tmp_path, 10, 50.0, Progress())
     assert names(tmp_path) == ["best.pt", "step-000000010.pt"]
     assert read(tmp_path / "checkpoints" / "best.pt")["progress"]["step"] == 10
+    assert [os.path.basename(path) for path in synced] == [
+        ".checkpoint.partial", "checkpoints", ".best.partial", "checkpoints",
+    ]  # fmt: skip
 
 
 def test_find(tmp_path: Path) -> None:
@@ -302,7 +370,76 @@ def test_auto_passes_over_a_damaged_file(
     with pytest.raises(UserError, match=r"000020.pt: is damaged, or is no checkpoint"):
         find_checkpoint(replace(CONFIG, resume=str(newest)), tmp_path)
     step_path(tmp_path / "checkpoints", 10).unlink()
-    assert find_checkpoint(auto, tmp_path) is None
+    with pytest.raises(UserError, match="no whole checkpoint to go on from"):
+        find_checkpoint(auto, tmp_path)
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("best", ["whole", "damaged", "missing"])
+def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
+    """Where a run was recorded and no checkpoint of a step is whole: the user decides."""
+    auto = replace(CONFIG, resume="auto")
+    keep(tmp_path, 10, 50.0, progress := Progress())
+    keep(tmp_path, 20, None, progress)
+    files = checkpoints_in(tmp_path / "checkpoints")
+    best_pt = tmp_path / "checkpoints" / "best.pt"
+    best_pt.write_bytes(copied := best_pt.read_bytes())
+    best_pt.unlink()  # a link to what is damaged now
+    for file in files:
+        file.write_bytes(b"damaged")
+    if best != "missing":
+        best_pt.write_bytes(copied if best == "whole" else b"damaged")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    before = everything_in(tmp_path)
+    words = f"--resume {best_pt}" if best == "whole" else "bring one back from a copy"
+    with pytest.raises(UserError, match=words):
+        find_checkpoint(auto, tmp_path)
+    assert everything_in(tmp_path) == before
+    if best == "whole":
+        assert find_checkpoint(replace(CONFIG, resume=str(best_pt)), tmp_path) == best_pt
+
+
+def test_auto_with_metrics_alone(tmp_path: Path) -> None:
+    auto = replace(CONFIG, resume="auto")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "event", "name": "start"}\n')
+    assert find_checkpoint(auto, tmp_path) is None  # it ended before its first step
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 1}\n')
+    with pytest.raises(UserError, match="no whole checkpoint to go on from"):
+        find_checkpoint(auto, tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_what_cannot_be_read_is_not_damaged(
+    number: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        keep(tmp_path, step, 50.0, Progress())
+    before = everything_in(tmp_path)
+
+    def unreadable(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if place == "file":
+        monkeypatch.setattr(zipfile, "ZipFile", unreadable)
+    elif number != errno.ENOENT:  # a folder that is not there is a run that has not begun
+        monkeypatch.setattr(os, "listdir", unreadable)
+    else:
+        return
+    words = rf"--resume auto: .* cannot be read \({os.strerror(number)}\)"
+    with pytest.raises(UserError, match=words):
+        find_checkpoint(replace(CONFIG, resume="auto"), tmp_path)
+    monkeypatch.undo()
+    assert everything_in(tmp_path) == before
+
+
+def test_nothing_to_evaluate(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint to evaluate; check --name"):
+        find_checkpoint(replace(CONFIG, resume="auto", evaluate=True), tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from making import CPU, a_config, a_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipe import record
+from recipe import checkpoint, record
 from recipe.checkpoint import Progress
 from recipe.config import Config
 from recipe.data import Data
@@ -324,6 +325,37 @@ def test_refuses_to_overwrite_a_run(tmp_path: Path, clock: Clock) -> None:
     # Nothing was saved yet: a fresh start.
     Session(tmp_path / "run", clock, Progress(), replace(CONFIG, resume="auto"))
     assert lines(tmp_path / "run", "step") == []
+
+
+def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(6)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir()
+    (folder / "best.pt").write_bytes(b"of a step that is not known, for it is damaged")
+    own = replace(CONFIG, resume=str(folder / "step-000000003.pt"))
+    progress = Progress(3, 12, best_top1=50.0)
+    evaluating = replace(own, evaluate=True)
+    Session(tmp_path / "run", clock, replace(progress), evaluating)
+    assert list(folder.iterdir()) == [folder / "best.pt"]
+    Session(tmp_path / "run", clock, progress, own)
+    (aside,) = folder.iterdir()
+    assert (aside / "best.pt").exists()
+    assert (aside / "metrics.jsonl").read_text() == before
+    assert progress.best_top1 < 0, "the next evaluation is the best that is left"
+
+
+def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tmp_path / "run", clock)
+    session.steps(1)
+    failed: Future[None] = Future()
+    failed.set_exception(UserError("the disk is full"))
+    monkeypatch.setattr(checkpoint, "WRITING", [failed])
+    with pytest.raises(UserError, match="the disk is full"):
+        session.steps(1)
 
 
 def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
