@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
 from recipe.dali import EncodedImages, check_dali, dali_batches
+from recipe.damage import SuspectImages
 from recipe.device import keep_freed_memory
 from recipe.digits import prepare_digits
 from recipe.image_folder import Listing, check_train_and_val, list_images
@@ -41,6 +42,7 @@ class Data:
     num_train: int
     num_val: int
     num_classes: int
+    suspects: tuple[SuspectImages, ...] = ()  # of train and val
 
     @property
     def is_synthetic(self) -> bool:
@@ -79,7 +81,8 @@ def open_data(config: Config, world: World | None = None) -> Data:
             (val,) = keep_in_memory([val], world)
         else:
             train, val = keep_in_memory([train, val], world)
-    return Data(train, val, len(train), len(val), len(train.classes))
+    suspects = SuspectImages(train), SuspectImages(val)
+    return Data(train, val, len(train), len(val), len(train.classes), suspects)
 
 
 def open_images(folder: Path, cache: Path) -> Listing:
@@ -141,15 +144,23 @@ class TrainImages(Dataset):
     """Augmented training images, in batches; an image's key is (epoch, index), which alone decides
     its pixels."""
 
-    def __init__(self, listing: Listing, config: Config, meter: InputMeter | None = None) -> None:
+    def __init__(
+        self,
+        listing: Listing,
+        config: Config,
+        meter: InputMeter | None = None,
+        suspects: SuspectImages | None = None,
+    ) -> None:
         self.listing, self.seed, self.meter = listing, config.seed, meter
+        self.suspects = suspects or SuspectImages(listing)
         self.transform = train_transform(config)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
         images = empty_batch(len(keys), self.transform.size, self.transform.size)
         for out, (epoch, index) in zip(images, keys, strict=True):
-            content = self.listing.read(index)
-            self.transform(content, self.listing.name(index), (self.seed, epoch, index), out)
+            content, name = self.listing.read(index), self.listing.name(index)
+            if left_over := self.transform(content, name, (self.seed, epoch, index), out):
+                self.suspects.add(index, left_over)
             if self.meter is not None:
                 self.meter.count(len(content))
         return images, labels_of(self.listing, [index for _, index in keys])
@@ -158,8 +169,8 @@ class TrainImages(Dataset):
 class ValImages(Dataset):
     """Validation images, in batches: resized, and their centre cropped."""
 
-    def __init__(self, listing: Listing, config: Config) -> None:
-        self.listing = listing
+    def __init__(self, listing: Listing, config: Config, suspects: SuspectImages) -> None:
+        self.listing, self.suspects = listing, suspects
         self.transform = ValTransform(
             config.val_resize_size, config.val_crop_size, config.interpolation
         )
@@ -167,7 +178,8 @@ class ValImages(Dataset):
     def __getitems__(self, indices: list[int]) -> Batch:
         images = empty_batch(len(indices), self.transform.crop, self.transform.crop)
         for out, index in zip(images, indices, strict=True):
-            self.transform(self.listing.read(index), self.listing.name(index), out)
+            if left_over := self.transform(self.listing.read(index), self.listing.name(index), out):
+                self.suspects.add(index, left_over)
         return images, labels_of(self.listing, indices)
 
 
@@ -216,7 +228,8 @@ def training_batches(
         # DALI takes plain memory, and works ahead by itself.
         yield from dali_batches(_loader(encoded, batches, CPU, workers), data.train, config, device)
     else:
-        loader = _loader(TrainImages(data.train, config, meter), batches, device, workers)
+        images = TrainImages(data.train, config, meter, data.suspects[0])
+        loader = _loader(images, batches, device, workers)
         yield from _on_device(loader, config, device)
 
 
@@ -230,7 +243,7 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        loader = _loader(ValImages(data.val, config), batches, device, workers)
+        loader = _loader(ValImages(data.val, config, data.suspects[1]), batches, device, workers)
         yield from _on_device(loader, config, device)
 
 

@@ -198,7 +198,8 @@ def usage_row(recorder: Recorder, model: nn.Module, device: torch.device) -> tor
     means = astuple(recorder.phases.means())
     files = recorder.input
     read = [files.files, files.bytes] if files is not None else [math.nan, math.nan]
-    row = [digest, used, peak_memory_bytes(device), *means, *read]
+    suspects = sum(images.count for images in recorder.data.suspects)
+    row = [digest, used, peak_memory_bytes(device), *means, *read, suspects]
     return torch.cat([torch.tensor(row, dtype=torch.float64), recorder.energy.row()])
 
 
@@ -242,7 +243,11 @@ def summarize(
             for rank, row in enumerate(usage.tolist())
         ],
         "input": input_summary(recorder, usage[:, 3:9], usage[:, 9:11], images),
-        "energy": energy_summary(usage[:, 11:], images),
+        "energy": energy_summary(usage[:, 12:], images),
+        "suspect_images": {
+            "count": int(usage[:, 11].sum()),  # one that two ranks have met counts twice
+            "names": [name for images in recorder.data.suspects for name in images.names],
+        },
         **figures,
         "best_top1": max(progress.best_top1, figures["top1"]),
         "weights_sha256": weights_sha256(model),

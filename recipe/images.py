@@ -11,8 +11,8 @@ import hashlib
 import io
 import itertools
 import math
+import re
 import struct
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
@@ -32,6 +32,11 @@ AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")
 MEAN_COLOR = (124, 116, 104)
 # What the colours of the last rows may be mixed with, and a whole block of colours.
 ROWS_BELOW = 2
+# Of an image of any format: half a GiB as RGB. Asked of its head, before anything is decoded.
+MAX_PIXELS = 2**29 // 3
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, and warns below it
+# libjpeg-turbo's only warning that need not be about damage: the marker is that of the image's end.
+LEFT_OVER = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 CROP_ATTEMPTS = 10  # torchvision's number, then the largest central crop
 
 Key = tuple[int, int, int]  # (seed, epoch, index of the image in its data set), all at least 0
@@ -50,36 +55,52 @@ def decode(content: bytes, name: str) -> np.ndarray:
     the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does on
     GPUs by default.
 
-    UserError, with `name` for the file, if it is no image, truncated, or a JPEG with damaged data,
-    which Pillow would fill up with grey without a word; a warning if there is more data than the
-    image needs: that may be damage, or bytes that a camera left.
+    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, or a
+    JPEG with damaged data, which Pillow would fill up with grey without a word; also if there is
+    more data than the image needs, as most damage leaves it.
     """
-    with _named(name):
+    image, left_over = decode_and_look(content, name)
+    if left_over:
+        raise suspect(name, left_over)
+    return image
+
+
+def decode_and_look(content: bytes, name: str) -> tuple[np.ndarray, int]:
+    """As `decode`, but what is left over is no error: the image, and how many bytes those are."""
+    with _named(name, content):
         size = _jpeg_size(content)
         if size is None:
-            return _decode_by_pillow(content)
-        return _decode_jpeg(content, name, *size, rows=size[0])
+            return _decode_by_pillow(content), 0
+        return _decode_jpeg(content, *size, rows=size[0])
+
+
+def suspect(name: str, left_over: int, note: str = "") -> UserError:
+    """The error about an image with so many bytes more than it needs."""
+    return UserError(
+        f"{name}: {left_over:,} bytes more than its pixels need, as most damage leaves a JPEG file"
+        f"{note}. Replace the file by a good copy, save it anew if it looks right, or remove it."
+    )
 
 
 def image_size(content: bytes, name: str) -> tuple[int, int]:
     """Height and width of an image in pixels, from its head; UserError as in `decode`."""
-    with _named(name):
+    with _named(name, content):
         size = _jpeg_size(content)
         if size is None:
-            width, height = Image.open(io.BytesIO(content)).size
-            size = height, width
+            with _open_by_pillow(content) as image:
+                size = image.height, image.width
         return size
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(name: str, content: bytes) -> Iterator[None]:
     """Turn whatever a decoder raises into a UserError about the file `name`."""
     try:
         yield
     except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsing runs into
-        raise _unreadable(name, error) from error
+        raise UserError(f"{name}: {_what_is_wrong(content, error)}") from error
 
 
 def _jpeg_size(content: bytes) -> tuple[int, int] | None:
@@ -90,11 +111,22 @@ def _jpeg_size(content: bytes) -> tuple[int, int] | None:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError:
         return None
+    _check_size(height, width)
     return None if color_space in ("CMYK", "YCCK") else (height, width)
 
 
-def _decode_jpeg(content: bytes, name: str, height: int, width: int, rows: int) -> np.ndarray:
-    """Decode at least the upper `rows` rows: uint8 [at least rows, width, 3]."""
+class _TooLarge(ValueError):
+    """An image of more than MAX_PIXELS."""
+
+
+def _check_size(height: int, width: int) -> None:
+    if height * width > MAX_PIXELS:
+        raise _TooLarge(f"has {width:,} x {height:,} pixels, and {MAX_PIXELS:,} are the limit")
+
+
+def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np.ndarray, int]:
+    """Decode at least the upper `rows` rows: uint8 [at least rows, width, 3]. And how many bytes
+    are left over behind the last row, where all were decoded."""
     shorter, is_shortened = min(height, rows + ROWS_BELOW), False
     if shorter < height and (position := _height_position(content)) is not None:
         # Of a JPEG that claims to be less high libjpeg-turbo decodes less, since its rows come one
@@ -105,11 +137,13 @@ def _decode_jpeg(content: bytes, name: str, height: int, width: int, rows: int) 
     try:
         simplejpeg.decode_jpeg(content, "RGB", fastupsample=True, buffer=image)
     except ValueError as error:
-        if "extraneous bytes before marker" not in str(error):
+        if is_shortened and "extraneous bytes" in str(error):
+            return image, 0
+        found = LEFT_OVER.search(str(error))
+        if found is None:
             raise
-        if not is_shortened:
-            warnings.warn(f"{name}: {error}; its pixels may be wrong", stacklevel=2)
-    return image
+        return image, int(found[1])
+    return image, 0
 
 
 def _height_position(content: bytes) -> int | None:
@@ -128,7 +162,14 @@ def _height_position(content: bytes) -> int | None:
 
 
 def _decode_by_pillow(content: bytes) -> np.ndarray:
-    return np.array(_to_rgb(Image.open(io.BytesIO(content))))  # a copy: Pillow's is read-only
+    with _open_by_pillow(content) as image:
+        return np.array(_to_rgb(image))  # a copy: Pillow's is read-only
+
+
+def _open_by_pillow(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content))
+    _check_size(image.height, image.width)
+    return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -143,11 +184,19 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _unreadable(name: str, error: Exception) -> UserError:
-    return UserError(
-        f"{name}: cannot be read as an image ({error}). Replace the file by a good copy, or remove "
-        "it."
-    )
+def _what_is_wrong(content: bytes, error: Exception) -> str:
+    if not content:
+        return "is empty. Copy it again, or remove it."
+    if content.startswith(b"version https://git-lfs"):
+        return "is a pointer of git-lfs, not the image. Fetch the images with: git lfs pull"
+    if content[:256].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "is a page of text (HTML, XML), no image. Download it again, or remove it."
+    if isinstance(error, _TooLarge):
+        return f"{error}. Make it smaller, or remove it."
+    reason = str(error)
+    if isinstance(error, UnidentifiedImageError):  # speaks of an object at an address
+        reason = "of no known format"
+    return f"cannot be read as an image ({reason}). Replace the file by a good copy, or remove it."
 
 
 # -- Training images -------------------------------------------------------------------------------
@@ -259,10 +308,12 @@ class TrainTransform:
         narrow, wide = self.ratio
         return min(height, max(1, round(width / narrow))), min(width, max(1, round(height * wide)))
 
-    def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> None:
+    def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, size,
-        size], in channels-last order). UserError as in `decode`."""
-        with _named(name):
+        size], in channels-last order). Returns how many bytes were left over; UserError for what
+        else is wrong, as in `decode`."""
+        left_over = 0
+        with _named(name, content):
             size = _jpeg_size(content)
             if size is None:
                 image = _decode_by_pillow(content)
@@ -272,8 +323,9 @@ class TrainTransform:
                 # In the first epoch all of each file is decoded, and so looked at for damage.
                 _, epoch, _ = key
                 rows = drawn.top + drawn.height if epoch else size[0]
-                image = _decode_jpeg(content, name, *size, rows)
+                image, left_over = _decode_jpeg(content, *size, rows)
         self.apply(image, drawn, out)
+        return left_over
 
     def apply(self, image: np.ndarray, drawn: Draw, out: Tensor) -> None:
         """Write what becomes of `image` (uint8 [H, W, 3]) by what was drawn into `out`."""
@@ -336,10 +388,11 @@ class ValTransform:
         )
         _interpolation(self.interpolation)
 
-    def __call__(self, content: bytes, name: str, out: Tensor) -> None:
+    def __call__(self, content: bytes, name: str, out: Tensor) -> int:
         """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, crop,
-        crop], in channels-last order). UserError as in `decode`."""
-        image = decode(content, name)
+        crop], in channels-last order). Returns how many bytes were left over; UserError for what
+        else is wrong, as in `decode`."""
+        image, left_over = decode_and_look(content, name)
         height, width = image.shape[:2]
         short = min(height, width)
         height, width = self.resize * height // short, self.resize * width // short
@@ -347,6 +400,7 @@ class ValTransform:
         resize(image, resized, self.interpolation)
         top, left = round((height - self.crop) / 2), round((width - self.crop) / 2)
         out.copy_(resized[:, top : top + self.crop, left : left + self.crop])
+        return left_over
 
 
 # -- Both ------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from recipe.config import DataFlags
+from recipe.damage import SuspectImages
 from recipe.errors import UserError
 from recipe.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
-from recipe.images import decode
+from recipe.images import decode_and_look, image_size
 from recipe.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 
 PARTS = ("train", "val")
@@ -85,7 +85,8 @@ def make_shards(
 def verify_shards(root: Path) -> list[str]:
     """Read and decode every image of the shards in `root`/train and `root`/val; a line about each.
 
-    UserError about the first image whose checksum is another, or which cannot be decoded.
+    UserError about the first image whose checksum is another, or which cannot be decoded, or is
+    suspect where that is too many.
     """
     lines = []
     for part in PARTS:
@@ -94,17 +95,21 @@ def verify_shards(root: Path) -> list[str]:
                 f"{root / part}: holds no shards to verify. Name the folder that was written."
             )
         shards = open_shards(root / part)
+        suspects = SuspectImages(shards)
         with tqdm(total=len(shards), unit="image", desc=f"verifying {part}", disable=None) as bar:
             for index, data in enumerate(read_ahead(shards, range(len(shards)))):
                 try:
-                    decode(data, shards.name(index))
+                    _, left_over = decode_and_look(data, shards.name(index))
+                    if left_over:
+                        suspects.add(index, left_over)
                 except UserError as error:
                     raise UserError(
                         f"{error} That is, in the folder that the shards were made from; then "
                         f"remove {shards.root} and make its shards again: what is there is kept."
                     ) from error
                 bar.update()
-        lines.append(f"{shards.root}: {len(shards):,} images are whole and can be decoded")
+        note = f", {suspects.count:,} may be damaged" if suspects.count else ""
+        lines.append(f"{shards.root}: {len(shards):,} images are whole and can be decoded{note}")
     return lines
 
 
@@ -172,7 +177,7 @@ def _write_shard(listing: Listing, indices: range, folder: Path, name: str, bar:
         # Without times, owners and rights of the files: the same images give the same bytes.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for index, data in zip(indices, read_ahead(listing, indices), strict=True):
-                _check_is_image(data, listing.name(index))
+                image_size(data, listing.name(index))  # UserError unless its head is an image's
                 label = b"%d" % listing.labels[index]
                 suffix = os.path.splitext(listing.name(index))[1].lower()
                 suffix = ".jpg" if suffix in JPEG_SUFFIXES else suffix
@@ -206,14 +211,6 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 def _padded(size: int) -> int:
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
-def _check_is_image(data: bytes, name: str) -> None:
-    """UserError unless the head of `data` is an image's; its pixels are not decoded."""
-    try:
-        Image.open(io.BytesIO(data)).close()
-    except Exception:
-        decode(data, name)  # says what is wrong, or knows better
 
 
 def _part_file(folder: Path, name: str) -> Path:

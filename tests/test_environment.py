@@ -176,15 +176,15 @@ RECORDER: Any = SimpleNamespace(
     input=None,
     energy=open_energy_meter(CPU, local_rank=1),
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
-    data=SimpleNamespace(num_train=150),
+    data=SimpleNamespace(num_train=150, suspects=[]),
 )
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 
 def usage_of(*rows: tuple[float, float, float]) -> torch.Tensor:
     """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, 40
-    files of 1 MB, and no energy."""
-    rest = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 40.0, 40e6, *[math.nan] * 4]
+    files of 1 MB, 2 suspect images, and no energy."""
+    rest = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 40.0, 40e6, 2.0, *[math.nan] * 4]
     return torch.tensor([[*row, *rest] for row in rows], dtype=torch.float64)
 
 
@@ -209,6 +209,7 @@ def test_summary() -> None:
         "wait_share": 1 / 15,
     }
     assert set(summary["energy"].values()) == {None}
+    assert summary["suspect_images"] == {"count": 4, "names": []}
     assert summarize(RECORDER, {**FIGURES, "top1": 30.0}, usage, TinyNet())["best_top1"] == 40.0
     assert json.loads(json.dumps(summary)) == summary
 

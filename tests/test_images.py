@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
+from recipe import images
 from recipe.errors import UserError
 from recipe.images import (
     AUTO_AUGMENTS,
@@ -30,7 +31,9 @@ from recipe.images import (
     ValTransform,
     _decode_jpeg,
     decode,
+    decode_and_look,
     empty_batch,
+    image_size,
     resize,
 )
 
@@ -175,17 +178,56 @@ def test_truncated_file_is_a_user_error_that_names_it(tmp_path: Path, image_form
     content = buffer.getvalue()
     file = tmp_path / "n01440764_1.JPEG"
     # The last 21 bytes of a PNG are checksums and an end marker: without them no pixel is lost.
-    for length in [*range(0, len(content) - 22, 41), len(content) - 22]:
+    for length in [*range(1, len(content) - 22, 41), len(content) - 22]:
         file.write_bytes(content[:length])
         with pytest.raises(UserError, match=r"n01440764_1\.JPEG: cannot be read"):
             read_image(file)
 
 
-@pytest.mark.parametrize("content", [b"", b"GIF89a", b"\xff\xd8\xff", b"<html>404</html>"])
-def test_file_that_is_no_image(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.jpg").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.jpg: cannot be read"):
-        read_image(tmp_path / "a.jpg")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"GIF89a", "cannot be read as an image"),
+        (b"\xff\xd8\xff", r"of no known format"),
+        (b"no image", "of no known format"),
+        (b"\n<!DOCTYPE html><html>404</html>", "a page of text"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+    ],
+)
+def test_file_that_is_no_image(content: bytes, words: str) -> None:
+    with pytest.raises(UserError, match=rf"^a\.jpg: .*{words}") as error:
+        decode(content, "a.jpg")
+    assert "object at" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+def test_too_many_pixels_are_refused_before_they_are_decoded(
+    image_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One limit for all formats; as it is set, an image may be larger than Pillow warns of."""
+    content = encoded(picture(), image_format)
+    monkeypatch.setattr(images, "MAX_PIXELS", WIDTH * HEIGHT)
+    decode(content, "a.jpg")
+    monkeypatch.setattr(images, "MAX_PIXELS", WIDTH * HEIGHT - 1)
+    monkeypatch.setattr(Image.Image, "load", None)
+    monkeypatch.setattr(images.simplejpeg, "decode_jpeg", None)
+    transform, out = TrainTransform(24), empty_batch(1, 24, 24)[0]
+    for look in (decode, image_size, lambda *given: transform(*given, (0, 0, 0), out)):
+        with pytest.raises(UserError, match=r"a\.jpg: has 61 x 47 pixels, and 2,866 are the limit"):
+            look(content, "a.jpg")
+
+
+def test_the_limit_on_pixels_is_below_what_a_jpeg_can_claim() -> None:
+    large = bytearray(encoded(picture(), "JPEG"))
+    at = images._height_position(bytes(large))
+    assert at is not None
+    large[at : at + 4] = (30_000).to_bytes(2, "big") * 2
+    with pytest.raises(UserError, match="30,000 x 30,000 pixels"):
+        decode(bytes(large), "a.jpg")
+    bomb = b"P6 13000 13000 255\n"  # larger than Pillow's first limit, which only warns
+    assert image_size(bomb, "a.ppm") == (13_000, 13_000)
 
 
 @settings(max_examples=150, deadline=None)
@@ -411,7 +453,8 @@ def test_only_the_upper_rows_are_decoded_and_they_are_the_same(
     content = encoded(picture(93, 131), "JPEG", subsampling=subsampling, quality=90, **options)
     whole = decode(content, "a.jpg")
     for rows in range(1, 132):
-        upper = _decode_jpeg(content, "a.jpg", 131, 93, rows)
+        upper, left_over = _decode_jpeg(content, 131, 93, rows)
+        assert left_over == 0
         assert (upper[:rows] == whole[:rows]).all()
         if not options.get("progressive"):
             assert len(upper) <= rows + 2
@@ -420,7 +463,7 @@ def test_only_the_upper_rows_are_decoded_and_they_are_the_same(
 def test_of_a_grey_jpeg_too() -> None:
     content = encoded(picture(93, 131).convert("L"), "JPEG", quality=90)
     whole = decode(content, "a.jpg")
-    assert (_decode_jpeg(content, "a.jpg", 131, 93, 40)[:40] == whole[:40]).all()
+    assert (_decode_jpeg(content, 131, 93, 40)[0][:40] == whole[:40]).all()
 
 
 def noisy_jpeg(damage: bytes = b"") -> bytes:
@@ -432,9 +475,9 @@ def noisy_jpeg(damage: bytes = b"") -> bytes:
     return bytes(content)
 
 
-def augment_whole(content: bytes, epoch: int) -> None:
+def augment_whole(content: bytes, epoch: int) -> int:
     whole = TrainTransform(24, scale=(1, 1), ratio=(1, 1))
-    whole(content, "a.jpg", (0, epoch, 0), empty_batch(1, 24, 24)[0])
+    return whole(content, "a.jpg", (0, epoch, 0), empty_batch(1, 24, 24)[0])
 
 
 def test_damaged_data_is_an_error_where_pillow_is_silent() -> None:
@@ -460,16 +503,43 @@ def test_damaged_data_is_an_error_where_pillow_is_silent() -> None:
             transform(content, "a.jpg", key, out)
 
 
-def test_too_much_data_is_a_warning_in_the_first_epoch() -> None:
-    """What most damage looks like; so do bytes that some camera left."""
-    content = noisy_jpeg(bytes(200))
-    with pytest.warns(UserWarning, match=r"a\.jpg: Corrupt JPEG data: .* extraneous bytes"):
-        augment_whole(content, epoch=0)
+@pytest.mark.parametrize("damage", ["zeros", "random bytes", "one bit"])
+def test_data_left_over_is_an_error(damage: str) -> None:
+    """What most damage looks like; so do bytes that some program left."""
+    content = noisy_jpeg(bytes(64))
+    if damage == "random bytes":
+        content = noisy_jpeg(np.random.default_rng(2).integers(0, 255, 64, np.uint8).tobytes())
+    if damage == "one bit":
+        plain = noisy_jpeg()
+        content = noisy_jpeg(bytes([plain[int(0.7 * len(plain))] ^ 8]))
+    with pytest.raises(UserError, match=r"a\.jpg: [\d,]+ bytes more than its pixels need"):
+        decode(content, "a.jpg")
+    # Only the first epoch's crops are sure to come with all of the file.
+    left_over = augment_whole(content, epoch=0)
+    assert left_over > 0
+    assert validate_bytes(content) == left_over
+
+
+def validate_bytes(content: bytes) -> int:
+    return ValTransform(24, 24)(content, "a.jpg", empty_batch(1, 24, 24)[0])
+
+
+def test_bytes_behind_the_image() -> None:
     plain = encoded(picture(), "JPEG")
     assert plain.endswith(b"\xff\xd9")
-    with pytest.warns(UserWarning, match="extraneous bytes"):
-        image = decode(plain[:-2] + bytes(50) + plain[-2:], "a.jpg")
+    image, left_over = decode_and_look(plain[:-2] + bytes(50) + plain[-2:], "a.jpg")
+    assert 40 < left_over <= 50
     assert (image == decode(plain, "a.jpg")).all()
+    # What follows the image's end is not looked at.
+    assert (decode(plain + bytes(50), "a.jpg") == image).all()
+
+
+def test_data_left_over_before_a_restart_is_damage() -> None:
+    content = bytearray(encoded(picture(93, 131), "JPEG", quality=90, restart_marker_blocks=2))
+    restart = content.index(b"\xff\xd3")
+    content[restart:restart] = bytes(50)
+    with pytest.raises(UserError, match="extraneous bytes before marker 0xd3"):
+        decode(bytes(content), "a.jpg")
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])

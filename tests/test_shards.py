@@ -345,7 +345,7 @@ def test_shards_of_another_folder_are_not_mixed_in(
 
 def test_a_file_that_is_no_image(folder: Path, cache: Path, tmp_path: Path) -> None:
     (folder / "train" / "b" / "1.png").write_bytes(b"<html>404</html>")
-    with pytest.raises(UserError, match=r"b/1\.png: cannot be read as an image"):
+    with pytest.raises(UserError, match=r"b/1\.png: is a page of text"):
         make_shards(folder, tmp_path / "shards", cache)
 
 
