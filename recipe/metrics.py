@@ -18,8 +18,8 @@ Sums = torch.Tensor
 def batch_sums(outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> Sums:
     """Sums of one batch, left on the device; `outputs` float [N, classes], `loss` its mean over the
     batch."""
-    guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
-    hits = guesses == targets[:, None]
+    logits, guesses = outputs.topk(min(5, outputs.shape[1]), dim=1)
+    hits = (guesses == targets[:, None]) & ~logits.isnan()  # which topk takes for the greatest
     # Filled there: a tensor made from a number here would be copied, and the copy waited for.
     count = outputs.new_full((), len(targets), dtype=torch.float64)
     return torch.stack(

@@ -3,9 +3,11 @@
     runs/<name>/config.json        every setting
                 lock               of the process that writes here (run_folder.py)
                 environment.json   engine, launcher, transport, hosts, versions
-                metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event
+                metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event;
+                                   its "epoch" counts from 0, as the order of the images does
                 summary.json       written last: its presence means that the run is complete
-                checkpoints/  tensorboard/
+                checkpoints/
+                tensorboard/       by epoch, counted from 1 as on the console; by step in steps/
 
 Only rank 0 writes. The other ranks hold a Recorder, too, since the metrics of the steps are summed
 over ranks.
@@ -16,10 +18,12 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +40,9 @@ from recipe.phases import WARM_UP_STEPS, PhaseSums, StepClock, begins_stretch, e
 from recipe.probes import StepProfiler, write_trace
 from recipe.run_folder import STOP_FILE, cannot_write, new_folder, partial_name, utc_now
 from recipe.world import World
+
+if TYPE_CHECKING:
+    from recipe.board import Board
 
 
 class Recorder:
@@ -78,14 +85,15 @@ class Recorder:
         self.earlier_train_seconds = progress.train_seconds
         self.earlier_summary: str | None = None
         self.file: Any = None
-        self.board: Any = None
+        self.board: Board | None = None  # its x-axis: epochs, counted from 1
+        self.step_board: Board | None = None
         self.bar: tqdm | None = None
         if world.is_first:
             self._open()
 
     def _open(self) -> None:
         metrics, summary = self.folder / "metrics.jsonl", self.folder / "summary.json"
-        try:
+        with one_sentence(self.folder):
             holds_run = metrics.exists() or checkpoints_in(self.folder / "checkpoints")
             if holds_run and not self._goes_on_here():
                 raise UserError(
@@ -99,22 +107,17 @@ class Recorder:
             self._take_up_epoch(kept)
             replace_file(metrics, "".join(kept))
             self.file = metrics.open("a", buffering=1)
-            replace_file(
-                self.folder / "config.json", json.dumps(asdict(self.config), indent=2) + "\n"
-            )
+            replace_file(self.folder / "config.json", pretty(asdict(self.config)))
             if summary.exists():
                 self.earlier_summary = summary.read_text()
                 summary.unlink()
-        except OSError as error:
-            raise cannot_write(self.folder, error) from None
-        from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
+        from recipe.board import Board  # rank 0 alone pays for TensorBoard's import
 
-        # Its steps are epochs, counted from 1: what an interrupted run drew of those that are to be
-        # made again goes.
-        epoch = self.progress.samples_seen // self.data.num_train
-        self.board = SummaryWriter(
-            str(self.folder / "tensorboard"), purge_step=epoch + 1 if self.progress.step else None
-        )
+        # What an interrupted run drew of the epochs and steps that are to be made again goes.
+        epoch, step = self.progress.samples_seen // self.data.num_train, self.progress.step
+        folder = self.folder / "tensorboard"
+        self.board = Board(folder, epoch + 1 if step else None)
+        self.step_board = Board(folder / "steps", step + 1 if step else None)
 
     def _goes_on_here(self) -> bool:
         """Whether --resume means a checkpoint of this folder, and not another run's."""
@@ -141,7 +144,8 @@ class Recorder:
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.file is not None:
-            self.file.write(json.dumps({"kind": kind, **values}) + "\n")
+            with one_sentence(self.folder):
+                self.file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
 
     def say(self, line: str) -> None:
         """A console line, from rank 0, above the progress bar if there is one."""
@@ -157,7 +161,8 @@ class Recorder:
         self.environment, self.fingerprint = environment, fingerprint
         if not self.world.is_first:
             return
-        replace_file(self.folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+        with one_sentence(self.folder):
+            replace_file(self.folder / "environment.json", pretty(environment))
         config, world = self.config, self.world
         self.say(
             f"{environment['engine']} {environment['version']} over {environment['transport']}, "
@@ -207,7 +212,8 @@ class Recorder:
         """Write this rank's tensors of one of the first --trace-steps steps: the gradients as the
         optimizer used them, the weights that it left."""
         if self.progress.step < (self.config.trace_steps or 0):
-            write_trace(self.folder, self.world.rank, self.progress.step + 1, model, loss)
+            with one_sentence(self.folder):
+                write_trace(self.folder, self.world.rank, self.progress.step + 1, model, loss)
 
     def step(self, sums: Sums, learning_rate: float) -> None:
         """A step has ended; its sums stay on the device until `pending_sums` is asked for."""
@@ -234,7 +240,7 @@ class Recorder:
         UserError if the loss is no longer finite."""
         *all_sums, is_asked = sums_over_ranks.cpu()
         self.energy.sample()
-        images_per_step = samples_per_step(self.config, self.world)
+        images_per_step, interval = samples_per_step(self.config, self.world), 0.0
         for row, (_, rate, step, samples_seen), phases in zip(
             all_sums, self.pending, self.clock.take(), strict=True
         ):
@@ -244,11 +250,8 @@ class Recorder:
             epoch = (samples_seen - images_per_step) // self.data.num_train
             figures = means(row)
             if not math.isfinite(figures["loss"]):
-                raise UserError(
-                    f"the loss is {figures['loss']} at step {step} (learning rate {rate:.4g}): "
-                    "training has diverged; lower "
-                    "--base-lr, lengthen --warmup-epochs or set --clip-grad-norm"
-                )
+                place = f"the loss is {figures['loss']} at step {step} (learning rate {rate:.4g})"
+                raise self._diverged(place, at_once=step == self.first_step + 1)
             self._write(
                 "step",
                 epoch=epoch,
@@ -263,11 +266,14 @@ class Recorder:
             )
             self.epoch_seconds += seconds
             self.step_seconds += seconds
+            interval += seconds
             if step > self.first_step + WARM_UP_STEPS and not begins_stretch(self.config, step - 1):
                 self.phases.add(phases, exchanged)
                 self.throughput_images += images_per_step * exchanged
                 self.throughput_seconds += seconds * exchanged
-        self.epoch_sums += torch.stack(all_sums).sum(dim=0)
+        sums = torch.stack(all_sums).sum(dim=0)
+        self.epoch_sums += sums
+        self._draw_steps(means(sums), len(all_sums) * images_per_step / interval)
         self.pending.clear()
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{rate:.3g}")
@@ -310,6 +316,9 @@ class Recorder:
         """Write an evaluation, its `sums` already over all ranks, and return its loss, top-1 and
         top-5."""
         figures = means(sums)
+        if not math.isfinite(figures["loss"]):
+            place = f"the validation loss is {figures['loss']} after step {self.progress.step}"
+            raise self._diverged(place, at_once=not self._has_trained)
         count = int(sums[3])
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         self.progress.train_seconds = self.train_seconds  # for the checkpoint that comes next
@@ -324,13 +333,9 @@ class Recorder:
             train_seconds_so_far=self.train_seconds,
             weights=weights,
         )
-        self._draw(
-            "val" if weights == "model" else f"val_{weights}",
-            epoch,
-            figures,
-            seconds,
-            count / seconds,
-        )
+        if self._has_trained or self.config.evaluate:  # else it is drawn already
+            part = "val" if weights == "model" else f"val_{weights}"
+            self._draw(part, epoch, figures, seconds, count / seconds)
         name = "val" if weights == "model" else weights
         self.say(
             f"epoch {epoch + 1:>3}/{self.config.epochs}  {name:<5}  loss {figures['loss']:.4f}  "
@@ -351,10 +356,38 @@ class Recorder:
             "Time": seconds,
             "Throughput": speed,
         }
-        for tag, value in tags.items():
-            self.board.add_scalar(f"{tag}/{part}", value, epoch + 1)
+        points = {f"{tag}/{part}": value for tag, value in tags.items()}
         if part == "train":
-            self.board.add_scalar("Lr", self.learning_rate, epoch + 1)
+            points["Lr"] = self.learning_rate
+        with one_sentence(self.folder):
+            self.board.draw(epoch + 1, points)
+
+    def _draw_steps(self, figures: dict[str, float], speed: float) -> None:
+        if self.step_board is None:
+            return
+        points = {
+            "Steps/Loss": figures["loss"],
+            "Steps/Top1": figures["top1"],
+            "Steps/Top5": figures["top5"],
+            "Steps/Lr": self.learning_rate,
+            "Steps/Throughput": speed,
+        }
+        with one_sentence(self.folder):
+            self.step_board.draw(self.progress.step, points)
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether this session has made a step."""
+        return self.progress.step > self.first_step
+
+    def _diverged(self, place: str, at_once: bool) -> UserError:
+        if at_once and (self.first_step or self.config.evaluate):
+            remedy = "the weights that it began with are no good; take an earlier checkpoint"
+            return UserError(f"{place}: {remedy}")
+        return UserError(
+            f"{place}: training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
+            "--clip-grad-norm"
+        )
 
     def stop(self) -> None:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
@@ -369,8 +402,7 @@ class Recorder:
         )
         self.event("stop")
         if self.world.is_first:
-            self.file.close()
-            self.board.close()
+            self._close_files()
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # last: whoever made it may wait
 
     def _close_instruments(self) -> None:
@@ -388,26 +420,38 @@ class Recorder:
         if not self.world.is_first:
             return
         self.event("end")
-        self.file.close()
+        text = pretty(summary)
+        if not self._has_trained and not self.config.evaluate:
+            # A run that was complete already: its figures of speed are not this short session's.
+            text = self.earlier_summary or text
+        else:
+            self._draw_settings(summary)
+        self._close_files()
+        with one_sentence(self.folder):
+            replace_file(self.folder / "summary.json", text)
+            (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
+
+    def _draw_settings(self, summary: dict[str, Any]) -> None:
+        assert self.board is not None
+        of_the_world = ("engine", "launcher", "transport", "world_size", "threads")
+        values = asdict(self.config) | {key: self.environment[key] for key in of_the_world}
         settings = {
             key: value if isinstance(value, (int, float, str, bool)) else str(value)
-            for key, value in asdict(self.config).items()
+            for key, value in values.items()
         }
         results = {
-            key: summary[key]
+            f"hparam/{key}": summary[key]
             for key in ("top1", "loss", "images_per_second")
             if summary[key] is not None
         }
-        self.board.add_hparams(
-            settings, {f"hparam/{key}": value for key, value in results.items()}, run_name="."
-        )
-        self.board.close()
-        text = json.dumps(summary, indent=2) + "\n"
-        if self.progress.step == self.first_step and not self.config.evaluate:
-            # A run that was complete already: its figures of speed are not this short session's.
-            text = self.earlier_summary or text
-        replace_file(self.folder / "summary.json", text)
-        (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
+        with one_sentence(self.folder):
+            self.board.describe(settings, results)
+
+    def _close_files(self) -> None:
+        with one_sentence(self.folder):
+            for file in (self.file, self.board, self.step_board):
+                if file is not None:
+                    file.close()
 
     @property
     def images_per_second(self) -> float | None:
@@ -425,6 +469,20 @@ def _lines_until(metrics: Path, step: int) -> list[str]:
     return [
         line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step
     ]
+
+
+@contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Turn the error of a full or broken disk into a UserError that names the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+
+
+def pretty(values: dict[str, Any]) -> str:
+    """JSON for readers; ValueError for a NaN, which JSON does not have."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -88,8 +88,8 @@ def _claim(config: Config, world: World, engine: str) -> Path:
 def cannot_write(folder: Path, error: OSError) -> UserError:
     """What to tell the user of a run folder in which nothing can be written."""
     return UserError(
-        f"{folder}: the run cannot be written there ({error.strerror}); make room, or choose "
-        "another --log-dir"
+        f"{folder}: the run cannot be written there ({error.strerror or error}); make room, or "
+        "choose another --log-dir"
     )
 
 

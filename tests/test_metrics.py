@@ -1,5 +1,7 @@
 """Sums that add up to the same figures however the images are split."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,15 @@ def test_figures() -> None:
     assert sums.tolist() == pytest.approx([loss, 1, 2, 3], rel=1e-6)
     figures = means(sums)
     assert figures == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
+
+
+@pytest.mark.parametrize("broken", ["all", "its own", "another"])
+def test_a_nan_is_no_hit(broken: str) -> None:
+    """topk takes NaN for the greatest number, and the first of several for the best guess."""
+    outputs = torch.arange(12.0).flip(0).repeat(2, 1)
+    outputs[:, {"all": slice(None), "its own": 0, "another": 3}[broken]] = math.nan
+    _, top1, top5, count = sums_of(outputs, torch.zeros(2, dtype=torch.int64)).tolist()
+    assert (top1, top5, count) == (0, 2 if broken == "another" else 0, 2)
 
 
 @pytest.mark.parametrize("classes", [1, 2, 4, 5])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, a_config, a_world
+from making import CPU, TinyNet, a_config, a_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe import checkpoint, record
@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "engine": "ddp",
     "version": "2",
     "transport": "Gloo",
+    "launcher": "none",
+    "world_size": 1,
     "hosts": ["here"],
     "device_name": "a CPU",
     "threads": 1,
@@ -184,6 +186,61 @@ def test_loss_that_is_not_finite(loss: float, tmp_path: Path, clock: Clock) -> N
     with pytest.raises(UserError, match=r"the loss is -?(nan|inf) at step 3 .*--base-lr"):
         session.steps(1, loss=loss)
     assert len(lines(tmp_path / "run", "step")) == 2
+
+
+def test_an_evaluation_that_is_not_finite(tmp_path: Path, clock: Clock) -> None:
+    """The last step may have broken the weights, after its own loss."""
+    session = Session(tmp_path / "run", clock)
+    session.steps(4)
+    sums = torch.tensor([math.nan, 0.0, 0.0, 8.0], dtype=torch.float64)
+    with pytest.raises(UserError, match="validation loss is nan after step 4: training has diverg"):
+        session.recorder.evaluation(0, sums, 1.0)
+    assert lines(tmp_path / "run", "eval") == []
+    config = replace(CONFIG, evaluate=True)
+    evaluation = Session(tmp_path / "other", clock, Progress(4, 16), config)
+    with pytest.raises(UserError, match="weights that it began with are no good"):
+        evaluation.recorder.evaluation(0, sums, 1.0)
+
+
+def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock) -> None:
+    config = replace(CONFIG, resume="auto")
+    session = Session(tmp_path / "run", clock, Progress(step=7, samples_seen=28), config)
+    with pytest.raises(UserError, match=r"at step 8 .* no good; take an earlier checkpoint"):
+        session.steps(1, loss=math.nan)
+    later = Session(tmp_path / "later", clock, Progress(step=7, samples_seen=28), config)
+    later.steps(1)
+    with pytest.raises(UserError, match=r"at step 9 .*--base-lr"):
+        later.steps(1, loss=math.nan)
+
+
+@pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
+def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: Clock) -> None:
+    config = replace(CONFIG, trace_steps=9)
+    session = Session(tmp_path / "run", clock, config=config)
+    session.steps(4)
+    recorder = session.recorder
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115, for closing it fails, too
+    with pytest.raises(UserError, match=r"run: .* cannot be written there \(.+\); make room, or "):
+        if part == "file":
+            recorder.file = full
+        elif part.endswith("board"):
+            getattr(recorder, part).file = full.buffer
+        elif part == "trace":
+            (tmp_path / "run/trace").touch()
+            recorder.trace(TinyNet(), torch.zeros(()))
+        elif part == "summary":
+            (tmp_path / "run/summary.json").mkdir()
+        session.steps(1)
+        recorder.close(SUMMARY)
+
+
+def test_json_has_no_nan(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    for write in (lambda: session.recorder.close({**SUMMARY, "x": math.nan}),
+                  lambda: session.recorder.event("x", x=math.inf)):  # fmt: skip
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write()
+    assert not (tmp_path / "run/summary.json").exists()
 
 
 def test_every_rank_stops_at_a_loss_that_is_not_finite(tmp_path: Path, clock: Clock) -> None:
@@ -410,10 +467,13 @@ def board(tmp_path: Path, clock: Clock) -> Iterator[EventAccumulator]:
     session.steps(7)
     saved = replace(session.progress)
     session.steps(4)
-    session.recorder.board.close()
     second = Session(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
     second.steps(8)
     second.recorder.close(SUMMARY)
+    # A batch system starts it once more, though it is complete: it evaluates again.
+    third = Session(tmp_path / "run", clock, second.progress, replace(CONFIG, resume="auto"))
+    third.evaluate(3)
+    third.recorder.close(SUMMARY)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     yield events.Reload()
 
@@ -435,11 +495,41 @@ def test_tensorboard(board: EventAccumulator) -> None:
     assert board.Scalars("Lr")[0].value == pytest.approx(0.1)
 
 
+def test_tensorboard_by_step(board: EventAccumulator, tmp_path: Path) -> None:
+    """In a run of its own: steps from which a resumed run goes on are no epochs."""
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "steps")).Reload()
+    tags = {f"Steps/{name}" for name in ("Loss", "Top1", "Top5", "Lr", "Throughput")}
+    assert set(events.Tags()["scalars"]) == tags
+    for tag in tags:  # though steps 8 to 11 were drawn twice
+        assert [event.step for event in events.Scalars(tag)] == list(range(1, 16)), tag
+    assert events.Scalars("Steps/Loss")[8].value == 11.0
+    assert events.Scalars("Steps/Throughput")[0].value == 8.0
+
+
+def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: Clock) -> None:
+    session = Session(tmp_path / "run", clock)
+    for _ in range(3):
+        clock.now += 0.5
+        session.recorder.lap("data")
+        session.progress.step += 1
+        session.progress.samples_seen += 4
+        sums = torch.tensor([4.0 * session.progress.step, 2, 4, 4], dtype=torch.float64)
+        session.recorder.step(sums, 0.1)
+    session.recorder.write_steps(session.recorder.pending_sums())
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "steps")).Reload()
+    values = {
+        tag: [(p.step, p.value) for p in events.Scalars(tag)]
+        for tag in ("Steps/Loss", "Steps/Throughput")
+    }
+    assert values == {"Steps/Loss": [(3, 2.0)], "Steps/Throughput": [(3, 8.0)]}
+
+
 def test_hyper_parameters(board: EventAccumulator) -> None:
     content = board.PluginTagToContent("hparams")
     assert "_hparams_/session_start_info" in content
-    assert b"batch_size" in content["_hparams_/session_start_info"]
-    assert board.Scalars("hparam/top1")[0].value == 50.0
+    for name in (b"batch_size", b"engine", b"launcher", b"transport", b"world_size", b"threads"):
+        assert name in content["_hparams_/session_start_info"]
+    assert [event.value for event in board.Scalars("hparam/top1")] == [50.0]
 
 
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> None:
