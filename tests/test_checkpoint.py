@@ -40,6 +40,7 @@ from recipe.checkpoint import (
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.model import build_ema, build_optimizer, build_scaler
+from recipe.run_folder import partial_name
 
 CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")
 
@@ -254,7 +255,7 @@ def test_the_system_s_reason_is_told(limit: int, tmp_path: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".checkpoint.partial").symlink_to("/dev/full")
+    partial_name(tmp_path / "c.pt").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
         save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
     assert os.listdir(tmp_path) == []
@@ -334,9 +335,9 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     keep(tmp_path, 10, 50.0, Progress())
     assert names(tmp_path) == ["best.pt", "step-000000010.pt"]
     assert read(tmp_path / "checkpoints" / "best.pt")["progress"]["step"] == 10
-    assert [os.path.basename(path) for path in synced] == [
-        ".checkpoint.partial", "checkpoints", ".best.partial", "checkpoints",
-    ]  # fmt: skip
+    folder = tmp_path / "checkpoints"
+    partial = [partial_name(folder / name) for name in ("step-000000010.pt", "best.pt")]
+    assert synced == [str(path) for path in (partial[0], folder, partial[1], folder)]
 
 
 def test_find(tmp_path: Path) -> None:
