@@ -60,6 +60,7 @@ from compare.progress import (
     with_blocks_there,
 )
 from compare.slurm import SLURM_FOLDER, submit_and_follow
+from compare.ssh import check_logins
 from compare.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             folder = options.out or new_folder(options.runs)
             print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
             return 0
+        check_logins(plan.hosts, {configuration.launcher for configuration in plan.members()})
         if options.tune is not None:
             signal.signal(signal.SIGTERM, raise_interrupt)
             with locked(folder := tune_folder(options)):
