@@ -31,7 +31,7 @@ from compare.errors import UserError
 from compare.files import write_json
 from compare.hosts import is_only_here
 from compare.launch import duration, print_line, start_and_wait, utc_now
-from compare.options import command_words, make_plan, parse_options
+from compare.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan import (
     REMOVED_VARIABLES,
     Plan,
@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = make_plan(options)
         if options.tune is not None:
             plan = tuning_plan(plan, options)
+        check_trainers(plan)
         check_tools(plan)
         if options.slurm is not None:
             return submit_and_follow(plan, options, argv)
