@@ -27,7 +27,7 @@ LEFT_OUT = (
     "warm-up",
     "tensorboard",
     "checkpoints",
-    "traces",
+    "trace",
     "profile",
     "lock",
     "plots",

@@ -1,6 +1,7 @@
 """Which device and how many CPU threads a rank gets: one rule for both engines."""
 
 import ctypes
+import math
 import os
 import resource
 from pathlib import Path
@@ -115,13 +116,30 @@ def core_ranges(rows: torch.Tensor) -> list[str]:
     return told
 
 
-def cpu_quota_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Cores' worth of CPU time that the container's cgroup (v2) grants, which no affinity mask
-    shows; inf if unlimited."""
-    if not cpu_max.is_file():
-        return float("inf")
-    quota, period = cpu_max.read_text().split()
-    return float("inf") if quota == "max" else int(quota) / int(period)
+def cpu_quota_cores(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Cores' worth of CPU time that this process's control group and those above it grant (v2 or
+    v1), which no affinity mask shows; inf if unlimited."""
+    cores = math.inf
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            top = root / "cpu" if controllers else root
+            own = top / path.strip("/")
+            groups = (group for group in (own, *own.parents) if group.is_relative_to(top))
+            cores = min(cores, *map(_granted_cores, groups))
+    return cores
+
+
+def _granted_cores(group: Path) -> float:
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+        except OSError:  # of the other version; or the root, or seen from inside a container
+            continue
+        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    return math.inf
 
 
 def own_row(world: World, values: torch.Tensor) -> torch.Tensor:

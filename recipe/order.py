@@ -9,7 +9,7 @@ import numpy as np
 Sample = tuple[int, int]  # (epoch, index of the image in the listing)
 
 
-@functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch, never further
+@functools.lru_cache(maxsize=2)  # a batch begins in the epoch in which the last one ended
 def permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
     """The images of one epoch in their order: int64 [num_images]."""
     return np.random.default_rng([seed, epoch]).permutation(num_images)

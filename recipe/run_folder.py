@@ -146,7 +146,7 @@ def _lock(folder: Path, world: World) -> bool:
                 flush=True,
             )
             break
-    # A loader worker is a fork and would keep the lock for some seconds after a killed parent.
+    # Else a fork, whoever makes one, would keep the lock beyond this process's end.
     os.register_at_fork(after_in_child=lambda: os.close(file))
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)

@@ -18,6 +18,8 @@ def comparison(tmp_path: Path) -> Path:
     (run / "output.log").write_text(f"{ROOT}/ddp_train/train.py in {ROOT}, not {ROOT}2\n")
     (run / "tensorboard").mkdir()
     (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff\xfe")
+    (run / "trace/rank-0").mkdir(parents=True)
+    (run / "trace/rank-0/notes.txt").write_text("large")
     (run / "model.pt").write_bytes(b"\xff" * 100)
     (folder / "warm-up/ddp-torchrun-1").mkdir(parents=True)
     (folder / "warm-up/ddp-torchrun-1/output.log").write_text("warm")
@@ -36,7 +38,8 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
     files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
     assert {"plan.json", "report.md", "report.html"} <= files
-    assert not [name for name in files if name.startswith(("warm-up", "lock")) or "tensor" in name]
+    assert not [name for name in files if name.startswith(("warm-up", "lock"))]
+    assert not [name for name in files if "tensorboard" in name or "trace/" in name]
     assert not [name for name in files if name.endswith(".pt")]
     run = kept / "block-1/ddp-torchrun-1"
     assert json.loads((run / "config.json").read_text())["cache_dir"] == "~/.cache/x"

@@ -1,5 +1,6 @@
 """Devices, shares of the cores, and what is measured of a process."""
 
+import math
 import os
 import subprocess
 import sys
@@ -76,14 +77,38 @@ def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shares(("a", {0}), ("a", {1})) == [1, 1]
 
 
+V2 = "0::/slice/job/step\n"
+V1 = "4:memory:/slice\n3:cpu,cpuacct:/slice/job\n0::/slice\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "cores"),
-    [("max 100000\n", float("inf")), ("150000 100000\n", 1.5), ("800000 100000\n", 8.0)],
+    ("membership", "files", "cores"),
+    [
+        (V2, {}, math.inf),
+        (V2, {"cpu.max": "150000 100000\n"}, 1.5),  # all that a container sees
+        (V2, {"slice/job/cpu.max": "max 100000\n"}, math.inf),
+        (V2, {"slice/job/cpu.max": "200000 100000\n", "slice/cpu.max": "800000 100000\n"}, 2),
+        (V2, {"slice/job/step/cpu.max": "9 1\n", "slice/cpu.max": "4 1\n"}, 4),
+        (V2, {"slice/another/cpu.max": "1 1\n"}, math.inf),
+        (V1, {"cpu/slice/job/cpu.cfs_quota_us": "-1\n"}, math.inf),
+        (V1, {"cpu/slice/cpu.cfs_quota_us": "300000\n"}, 3),
+        (None, {"cpu.max": "1 1\n"}, math.inf),
+    ],
 )
-def test_cpu_max(text: str, cores: float, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert cpu_quota_cores(tmp_path / "cpu.max") == cores
-    assert cpu_quota_cores(tmp_path / "missing") == float("inf")
+def test_quotas(
+    membership: str | None, files: dict[str, str], cores: float, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).with_name("cpu.cfs_period_us").write_text("100000\n")
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership)
+    assert cpu_quota_cores(tmp_path / "membership", tmp_path) == cores
+
+
+def test_this_host_s_quota() -> None:
+    assert cpu_quota_cores() > 0
 
 
 def test_core_row(monkeypatch: pytest.MonkeyPatch) -> None:

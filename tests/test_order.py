@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,14 @@ def test_stop_is_reached_or_passed() -> None:
     assert len(list(stream.batches(0, 12, 3, 0, 2))) == 2
     assert len(list(stream.batches(0, 13, 3, 0, 2))) == 3
     assert list(stream.batches(12, 12, 3, 0, 2)) == []
+
+
+@pytest.mark.parametrize(("batch_size", "size"), [(3, 2), (25, 4), (70, 7)])
+def test_each_order_is_made_once(batch_size: int, size: int) -> None:
+    """Also where a global batch goes several times through the data set."""
+    permutation.cache_clear()
+    *_, last = SampleStream(100, 5).batches(0, 2000, batch_size, 0, size)
+    assert permutation.cache_info().misses == last[-1][0] + 1
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
