@@ -14,6 +14,10 @@ from recipe.world import World, lone_copy_message, prepare_mpi
 
 def meeting_point(world: World) -> dict[str, Any]:
     """Arguments of `init_process_group` for the launcher that started this process."""
+    # Also where NCCL carries the gradients Gloo carries what lies in the CPU's memory.
+    interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if interface in psutil.net_if_addrs():  # and no list of prefixes
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.launcher == "none":
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if world.launcher == "horovodrun":

@@ -10,9 +10,11 @@ from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.world import World, read_world
 
+ENGINE = "ddp"
+
 if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
-    config = parse_args("ddp", world)
+    config = parse_args(ENGINE, world)
 
 import math
 from contextlib import nullcontext
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_sizes
 from ddp_train.rendezvous import meeting_point
+from recipe.agreement import check_same_training, check_same_weights, facts_of
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
 from recipe.data import open_data, remaining_steps, samples_per_step
 from recipe.data import to_device, training_batches
@@ -47,22 +50,24 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Gloo for what lies in the CPU's memory: it also reaches a rank that finds no GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, **meeting_point(world))
-    transport = {"nccl": "NCCL", "gloo": "Gloo"}[backend]
+    transport = "NCCL" if device.type == "cuda" else "Gloo"
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, on each rank's device."""
-        dist.all_reduce(values := values.to(device), op=dist.ReduceOp.SUM)
+        """For figures, not gradients: the ranks' values added up, in the memory where they are."""
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on each rank."""
-        dist.broadcast(values := values.to(device), src=0)
-        return values.cpu()
+        dist.broadcast(values, src=0)
+        return values
 
+    check_same_training(facts_of(ENGINE, config, data, device), world, device, sum_over_ranks)
     # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-    cores = sum_over_ranks(own_row(world, core_row(world))).cpu()
+    cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
@@ -99,11 +104,11 @@ def main(config: Config, world: World) -> None:
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)
-    folder = open_run_folder(config, world, "ddp", from_rank_0)
+    folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, folder, from_rank_0)
     recorder = Recorder(config, world, device, data, folder, progress, workers)
     recorder.begin(
-        describe(world, "ddp", transport, device, threads, cores),
+        describe(world, ENGINE, transport, device, threads, cores),
         fingerprint(config, world, data, model, device, threads, lr_scale),
     )
 
@@ -167,11 +172,12 @@ def main(config: Config, world: World) -> None:
             finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
         if save or stopped:
             align_batch_norm(model, config, world, *collectives)
+            check_same_weights(model, progress.step, world, sum_over_ranks)
             keep_checkpoint(parts, progress, config, world, folder, figures)
         recorder.restart_clock()
 
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device))).cpu()
+        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
         recorder.close(summarize(recorder, figures, usage, model))
     else:
         recorder.stop()

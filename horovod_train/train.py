@@ -10,9 +10,11 @@ from recipe.config import Config, parse_args
 from recipe.errors import UserError, fail, one_message
 from recipe.world import World, prepare_mpi, lone_copy_message, read_world
 
+ENGINE = "horovod"
+
 if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
-    config = parse_args("horovod", world)
+    config = parse_args(ENGINE, world)
 
 import math
 import os
@@ -27,6 +29,7 @@ except ImportError as error:
     build = "python horovod_train/build_horovod.py"
     fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
 
+from recipe.agreement import check_same_training, check_same_weights, facts_of
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
 from recipe.data import open_data, remaining_steps, samples_per_step
 from recipe.data import to_device, training_batches
@@ -55,6 +58,8 @@ def main(config: Config, world: World) -> None:
     hvd.init()
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)
+    if config.use_adasum and not hvd.mpi_enabled():
+        raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")
     transport = "MPI" if hvd.mpi_enabled() else "Gloo"
     if device.type == "cuda" and hvd.nccl_built():
         transport = "NCCL"
@@ -62,15 +67,16 @@ def main(config: Config, world: World) -> None:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, on each rank's device."""
-        return hvd.allreduce(values.to(device), op=hvd.Sum, name="figures")
+        """For figures, not gradients: the ranks' values added up, in the memory where they are."""
+        return hvd.allreduce(values, op=hvd.Sum, name="figures")
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, on each rank."""
-        return hvd.broadcast(values.to(device), root_rank=0, name="from_rank_0").cpu()
+        return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
+    check_same_training(facts_of(ENGINE, config, data, device), world, device, sum_over_ranks)
     # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-    cores = sum_over_ranks(own_row(world, core_row(world))).cpu()
+    cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
@@ -109,12 +115,12 @@ def main(config: Config, world: World) -> None:
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)
-    folder = open_run_folder(config, world, "horovod", from_rank_0)
+    folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, folder, from_rank_0)
     recorder = Recorder(config, world, device, data, folder, progress, workers)
     recorder.profiler.timeline = hvd.start_timeline, hvd.stop_timeline
     recorder.begin(
-        describe(world, "horovod", transport, device, threads, cores),
+        describe(world, ENGINE, transport, device, threads, cores),
         fingerprint(config, world, data, model, device, threads, lr_scale),
     )
 
@@ -184,11 +190,12 @@ def main(config: Config, world: World) -> None:
             finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
         if save or stopped:
             align_batch_norm(model, config, world, *collectives)
+            check_same_weights(model, progress.step, world, sum_over_ranks)
             keep_checkpoint(parts, progress, config, world, folder, figures)
         recorder.restart_clock()
 
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device))).cpu()
+        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
         recorder.close(summarize(recorder, figures, usage, model))
     else:
         recorder.stop()

@@ -21,12 +21,11 @@ LARGEST_INT = 2**31 - 1
 
 
 def choose_device(config: Config, world: World) -> torch.device:
-    """CUDA device `local_rank` where this host has a GPU for each of its ranks, else the CPU.
+    """The GPU of this rank among those that it sees, else the CPU.
 
-    With Slurm's --gpus-per-task each rank sees its own GPUs alone, and takes the first.
-
-    Raises UserError when there are GPUs but fewer than local ranks: two ranks on one GPU would
-    either fail inside NCCL or train at half speed without a word.
+    A rank may see all GPUs of its host, or those alone that Slurm or a script has given it. Which
+    of the two it is no count tells: that no two ranks have taken the same GPU, which would fail
+    inside NCCL or train at half speed without a word, is for `agreement` to see.
     """
     if not config.cuda or not torch.cuda.is_available():
         if config.precision == "tf32":
@@ -41,15 +40,7 @@ def choose_device(config: Config, world: World) -> torch.device:
             )
         keep_freed_memory()
         return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    own_gpus = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # "1" or "a100:1"
-    sees_own = world.launcher == "slurm" and own_gpus == str(num_gpus)
-    if num_gpus < world.local_size and not sees_own:
-        raise UserError(
-            f"{world.local_size} ranks on {world.host}, which has {num_gpus} GPU(s): start at "
-            f"most {num_gpus} here, or pass --no-cuda to train on the CPU"
-        )
-    device = torch.device("cuda", 0 if sees_own else world.local_rank)
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
     # One statement for both settings, so that fp32 means fp32 whatever the defaults of the

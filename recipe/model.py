@@ -77,9 +77,24 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
                 f"than --train-crop-size {config.train_crop_size}"
             ) from None
     _check_image_sizes(model, config)
+    if config.channels_last:
+        give_gradients_their_layout(model)
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def give_gradients_their_layout(model: nn.Module) -> None:
+    """Prepare the weights for images in NHWC, without changing where any value lies.
+
+    A kernel of 1x1, or of one channel, lies in memory alike in both layouts, and only its strides
+    name one. NHWC convolutions return its gradient with those of channels_last; DDP's buckets have
+    the weight's, and DDP warns of each difference.
+    """
+    for weight in model.parameters():
+        if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+            strides = torch.empty_like(weight, memory_format=torch.channels_last).stride()
+            weight.data = weight.data.as_strided(weight.shape, strides)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -95,6 +110,9 @@ def compile_blocks(model: nn.Module) -> None:
         for block in (child if isinstance(child, nn.Sequential) else [child])
         if any(block.children())
     ]
+    # DDP would have each block cut where one of its buckets ends, which the exchange gains nothing
+    # from (a block's gradients come at its end) and Horovod's blocks are not.
+    torch._dynamo.config.optimize_ddp = False
     # Each kind of block is one more version of the same code, in training and in evaluation.
     torch._dynamo.config.recompile_limit = max(8, 2 * len(blocks))
     for block in blocks:

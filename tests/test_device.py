@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -167,23 +166,23 @@ def test_tf32_is_what_was_asked_for(precision: str, monkeypatch: pytest.MonkeyPa
             backend.allow_tf32 = value
 
 
-def test_slurm_may_show_each_task_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = gpus(monkeypatch, 1)
-    world = replace(a_world(1, 2, local_rank=1, local_size=2), launcher="slurm")
-    with pytest.raises(UserError, match="2 ranks on here, which has 1 GPU"):
-        choose_device(a_config(), world)
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "a100:1")
-    assert choose_device(a_config(), world) == torch.device("cuda", 0)
-    gpus(monkeypatch, 2)  # --gpu-bind=none: each sees all
-    assert choose_device(a_config(), world) == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 0)]
-
-
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 2)
-    with pytest.raises(UserError, match=r"3 ranks on here, which has 2 GPU.*--no-cuda"):
-        choose_device(a_config(), a_world(0, 3))
-    assert choose_device(a_config(cuda=False), a_world(0, 3)) == CPU
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (4, [0, 1, 2, 3]),  # all of the host's
+        (1, [0, 0, 0, 0]),  # each its own: a script's CUDA_VISIBLE_DEVICES, --gpu-bind=single:1
+        (2, [0, 1, 0, 1]),  # each its own two
+    ],
+)
+@pytest.mark.parametrize("launcher", ["slurm", "mpirun"])
+def test_ranks_take_what_they_see(
+    launcher: str, visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That no two of them have the same one is checked by test_agreement.py::test_gpus."""
+    gpus(monkeypatch, visible)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
+    devices = [choose_device(a_config(), a_world(rank, 4, launcher=launcher)) for rank in range(4)]
+    assert [device.index for device in devices] == indices
 
 
 @pytest.mark.parametrize("settings", [{"precision": "tf32"}, {"batch_norm": "sync"}])

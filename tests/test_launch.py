@@ -151,3 +151,12 @@ def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> Non
     assert finished.returncode != 0
     assert "build it: python horovod_train/build_horovod.py" in finished.output
     assert "Traceback" not in finished.output
+
+
+def test_adasum_over_gloo_is_refused_at_once(tmp_path: Path) -> None:
+    gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    arguments = f"{SMALL} --use-adasum --log-dir {tmp_path}/runs"
+    finished = launch("python", "horovod", arguments, 1, timeout=60, **gloo)
+    assert finished.returncode != 0
+    assert finished.output.count("error: --use-adasum: needs MPI, not Gloo") == 1
+    assert "Traceback" not in finished.output

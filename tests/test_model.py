@@ -1,12 +1,16 @@
 """Networks, parameter groups, number formats, moving averages, and seeds."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from making import CPU, TinyNet, a_config
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recipe.config import is_resnet
 from recipe.environment import weights_sha256
@@ -265,6 +269,54 @@ def test_seed_of_a_step() -> None:
     assert draw(0, 0) == first
     torch.manual_seed(0xC2CC515E)  # what "42 0 0" gives for ever
     assert torch.rand(()).item() == first
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v2"])  # 1x1 kernels, and of one channel
+def test_gradients_have_their_weights_strides_in_nhwc(arch: str) -> None:
+    """Or DDP warns of each that differs from its bucket; and contiguous, or Horovod refuses it."""
+    config = a_config(arch=arch, channels_last=True, precision="bf16", train_crop_size=32)
+    model = build_model(config, 10, download=False)
+    plain = build_model(replace(config, channels_last=False), 10, download=False)
+    assert weights_sha256(model) == weights_sha256(plain)
+    images = torch.rand(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    with autocast(config, CPU):
+        model(images).sum().backward()
+    for weight in model.parameters():
+        assert weight.grad is not None
+        assert weight.grad.stride() == weight.stride()
+        assert weight.grad.is_contiguous()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_compiles_the_graphs_that_horovod_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def count(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_module(block, backend=count))
+    counts = []
+    for wrap in (
+        lambda model: model,
+        lambda model: DistributedDataParallel(model, bucket_cap_mb=4),
+    ):
+        torch._dynamo.reset()
+        network = wrap(build_model(a_config(arch="resnet18", compile=True), 10, download=False))
+        graphs.clear()
+        for _ in range(2):  # DDP settles its buckets in the first step
+            network(torch.rand(2, 3, 32, 32)).sum().backward()
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] > 0
 
 
 def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:

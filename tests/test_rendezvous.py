@@ -52,6 +52,22 @@ def test_port_of_a_slurm_step() -> None:
     assert all(1024 < one < 32768 for one in [*ports, port(2**31, 2**32 - 2)])
 
 
+@pytest.mark.parametrize(
+    ("nccl", "gloo"),
+    [("ib0", "ib0"), ("=ib0", "ib0"), ("ib", None), ("^docker0", None), ("", None)],
+)
+def test_gloo_takes_the_network_that_was_chosen_for_nccl(
+    nccl: str, gloo: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
+    for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
+        environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
+        monkeypatch.setattr(rendezvous.os, "environ", environ)
+        meeting_point(a_world())
+        assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
+
+
 def test_a_lone_process_meets_itself() -> None:
     arguments = meeting_point(a_world())
     assert isinstance(arguments.pop("store"), dist.HashStore)

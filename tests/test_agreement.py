@@ -1,0 +1,227 @@
+"""Whether the ranks train the same thing, and what they say if not."""
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launching import SMALL, TRAINERS, run
+from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
+
+from recipe import agreement
+from recipe.agreement import check_same_training, check_same_weights, facts_of
+from recipe.data import Data, open_data
+from recipe.errors import UserError
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+HOSTS = ["node0", "node0", "node1"]
+SYNTHETIC = Data(None, None, 100, 10, 1000)
+
+
+def messages(act: Callable[[Any, SumOverRanks], None]) -> list[str]:
+    """What three ranks raise, each a thread that acts as `act`; "" where nothing is wrong."""
+    barrier = threading.Barrier(3, timeout=20)
+    sent: list[torch.Tensor] = [torch.empty(0)] * 3
+
+    def as_rank(rank: int) -> str:
+        def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+            sent[rank] = values
+            barrier.wait()
+            assert len({(row.shape, row.dtype) for row in sent}) == 1, "engines hang, or worse"
+            assert values.dtype == torch.int64, "Horovod adds up no bytes"
+            total = torch.stack(sent).sum(dim=0, dtype=values.dtype)
+            barrier.wait()
+            return total
+
+        try:
+            act(a_world(rank, 3, host=HOSTS[rank]), sum_over_ranks)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(3) as ranks:
+        return list(ranks.map(as_rank, range(3)))
+
+
+def disagreement(*facts: dict[str, str]) -> str:
+    """The one message of ranks that have these facts."""
+    told = messages(lambda world, total: check_same_training(facts[world.rank], world, CPU, total))
+    assert len(set(told)) == 1, "all ranks say the same, and one of them prints it"
+    return told[0]
+
+
+def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:
+    return facts_of("ddp", a_config(**settings), data, CPU)
+
+
+def test_ranks_that_agree() -> None:
+    assert disagreement(facts(), facts(), facts()) == ""
+
+
+def test_hosts_may_have_their_own_folders_and_cores() -> None:
+    here = facts(weights="/scratch/a.pt")
+    there = facts(weights="/b.pt", cache_dir="/x", log_dir="/y", threads=7, workers=3, cuda=False)
+    assert disagreement(here, there, here) == ""
+    assert "--resume: given on rank 0 (node0) and 1 more, not given on rank 2 (node1)" in (
+        disagreement(facts(resume="a"), facts(resume="b"), facts())
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"seed": 7}, "--seed: 42 on rank 0 (node0) and 1 more, 7 on rank 2 (node1)."),
+        ({"base_lr": 0.5}, "--base-lr: 0.005 on rank 0 (node0) and 1 more, 0.5 on rank 2"),
+        ({"name": "b"}, "--name: None on rank 0 (node0) and 1 more, b on rank 2"),
+        ({"max_steps": 3}, "--max-steps: None on"),
+        ({"knob_variables": {"A": "1"}}, "--knob-variables: {} on rank 0"),
+    ],
+)
+def test_settings(settings: dict[str, Any], told: str) -> None:
+    message = disagreement(facts(), facts(), facts(**settings))
+    assert message.startswith("the ranks would not train the same thing: --")
+    assert told in message
+
+
+def test_the_minority_comes_last_also_if_it_is_rank_0() -> None:
+    assert "--seed: 42 on rank 1 (node0) and 1 more, 7 on rank 0 (node0)." in disagreement(
+        facts(seed=7), facts(), facts()
+    )
+
+
+def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = facts()
+    version = agreement.metadata.version
+    monkeypatch.setattr(
+        agreement.metadata, "version", lambda name: "9.9" if name == "torch" else version(name)
+    )
+    monkeypatch.setattr(agreement.platform, "python_version", lambda: "3.99.0")
+    assert (
+        f"Python: {here['Python']} on rank 0 (node0) and 1 more, 3.99.0 on rank 2 (node1); torch's "
+        f"version: {version('torch')} on rank 0 (node0) and 1 more, 9.9 on rank 2 (node1)."
+    ) in disagreement(here, here, facts())
+    monkeypatch.undo()
+    for name in ("recipe/order.py", "recipe/new.py", "ddp_train/train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("other")
+    monkeypatch.setattr(agreement, "ROOT", tmp_path)
+    message = disagreement(here, here, facts())
+    assert "the source recipe/" in message
+    assert "missing on rank 2 (node1)" in message
+    assert "; and " in message, "not one line for each file"
+    assert len(message) < 800
+
+
+def test_horovods_version_counts_under_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.metadata, "version", lambda name: "1")
+    assert "horovod's version" in facts_of("horovod", a_config(), SYNTHETIC, CPU)
+    assert "horovod's version" not in facts()
+
+
+def test_data(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("whole", "lacking", "renamed", "moved")]
+    for folder in folders:
+        for split in ("train", "val"):
+            write_images(folder / split, 4)
+    (folders[1] / "train" / "b" / "2.png").unlink()
+    (folders[2] / "val" / "c" / "0.png").rename(folders[2] / "val" / "c" / "00.png")
+    (folders[3] / "train" / "a" / "3.png").rename(folders[3] / "train" / "b" / "9.png")
+    whole, lacking, renamed, moved = (
+        facts(open_data(folder_config(folder, tmp_path / "cache"))) for folder in folders
+    )
+    one_less = "training images: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
+    assert one_less in disagreement(whole, whole, lacking)
+    message = disagreement(whole, whole, renamed)
+    assert ": names of the validation images: digest " in message
+    assert "training" not in message
+    assert "labels of the training images" in disagreement(whole, whole, moved)
+    classes = {**whole, "names of the classes": "digest 1"}
+    assert "names of the classes: digest" in disagreement(whole, classes, whole)
+    assert "synthetic on rank 1" in disagreement(whole, facts(), whole)
+
+
+@pytest.mark.parametrize(
+    ("uuids", "told"),
+    [("abc", ""), ("aba", "ranks 0 and 2 on node1 have the same GPU"), ("abb", "ranks 1 and 2")],
+)
+def test_gpus(uuids: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may see one GPU alone: only their UUIDs tell whether it is the same one."""
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=uuids[device.index])
+
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=uuids[device.index]),
+    )
+    same = facts()
+    (message, *others) = messages(
+        lambda world, total: check_same_training(
+            same, world, torch.device("cuda", world.rank), total
+        )
+    )
+    assert others == [message] * 2
+    assert message.startswith(told)
+    assert bool(message) == bool(told)
+
+
+def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exchanged lies in the CPU's memory on all of them."""
+    properties = SimpleNamespace(uuid="a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def act(world: Any, total: SumOverRanks) -> None:
+        device = torch.device("cuda", 0) if world.rank == 0 else CPU
+        check_same_training(facts_of("ddp", a_config(), SYNTHETIC, device), world, device, total)
+
+    message, *_ = messages(act)
+    assert ": type of device: cpu on rank 1 (node0) and 1 more, cuda on rank 0 (node0)." in message
+
+
+def test_weights() -> None:
+    torch.manual_seed(0)
+    models = [TinyNet() for _ in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    models[1].norm.running_mean += 1  # type: ignore[operator]  # each rank's own until aligned
+
+    def act(world: Any, total: SumOverRanks) -> None:
+        check_same_weights(models[world.rank], 70, world, total)
+
+    assert messages(act) == ["", "", ""]
+    with torch.no_grad():
+        models[2].head.bias[0] += 1e-6
+    message, *others = messages(act)
+    assert others == [message] * 2
+    assert message.startswith("after step 70 the ranks hold different weights: ")
+    assert "on rank 0 (node0) and 1 more, " in message
+    assert "on rank 2 (node1). " in message
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("engine", ["ddp", "horovod"])
+def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path) -> None:
+    """Two that mpirun started by two commands; the second's data lack an image."""
+    for folder in ("whole", "lacking"):
+        for split in ("train", "val"):
+            write_images(tmp_path / folder / split, 12)
+    (tmp_path / "lacking" / "train" / "b" / "3.png").unlink()
+    common = f"{SMALL} --base-lr 0.1 --log-dir {tmp_path}/runs --cache-dir {tmp_path}/cache"
+    start = f"-np 1 {sys.executable} {TRAINERS[engine]} {common}"
+    finished = run(
+        f"mpirun {start} --data {tmp_path}/whole --seed 1 "
+        f": {start} --data {tmp_path}/lacking --seed 2".split(),
+        120,
+    )
+    assert finished.returncode != 0
+    assert finished.output.count("the ranks would not train the same thing") == 1
+    assert "--seed: 1 on rank 0" in finished.output
+    assert "training images: 36 on rank 0" in finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "runs").exists(), "nothing was trained or written"
