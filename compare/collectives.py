@@ -61,6 +61,7 @@ from compare.plan import (
 )
 from compare.plan_file import positive
 from compare.preflight import LEAST_LOAD, LEAST_LOAD_PER_CORE, busy_cores, other_load_warnings
+from compare.ssh import check_logins
 
 TABLE_WIDTH = 100
 WIRES = ("fp32", "fp16")
@@ -197,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.dry_run:
             print("\n".join(dry_run_lines(options, folder)))
             return 0
+        check_logins(options.hosts, ["mpirun"])
         for line in missing:
             print(line)
         print(flush=True)

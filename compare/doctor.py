@@ -21,8 +21,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +38,26 @@ from compare.files import write_json
 from compare.hosts import SLURM, is_here, read_allocation, read_hostfile, read_hosts
 from compare.launch import start_command
 from compare.plan import ROOT, set_variables, trainers_sha256
+from compare.ssh import last_line, ssh_remedy, ssh_words
 
 WIDTH = 100
-SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
 PROBE_SECONDS = 120  # until a host's answer is given up: torch's import over a network is slow
+CONNECT_SECONDS = 5.0
+NETWORK_SECONDS = 60.0  # for all hosts to have tried all connections, ssh's logins included
 ALLREDUCE_SECONDS = 180
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; input workers pass their batches through it
 LEAST_OPEN_FILES = 4096
 MOST_CLOCK_SKEW = 2.0  # seconds
+MOST_CLOCK_SKEW_HOROVOD = 30.0  # seconds: horovodrun refuses messages that are older
 BUILD = "python horovod_train/build_horovod.py"
 # What must be equal on all hosts, and what it is called.
 SAME = {
     "python": "Python", "torch": "torch", "torchvision": "torchvision", "horovod": "Horovod",
     "mpi": "MPI", "cuda": "CUDA of torch", "nccl": "NCCL of torch", "trainers_sha256": "sources",
 }  # fmt: skip
+MARKS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED "}
+SUBJECT_WIDTH = 13  # of the longest subject
+ALL = "all"  # in place of a host, for what is between them
 
 
 @dataclass(frozen=True)
@@ -62,19 +73,26 @@ class Finding:
 
 def main(argv: list[str] | None = None) -> int:
     """Look, tell, and return the exit code."""
+    findings: list[Finding] = []
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv)
         if options.probe:
             print(json.dumps(probe(options.data)))
             return 0
-        findings = examine(options)
+        if options.reach is not None:
+            reach(options.reach)
+            return 0
+        for title, found in examine(options):  # a host may take a minute: each as it is known
+            print("\n".join(block_lines(title, found)), flush=True)
+            findings += found
     except UserError as error:
         print(f"compare/doctor.py: {error}", file=sys.stderr)
         return 2
-    print("\n".join(report_lines(findings)))
+    counts = Counter(finding.status for finding in findings)
+    print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
     if options.json is not None:
         write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
-    return 1 if any(finding.status == "failed" for finding in findings) else 0
+    return 1 if has_failed(findings) else 0
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -90,7 +108,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--network-interface", metavar="NAME", help="that connects the hosts")
     add("--no-allreduce", dest="allreduce", action="store_false", help="leave the measurement out")
     add("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    add("--probe", action="store_true", help=argparse.SUPPRESS)  # what runs on each host
+    # What runs on each host.
+    add("--probe", action="store_true", help=argparse.SUPPRESS)
+    add("--reach", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.hostfile is not None and options.hosts is not None:
         raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
@@ -101,27 +121,41 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def examine(options: argparse.Namespace) -> list[Finding]:
-    """Look at this machine and at each host."""
-    here = socket.gethostname()
-    names = [here] if options.hosts is None else list(read_hosts(options.hosts))
-    findings: list[Finding] = []
-    facts: dict[str, dict[str, Any]] = {}
-    for name in names:
-        answer, found = ask(name, options.data)
-        findings += found
-        if answer is not None:
-            facts[name] = answer
-            findings += host_findings(name, answer)
-    findings += agreement(facts)
+def examine(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
+    """Look at this machine or at all hosts at once, then at what is between them; yield what is
+    found as soon as it is known, with a title where a new part begins."""
+    names = [socket.gethostname()] if options.hosts is None else list(read_hosts(options.hosts))
+    answers: dict[str, dict[str, Any]] = {}
+    has_failure = False
+    with ThreadPoolExecutor(max_workers=len(names)) as pool:
+        asked = {pool.submit(ask, name, options.data): name for name in names}
+        for future in as_completed(asked):
+            name = asked[future]
+            answer, found = future.result()
+            if answer is not None:
+                answers[name] = answer
+                found += host_findings(name, answer)
+            has_failure |= has_failed(found)
+            yield name, found
+    title = "between the hosts"
+    facts = {name: answers[name] for name in names if name in answers}
+    if len(facts) > 1:
+        for look in (agreement, network_findings):
+            found = look(facts, options.network_interface)
+            has_failure |= has_failed(found)
+            yield title, found
+            title = ""
     if options.allreduce and len(facts) == len(names):
-        failed = any(f.status == "failed" for f in findings)
-        findings.append(
-            Finding("all", "allreduce", "warning", "not measured: see what failed above")
-            if failed
+        allreduce = (
+            Finding(ALL, "allreduce", "warning", "not measured: see what failed above")
+            if has_failure
             else measured_allreduce(options)
         )
-    return findings
+        yield title if len(names) > 1 else "between two workers", [allreduce]
+
+
+def has_failed(findings: list[Finding]) -> bool:
+    return any(finding.status == "failed" for finding in findings)
 
 
 # -- What runs on each host ------------------------------------------------------------------------
@@ -176,9 +210,13 @@ def horovod_facts(errors: dict[str, str]) -> dict[str, Any]:
         "horovod.__version__, 'horovod_mpi': hvd.mpi_built(), 'horovod_gloo': hvd.gloo_built(), "
         "'horovod_nccl': bool(hvd.nccl_built())}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        errors["horovod"] = f"its import had not ended after {PROBE_SECONDS} s"
+        return {"horovod": None}
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return dict(json.loads(lines[-1]))
@@ -238,6 +276,30 @@ def data_problem(data: Path) -> str:
     return ""
 
 
+def reach(addresses: list[str]) -> None:
+    """Listen at these addresses of this host and say at which ports; read others' addresses and
+    ports, and say of each why it cannot be connected to; listen until the input ends."""
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for address in addresses:
+            listener = stack.enter_context(socket.create_server((address, 0), backlog=1024))
+            ports.append(listener.getsockname()[1])
+        print(json.dumps(ports), flush=True)
+        others = json.loads(sys.stdin.readline())
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            print(json.dumps(list(pool.map(connection_problem, others))), flush=True)
+        sys.stdin.read()
+
+
+def connection_problem(place: tuple[str, int]) -> str:
+    """Return why a place cannot be connected to; "" if it can."""
+    try:
+        socket.create_connection((place[0], place[1]), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 # -- What the answers mean -------------------------------------------------------------------------
 
 
@@ -246,16 +308,19 @@ def ask(host: str, data: Path | None) -> tuple[dict[str, Any] | None, list[Findi
     words = [sys.executable, str(ROOT / "compare/doctor.py"), "--probe"]
     if data is not None:
         words += ["--data", str(data.resolve())]
-    command = words if is_here(host) else [*SSH, host, shlex.join(words)]
     began = time.time()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        done = subprocess.run(
+            there(host, words), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            # Not of this host, which may be slow, but is there.
+            timeout=None if is_here(host) else PROBE_SECONDS,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         found = f"no answer within {PROBE_SECONDS} s"
         return None, [Finding(host, "ssh", "failed", found, f"try `ssh {host} true`")]
     except FileNotFoundError:
-        remedy = "install OpenSSH's client, or use srun inside a Slurm allocation"
-        return None, [Finding(host, "ssh", "failed", "there is no ssh on the PATH", remedy)]
+        said = "there is no ssh on the PATH"
+        return None, [Finding(host, "ssh", "failed", said, ssh_remedy(host, said))]
     ended = time.time()
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
@@ -264,28 +329,19 @@ def ask(host: str, data: Path | None) -> tuple[dict[str, Any] | None, list[Findi
         early, late = facts["time"] - ended, facts["time"] - began
         facts["clock_skew"] = early if early > 0 else min(late, 0.0)
         return facts, [] if is_here(host) else [Finding(host, "ssh", "ok", "answers")]
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    said = last_line(done)
     if done.returncode == 255:  # ssh's own
-        return None, [Finding(host, "ssh", "failed", last, ssh_remedy(host, last))]
+        return None, [Finding(host, "ssh", "failed", said, ssh_remedy(host, said))]
     remedy = (
         f"`ssh {host} {shlex.join(words[:2])} --probe` shows all of it; the project and its "
         "environment must lie at the same paths on all hosts"
     )
-    return None, [Finding(host, "environment", "failed", last, remedy)]
+    return None, [Finding(host, "environment", "failed", said, remedy)]
 
 
-def ssh_remedy(host: str, message: str) -> str:
-    """Return what to do about a message of ssh."""
-    for sign, remedy in {
-        "Could not resolve": f"write {host} into /etc/hosts, or give its address",
-        "Host key verification": f"log in once, `ssh {host}`, and accept its key",
-        "Permission denied": f"`ssh-copy-id {host}`: it must not ask for a password",
-        "Connection refused": f"start sshd on {host}",
-        "timed out": f"{host} is down, or a firewall stands between",
-    }.items():
-        if sign in message:
-            return remedy
-    return f"`ssh -v {host} true` says more"
+def there(host: str, words: list[str]) -> list[str]:
+    """Return the command that runs these words on a host."""
+    return words if is_here(host) else ssh_words(host, shlex.join(words))
 
 
 def host_findings(host: str, facts: dict[str, Any]) -> list[Finding]:
@@ -371,11 +427,15 @@ def host_findings(host: str, facts: dict[str, Any]) -> list[Finding]:
         )
     elif facts["data"] is not None:
         add("data", "ok", "train/ and val/ can be read")
-    if abs(facts["clock_skew"]) > MOST_CLOCK_SKEW:
-        text = (
-            f"{abs(facts['clock_skew']):.0f} s {'ahead' if facts['clock_skew'] > 0 else 'behind'}"
-        )
-        add("clock", "warning", text, "run an NTP client there: times in the records will not fit")
+    skew = abs(facts["clock_skew"])
+    if skew > MOST_CLOCK_SKEW:
+        text = f"{skew:.0f} s {'ahead of' if facts['clock_skew'] > 0 else 'behind'} this host's"
+        if skew > MOST_CLOCK_SKEW_HOROVOD:
+            text += ": horovodrun refuses its messages and says “Check connectivity”"
+            add("clock", "failed", text, "set it, and run an NTP client there")
+        else:
+            remedy = "run an NTP client there: times in the records will not fit"
+            add("clock", "warning", text, remedy)
     return found
 
 
@@ -385,10 +445,9 @@ def interface_text(interface: dict[str, Any]) -> str:
     return f"{interface['name']} ({interface['address']}{rate})"
 
 
-def agreement(facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Return in what the hosts differ that must be equal."""
-    if len(facts) < 2:
-        return []
+def agreement(facts: dict[str, dict[str, Any]], interface: str | None = None) -> list[Finding]:
+    """Return in what the hosts differ that must be equal, and what of each keeps it from the
+    others; `interface` is the network that was chosen."""
     found = []
     for key, name in SAME.items():
         values: dict[str, list[str]] = {}
@@ -397,33 +456,137 @@ def agreement(facts: dict[str, dict[str, Any]]) -> list[Finding]:
         if len(values) > 1:
             told = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in values.items())
             remedy = "use one environment that all hosts share, or set each up from the same lock"
-            found.append(Finding("all", name, "failed", f"differs: {told}", remedy))
+            found.append(Finding(ALL, name, "failed", f"differs: {told}", remedy))
     if not found:
-        found.append(Finding("all", "versions", "ok", f"equal on {len(facts)} hosts"))
+        found.append(Finding(ALL, "versions", "ok", f"equal on {len(facts)} hosts"))
     for host, of_host in facts.items():
         if (of_host["own_name"] or "").startswith(("127.", "::1")):
             text = f"resolves as {of_host['own_name']} on {host}, where no other host reaches it"
-            remedy = "give it its address in /etc/hosts there, or choose a --network-interface"
-            found.append(Finding(host, "own name", "warning", text, remedy))
-    if not common_networks(facts):
+            remedy = "give it its address in /etc/hosts there"
+            if of_host.get("horovod_gloo"):
+                text += ": Horovod over Gloo announces that address"
+                remedy += "; --network-interface helps the other launchers alone"
+                found.append(Finding(host, "own name", "failed", text, remedy))
+            else:
+                remedy += ", or choose a --network-interface"
+                found.append(Finding(host, "own name", "warning", text, remedy))
+        names = [entry["name"] for entry in of_host["interfaces"]]
+        if interface is not None and interface not in names:
+            text = f"{host} has no {interface}, but {', '.join(names) or 'none'}"
+            remedy = "choose one by --network-interface that all hosts have"
+            found.append(Finding(host, "network", "failed", text, remedy))
+    return found
+
+
+def network_findings(facts: dict[str, dict[str, Any]], interface: str | None) -> list[Finding]:
+    """Return which of the networks that the hosts share, or of the one that was chosen, carry
+    connections from every host to every other one."""
+    networks = common_networks(facts, interface)
+    if not networks:
         told = "; ".join(
             f"{host}: {', '.join(map(interface_text, f['interfaces'])) or 'none'}"
             for host, f in facts.items()
         )
         remedy = "ranks cannot reach each other: connect the hosts by one network"
-        found.append(Finding("all", "network", "warning", f"no subnet in common: {told}", remedy))
+        return [Finding(ALL, "network", "warning", f"no subnet in common: {told}", remedy)]
+    problems = connection_problems(
+        {host: [addresses[host] for addresses in networks.values()] for host in facts}
+    )
+    sound = [network for index, network in enumerate(networks) if not problems[index]]
+    found = []
+    for network, bad in zip(networks, problems, strict=True):
+        if not bad:
+            text = f"{network}: every host connects to every other one, at a free port"
+            found.append(Finding(ALL, "network", "ok", text))
+            continue
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        remedy = "a firewall? Ranks listen at ports of the kernel's choice: all must be open"
+        if sound:
+            remedy = (
+                "launchers may choose it and hang: give them (and the doctor) --network-interface "
+                f"with the name of the interface in {sound[0]}"
+            )
+        text = f"{network}: {'; '.join(bad[:3])}{more}"
+        found.append(Finding(ALL, "network", "failed", text, remedy))
     return found
 
 
-def common_networks(facts: dict[str, dict[str, Any]]) -> set[str]:
-    """Return the IPv4 subnets in which every host has an interface."""
-    from ipaddress import ip_interface
+def common_networks(
+    facts: dict[str, dict[str, Any]], interface: str | None
+) -> dict[str, dict[str, str]]:
+    """Return each host's address in the IPv4 networks in which every host has one of its own; only
+    those of one interface, if it is named."""
+    networks: dict[str, dict[str, str]] = {}
+    for host, of_host in facts.items():
+        for entry in of_host["interfaces"]:
+            if interface in (None, entry["name"]):
+                network = ip_interface(f"{entry['address']}/{entry['netmask']}").network
+                networks.setdefault(str(network), {})[host] = entry["address"]
+    # Docker's bridge has one address on all hosts, and leads from none to another.
+    return {n: own for n, own in networks.items() if len(set(own.values())) == len(facts)}
 
-    subnets = [
-        {str(ip_interface(f"{i['address']}/{i['netmask']}").network) for i in of_host["interfaces"]}
-        for of_host in facts.values()
-    ]
-    return set.intersection(*subnets) if subnets else set()
+
+def connection_problems(addresses: dict[str, list[str]]) -> list[list[str]]:
+    """Let every host connect to every other one in each network; return, network by network, which
+    connections fail and why. `addresses`: each host's, network by network."""
+    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--reach"]
+    processes = {
+        host: subprocess.Popen(
+            there(host, [*words, *own]), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )
+        for host, own in addresses.items()
+    }  # fmt: skip
+
+    def end() -> None:
+        for process in processes.values():
+            process.kill()
+
+    limit = threading.Timer(NETWORK_SECONDS, end)
+    limit.start()
+    try:
+        ports = {host: read_list(process) for host, process in processes.items()}
+        targets = {
+            host: [
+                (other, network, address, port)
+                for other in addresses
+                if other != host
+                for network, (address, port) in enumerate(
+                    zip(addresses[other], ports[other], strict=False)
+                )
+            ]
+            for host in addresses
+        }
+        for host, process in processes.items():
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                print(json.dumps([t[2:] for t in targets[host]]), file=process.stdin, flush=True)
+        said = {host: read_list(process) for host, process in processes.items()}
+    finally:
+        limit.cancel()
+        end()
+        for process in processes.values():
+            process.communicate()
+    problems: list[list[str]] = [[] for _ in next(iter(addresses.values()))]
+    for host in addresses:
+        if len(said[host]) < len(targets[host]) or not ports[host]:
+            for of_network in problems:
+                of_network.append(f"{host}: does not take part in the test")
+            continue
+        for (other, network, address, _), problem in zip(targets[host], said[host], strict=True):
+            if problem:
+                problems[network].append(f"{host} -> {other} ({address}): {problem}")
+    return problems
+
+
+def read_list(process: subprocess.Popen[str]) -> list[Any]:
+    """Return the next list that a process writes; empty if it has ended. Passes over what a login
+    shell says."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("["):
+            return list(json.loads(line))
+    return []
 
 
 def measured_allreduce(options: argparse.Namespace) -> Finding:
@@ -431,7 +594,7 @@ def measured_allreduce(options: argparse.Namespace) -> Finding:
     hosts = options.hosts
     workers = 2 if hosts is None else sum(read_hosts(hosts).values())
     if workers < 2:
-        return Finding("all", "allreduce", "ok", "not measured: there is one worker")
+        return Finding(ALL, "allreduce", "ok", "not measured: there is one worker")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         out = Path(folder)
         words = ["python", str(ROOT / "compare/collectives.py"), "--workers", str(workers)]
@@ -452,41 +615,36 @@ def measured_allreduce(options: argparse.Namespace) -> Finding:
         log = (out / "output.log").read_text(errors="replace")
         figures_file = out / "figures.json"
         figures = json.loads(figures_file.read_text()) if figures_file.exists() else None
+    if outcome.status == "timed out" and hosts is None:
+        text = f"not done within {ALLREDUCE_SECONDS} s: this machine is busy"
+        return Finding(ALL, "allreduce", "warning", text)
     if outcome.status == "timed out":
         remedy = "a firewall or the wrong network: choose one by --network-interface"
-        return Finding("all", "allreduce", "failed", f"hangs for {ALLREDUCE_SECONDS} s", remedy)
+        return Finding(ALL, "allreduce", "failed", f"hangs for {ALLREDUCE_SECONDS} s", remedy)
     if figures is None or figures["failed"]:
         failed = ", ".join(figures["failed"]) if figures else "all"
         lines = [line.strip(" |") for line in log.splitlines() if line.strip().startswith("|")]
         return Finding(
-            "all", "allreduce", "failed", f"{failed}: {' / '.join(lines[-3:]) or log[-300:]}",
+            ALL, "allreduce", "failed", f"{failed}: {' / '.join(lines[-3:]) or log[-300:]}",
             "docs/launching.md lists the usual reasons",
         )  # fmt: skip
     large = [f for f in figures["figures"] if f["bytes"] == 16 << 20]
     told = ", ".join(f"{f['backend']} {f['busbw_bytes_per_second'] / 1e9:.2f} GB/s" for f in large)
-    return Finding("all", "allreduce", "ok", f"{workers} workers, 16 MiB, bus bandwidth: {told}")
+    return Finding(ALL, "allreduce", "ok", f"{workers} workers, 16 MiB, bus bandwidth: {told}")
 
 
 # -- What is shown ---------------------------------------------------------------------------------
 
 
-def report_lines(findings: list[Finding]) -> list[str]:
-    """Return the findings as lines for a terminal, a host at a time."""
-    marks = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED "}
-    lines: list[str] = []
-    width = max(len(finding.subject) for finding in findings)
-    for host in dict.fromkeys(finding.host for finding in findings):
-        lines += ["", "between the hosts" if host == "all" else host]
-        for finding in findings:
-            if finding.host != host:
-                continue
-            head = f"  {marks[finding.status]}  {finding.subject:{width}}  "
-            lines += wrapped(finding.found, head, " " * len(head))
-            if finding.remedy:
-                lines += wrapped(finding.remedy, " " * len(head) + "-> ", " " * (len(head) + 3))
-    failed = sum(finding.status == "failed" for finding in findings)
-    warnings = sum(finding.status == "warning" for finding in findings)
-    return [*lines, "", f"{failed} failed, {warnings} warnings"][1:]
+def block_lines(title: str, findings: list[Finding]) -> list[str]:
+    """Return findings as lines for a terminal, below a title if there is one."""
+    lines = ["", title] if title else []
+    for finding in findings:
+        head = f"  {MARKS[finding.status]}  {finding.subject:{SUBJECT_WIDTH}}  "
+        lines += wrapped(finding.found, head, " " * len(head))
+        if finding.remedy:
+            lines += wrapped(finding.remedy, " " * len(head) + "-> ", " " * (len(head) + 3))
+    return lines
 
 
 def wrapped(text: str, first: str, others: str) -> list[str]:

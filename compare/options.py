@@ -27,6 +27,7 @@ from compare.plan_file import (
     read_percentage,
     read_plan_file,
 )
+from recipe.config import check, read_flags
 from recipe.knobs import read_all_knobs
 
 TUNING_ROUNDS = 5
@@ -283,6 +284,22 @@ def check_knobs(plan: Plan) -> None:
             read_all_knobs(Path(name).expanduser())
         except recipe.errors.UserError as error:
             raise UserError(str(error)) from None
+
+
+def check_trainers(plan: Plan) -> None:
+    """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
+    SystemExit after a flag that they do not have, or --help: their parser has answered then."""
+    script = f"python {script_path()}"
+    block = (run for run in plan.runs() if run.block == 1)
+    for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in block):
+        try:
+            config, *_ = read_flags(
+                engine, plan.workers[0], list(arguments), talk=True, program=f"{script} --"
+            )
+            for workers in plan.workers[1:]:
+                check(config, engine, workers)
+        except recipe.errors.UserError as error:
+            raise UserError(f"the trainers refuse their flags: {error}") from None
 
 
 def check_slurm(plan: Plan, options: argparse.Namespace) -> None:

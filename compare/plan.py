@@ -15,6 +15,7 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.hosts import SLURM, interface_variables, is_here, is_only_here, placement
+from compare.ssh import MPIRUN_VARIABLE, ssh_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
@@ -455,6 +456,7 @@ def set_variables() -> dict[str, str]:
         # The launchers start `python`, `mpirun` and `orted` by name.
         "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
         "PYTHONUNBUFFERED": "1",
+        MPIRUN_VARIABLE: ssh_flags(),
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers and CI
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

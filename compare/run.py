@@ -31,7 +31,7 @@ from compare.errors import UserError
 from compare.files import write_json
 from compare.hosts import is_only_here
 from compare.launch import duration, print_line, start_and_wait, utc_now
-from compare.options import command_words, make_plan, parse_options
+from compare.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan import (
     REMOVED_VARIABLES,
     Plan,
@@ -60,6 +60,7 @@ from compare.progress import (
     with_blocks_there,
 )
 from compare.slurm import SLURM_FOLDER, submit_and_follow
+from compare.ssh import check_logins
 from compare.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = make_plan(options)
         if options.tune is not None:
             plan = tuning_plan(plan, options)
+        check_trainers(plan)
         check_tools(plan)
         if options.slurm is not None:
             return submit_and_follow(plan, options, argv)
@@ -86,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             folder = options.out or new_folder(options.runs)
             print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
             return 0
+        check_logins(plan.hosts, {configuration.launcher for configuration in plan.members()})
         if options.tune is not None:
             signal.signal(signal.SIGTERM, raise_interrupt)
             with locked(folder := tune_folder(options)):

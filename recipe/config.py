@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 from recipe.errors import UserError, fail
 from recipe.knobs import SETTINGS as KNOBS
-from recipe.knobs import read_knobs, set_variables
+from recipe.knobs import Knobs, read_knobs, set_variables
 from recipe.world import World
 
 
@@ -350,11 +350,7 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        knobs = read_knobs(_value_of(argv, "--knobs"), engine)
-        base = replace(_chosen_preset(argv), **knobs.settings)
-        config = _parse_flags(base, argv, talk=world.is_first)
-        config = _resolve(config)
-        check(config, engine, world.size)
+        config, base, knobs = read_flags(engine, world.size, argv, talk=world.is_first)
     except UserError as error:
         fail(world, f"error: {error}", exit_code=2)
     except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
@@ -364,6 +360,19 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         for line in [*without_effect(config, base, engine, world.size), *overruled]:
             print(f"warning: {line}", file=sys.stderr)
     return replace(config, knob_variables=variables)
+
+
+def read_flags(
+    engine: str, world_size: int, argv: list[str], talk: bool, program: str | None = None
+) -> tuple[Config, Config, Knobs]:
+    """The settings, those without the command line, and the knobs; UserError if they do not make
+    sense, and SystemExit after --help or a flag that the parser does not know. `program`: what
+    these say that --help is given to, if not this process's script."""
+    knobs = read_knobs(_value_of(argv, "--knobs"), engine)
+    base = replace(_chosen_preset(argv), **knobs.settings)
+    config = _resolve(_parse_flags(base, argv, talk, program))
+    check(config, engine, world_size)
+    return config, base, knobs
 
 
 def _chosen_preset(argv: list[str]) -> Config:
@@ -394,7 +403,7 @@ def _value_of(argv: list[str], flag: str) -> str | None:
     return value
 
 
-def _parse_flags(base: Config, argv: list[str], talk: bool) -> Config:
+def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None) -> Config:
     """Parse into one group of flags a section, then into the flat Config."""
     sections: list[Any] = [
         (title, section, field(default_factory=section))
@@ -406,6 +415,7 @@ def _parse_flags(base: Config, argv: list[str], talk: bool) -> Config:
     parsed: Any = tyro.cli(
         make_dataclass("Flags", [*sections, preset], frozen=True),
         args=argv,
+        prog=program,
         description=f"Defaults are those of --preset {base.preset}:\n\n{about}",
         config=(tyro.conf.OmitArgPrefixes,),
         console_outputs=talk,

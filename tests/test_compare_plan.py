@@ -55,6 +55,33 @@ def write_plan(folder: Path, text: str) -> str:
     return "plan.toml"
 
 
+@pytest.mark.parametrize("how", [["--dry-run"], ["--tune", "knobs.toml"], []])
+def test_a_flag_that_the_trainers_refuse_is_refused_before_anything_is_shown(
+    how: list[str], here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*how, "--", "--bath-size", "3"])
+    told = capfd.readouterr()
+    assert ended.value.code == 2 and told.out == "" and list(here.iterdir()) == []
+    assert "--bath-size" in told.err and "--batch-size" in told.err
+    assert "compare/run.py -- --help" in told.err
+
+
+def test_values_that_the_trainers_refuse_are_refused_for_every_engine_and_number_of_workers(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["--", "--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--define", "x=horovod-mpi --num-groups 0"], "--num-groups 0: must be at least 1"),
+        (["--configurations", "horovod-mpi", "--workers", "2", "3", "--", "--use-adasum"],
+         "3 workers do not allow"),
+    ):  # fmt: skip
+        assert main(["--dry-run", *words]) == 2
+        told = capfd.readouterr()
+        assert told.out == "" and "the trainers refuse their flags: " in told.err
+        assert said in " ".join(told.err.split())
+
+
 FILE = """
 question = "Which?"
 time = "a minute"

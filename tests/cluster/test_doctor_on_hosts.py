@@ -38,6 +38,28 @@ def test_a_host_that_is_not_there(two_hosts: list[Host], tmp_path: Path) -> None
     assert code == 1 and "/etc/hosts" in wrong["nowhere: ssh"]["remedy"]
 
 
+def test_a_second_network_that_leads_nowhere(two_hosts: list[Host], tmp_path: Path) -> None:
+    """It has addresses on both hosts, and carries nothing: launchers that choose it hang."""
+    for number, host in enumerate(two_hosts):
+        for words in (
+            "link add dead0 type veth peer name dead1",
+            f"address add 10.213.9.{10 + number}/24 dev dead0",
+            "link set dead0 up",
+            "link set dead1 up",  # on the same host, where nobody listens
+        ):
+            assert host.run(["ip", *words.split()]).returncode == 0
+    try:
+        words = ("--hosts", "node0:1,node1:1")
+        code, wrong = examine(two_hosts, tmp_path, *words)
+        assert code == 1 and list(wrong) == ["all: network"]
+        assert "10.213.9.0/24: node0 -> node1 (10.213.9.11): " in wrong["all: network"]["found"]
+        words += ("--network-interface", "eth0", "--no-allreduce")
+        assert examine(two_hosts, tmp_path, *words) == (0, {})
+    finally:
+        for host in two_hosts:
+            host.run(["ip", "link", "delete", "dead0"])
+
+
 def test_data_that_one_host_lacks(two_hosts: list[Host], tmp_path: Path) -> None:
     """/run is a place of each host's own."""
     for part in ("train", "val"):
@@ -63,3 +85,8 @@ def test_a_host_without_sshd(tmp_path: Path) -> None:
         words = ("--hosts", "deaf0:1,deaf1:1", "--no-allreduce")
         code, wrong = examine(made, tmp_path, *words)
         assert code == 1 and "start sshd on deaf1" in wrong["deaf1: ssh"]["remedy"]
+        command = ["python", "compare/run.py", "--hosts", "deaf0:1,deaf1:1", "--workers", "2"]
+        finished = made[0].run(command, 60)
+        assert finished.returncode == 2
+        (line,) = finished.output.splitlines()  # nothing was started
+        assert "does not reach deaf1: connect to" in line and "start sshd on deaf1" in line
