@@ -127,7 +127,7 @@ class Configuration:
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return srun's flags: MPI's processes find each other by PMIx, unless the user's shell
         names another way; `hosts`, of the allocation, are filled as other launchers fill them."""
-        words = ["--cpu-bind=none", "--gpu-bind=none", "--export=ALL"]
+        words = ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none", "--export=ALL"]
         if self.engine == "horovod" and "SLURM_MPI_TYPE" not in os.environ:
             words.append("--mpi=pmix")
         if hosts is not None:

@@ -3,6 +3,9 @@
 import os
 import re
 import socket
+import time
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -10,6 +13,10 @@ import torch.distributed as dist
 
 from recipe.errors import UserError
 from recipe.world import World, lone_copy_message, prepare_mpi
+
+# Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
+# shared file system; how long whoever is at a port may take to answer; what a rank says for it.
+MEETING_SECONDS, ANSWER_SECONDS, THANKS = 600.0, 2.0, b"thanks"
 
 
 def meeting_point(world: World) -> dict[str, Any]:
@@ -32,24 +39,75 @@ def meeting_point(world: World) -> dict[str, Any]:
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
         return {"init_method": address, "rank": world.rank, "world_size": world.size}
     if world.launcher == "slurm":
-        return {
-            "init_method": slurm_address(os.environ),
-            "rank": world.rank,
-            "world_size": world.size,
-        }
+        return {"store": _store_through_slurm(world), "rank": world.rank, "world_size": world.size}
     return {"store": _store_through_mpi(world), "rank": world.rank, "world_size": world.size}
 
 
-def slurm_address(environ: os._Environ[str] | dict[str, str]) -> str:
-    """The step's first node, and a port that all its ranks can work out from the job's and the
-    step's number."""
+def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list[int], bytes]:
+    """The step's first node, the ports at which its rank 0 may be asked where the ranks meet, and
+    the words by which it is known: another job may be at any of the ports."""
     nodes = environ["SLURM_STEP_NODELIST"]  # such as rack[1-2]n[003-006,9],gpu1
     # The list up to its first comma outside brackets, and of each bracket the first number.
     node = re.match(r"(\[[^\]]*\]|[^\[,])+", nodes)
     assert node is not None, nodes
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", node[0])
-    port = 20_000 + (int(environ["SLURM_JOB_ID"]) * 101 + int(environ["SLURM_STEP_ID"])) % 12_000
-    return f"tcp://{first}:{port}"
+    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+    start = int(job) * 101 + int(step)
+    ports = [20_000 + (start + number * 1_499) % 12_000 for number in range(8)]
+    mark = f"DDP of job {job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')} at "
+    return first, ports, mark.encode()
+
+
+def _store_through_slurm(world: World) -> dist.Store:
+    """A store on a free port of rank 0's host, which rank 0 tells to whoever asks at the first free
+    one of the ports that all ranks can work out from the job's and the step's number."""
+    host, ports, mark = slurm_address(os.environ)
+    if world.local_size == world.size:
+        host = "127.0.0.1"
+    if not world.is_first:
+        return dist.TCPStore(host, _ask_for_port(host, ports, mark), world.size, is_master=False)
+    store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+    for port in ports:
+        with suppress(OSError):
+            listener = socket.create_server((host if host == "127.0.0.1" else "", port))
+            answer = mark + str(store.port).encode()
+            Thread(target=_tell, args=(listener, answer, world.size - 1), daemon=True).start()
+            return store
+    raise UserError(
+        f"{host}: no port of {', '.join(map(str, ports))} is free for the ranks to meet at; set "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
+    """Give whoever connects the answer, until so many ranks have thanked for it."""
+    with listener:
+        while ranks:
+            asking, _ = listener.accept()
+            with asking, suppress(OSError):
+                asking.settimeout(ANSWER_SECONDS)
+                asking.sendall(answer + b"\n")
+                ranks -= asking.recv(len(THANKS)) == THANKS
+
+
+def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
+    """The port of the store; UserError if nobody at `ports` knows it within MEETING_SECONDS."""
+    deadline, error = time.monotonic() + MEETING_SECONDS, OSError("other jobs answer there")
+    while time.monotonic() < deadline:
+        for port in ports:
+            try:
+                with socket.create_connection((host, port), ANSWER_SECONDS) as asking:
+                    line = asking.makefile("rb").readline(100)
+                    if line.startswith(mark) and line.endswith(b"\n"):
+                        asking.sendall(THANKS)
+                        return int(line[len(mark) :])
+            except OSError as failed:
+                error = failed
+        time.sleep(0.2)
+    raise UserError(
+        f"rank 0 was not found on {host} in {MEETING_SECONDS:.0f} s, at ports "
+        f"{', '.join(map(str, ports))} ({error}): did it start, and do the nodes reach each other?"
+    )
 
 
 def _store_through_mpi(world: World) -> dist.Store:

@@ -30,13 +30,22 @@ allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodru
     python -c 'import os; from compare.hosts import read_allocation; print(read_allocation(os.environ))'
 }
 
+free_port() {  # of this node, the first: where the ranks meet, and no other job's do
+    python -c 'from compare.plan import rendezvous_port as port; import sys; print(port(*sys.argv[1:]))' \
+        localhost "$SLURM_JOB_ID"
+}
+
 passed_on() {  # mpirun's flags for the variables that it must take to other nodes
     compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|PYTHONPATH|(NCCL|GLOO|HOROVOD|UCX|FI)_.*)$' |
         sed 's/^/-x /'
 }
 
+is_too_short() {  # is_too_short SECONDS: whether the time limit had the job warned so soon
+    [ "$1" -lt 60 ] && [[ $(scontrol show job "$SLURM_JOB_ID") =~ TimeLimit=00:.*PreemptTime=None ]]
+}
+
 train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end
-    local is_warned="" status=0 again=0 pid
+    local warned_at="" status=0 again=0 pid
     if grep -qsx "$SLURM_JOB_ID" "$folder/stop"; then  # of this job, before it was queued again
         rm -f "$folder/stop"
     fi
@@ -44,7 +53,7 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
     # preemption where the site has preempt_send_user_signal. The trainer finds the file, keeps a
     # checkpoint, ends, and removes the file. By the number in it a trainer that is only about to
     # start knows that it is the one who is meant.
-    trap 'is_warned=yes; mkdir -p "$folder"; echo "$SLURM_JOB_ID" >"$folder/stop"' USR1
+    trap 'warned_at=$SECONDS; mkdir -p "$folder"; echo "$SLURM_JOB_ID" >"$folder/stop"' USR1
     "$@" &
     pid=$!
     trap 'kill -TERM "$pid"' TERM
@@ -57,8 +66,13 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
         wait "$pid" || again=$?
         [ "$again" -eq 127 ] || status=$again
     fi
-    if [ -n "$is_warned" ] && [ ! -e "$folder/stop" ] && [ ! -e "$folder/summary.json" ] &&
+    if [ -n "$warned_at" ] && [ ! -e "$folder/stop" ] && [ ! -e "$folder/summary.json" ] &&
         compgen -G "$folder/checkpoints/step-*.pt" >/dev/null; then
+        if is_too_short "$warned_at"; then
+            refuse "--time is hardly longer than the warning before its end (--signal): warned in its \
+first minute, $NAME would make a few steps in each start and is not queued again. Its checkpoint is \
+kept: submit it with NAME=$NAME and a longer --time"
+        fi
         scontrol requeue "$SLURM_JOB_ID"  # under the same number, so that it finds its checkpoint
     fi
     return "$status"

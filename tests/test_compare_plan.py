@@ -424,7 +424,9 @@ def test_srun_starts_both_engines_without_binding(here):
     commands = dry_run("--configurations", "ddp-srun", "horovod-srun", "--workers", "8", "--blocks",
                        "1")  # fmt: skip
     for words in commands:
-        assert words[:3] == ["srun", "--ntasks", "8"] and "--cpu-bind=none" in words
+        assert words[:3] == ["srun", "--ntasks", "8"]
+        # A rank that fails ends the others, which would wait for it.
+        assert {"--cpu-bind=none", "--kill-on-bad-exit=1"} <= set(words)
 
 
 @pytest.fixture

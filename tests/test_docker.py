@@ -198,6 +198,13 @@ def test_compose_starts_the_two_nodes_of_the_readme() -> None:
     assert line in (ROOT / "docs" / "containers.md").read_text()
 
 
+def test_compose_gives_no_privileges() -> None:
+    """sshd needs none: it belongs to the user who logs in, and listens above port 1024."""
+    for service in yaml.safe_load(COMPOSE_FILES[0].read_text())["services"].values():
+        assert service["cap_drop"] == ["ALL"] and "cap_add" not in service
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
 def test_compose_runs_the_images_that_are_built(build: ModuleType) -> None:
     for file, target in zip(COMPOSE_FILES, ("cpu", "cuda"), strict=True):
         command = build.build_command("docker", target, arguments(name=NAME), "0")

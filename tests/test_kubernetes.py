@@ -471,6 +471,7 @@ def test_the_image_is_meant(name: str) -> None:
     assert re.search(r"^FROM .* AS cuda$", dockerfile, re.MULTILINE)  # IMAGE's target
     assert "WORKDIR /workspace" in dockerfile
     for pod in pods(name).values():
+        assert pod["automountServiceAccountToken"] is False
         context = pod["securityContext"]
         assert context["runAsNonRoot"]
         assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
@@ -478,6 +479,7 @@ def test_the_image_is_meant(name: str) -> None:
             assert container["image"] == IMAGE
             assert "workingDir" not in container
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
     if name in HOROVOD:
         home = of_kind(name, "MPIJob")["spec"]["sshAuthMountPath"]
         assert home == f"/home/{user[2]}/.ssh"

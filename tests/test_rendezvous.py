@@ -1,8 +1,13 @@
 """Where the ranks of a DDP run meet."""
 
+import os
 import socket
 import sys
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+from threading import Thread
 
 import pytest
 import torch.distributed as dist
@@ -36,20 +41,21 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_first_node_of_a_slurm_step(nodes: str, first: str) -> None:
     step = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    assert slurm_address(step).startswith(f"tcp://{first}:")
+    assert slurm_address(step)[0] == first
 
 
-def port(job: int, step: int) -> int:
+def ports_of(job: int, step: int) -> list[int]:
     variables = {"SLURM_STEP_NODELIST": "n", "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-    return int(slurm_address(variables).rpartition(":")[2])
+    return slurm_address(variables)[1]
 
 
-def test_port_of_a_slurm_step() -> None:
+def test_ports_of_a_slurm_step() -> None:
     """Fixed by job and step, others for neighbours, and free for a server to listen at."""
-    ports = [port(job, step) for job in range(1000, 1050) for step in range(50)]
-    assert len(set(ports)) == len(ports)
-    assert port(1000, 0) == ports[0]
-    assert all(1024 < one < 32768 for one in [*ports, port(2**31, 2**32 - 2)])
+    firsts = [ports_of(job, step)[0] for job in range(1000, 1050) for step in range(50)]
+    assert len(set(firsts)) == len(firsts)
+    assert ports_of(1000, 0)[0] == firsts[0]
+    for ports in (ports_of(1000, 0), ports_of(2**31, 2**32 - 2)):
+        assert len(set(ports)) == 8 and all(1024 < port < 32768 for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +99,53 @@ def test_an_address_that_the_user_gives(launcher: str, monkeypatch: pytest.Monke
     assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
 
 
-def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STEP_NODELIST": "n[3-4]", "JOB_ID": "7", "STEP_ID": "0"}.items():
+STEPS = count()
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A step on this host; returns its ports."""
+    variables = {"STEP_NODELIST": "n", "JOB_ID": str(os.getpid()), "STEP_ID": str(next(STEPS))}
+    for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    arguments = meeting_point(a_world(1, 2, launcher="slurm"))
-    assert arguments == {"init_method": "tcp://n3:20707", "rank": 1, "world_size": 2}
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.1)
+    return slurm_address(os.environ)[1]
+
+
+def tell_once(listener: socket.socket, words: bytes) -> None:
+    asking, _ = listener.accept()
+    asking.sendall(words)
+    asking.recv(100)
+
+
+def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
+    """Who is there may be silent, may be an sshd, or may be the same step of another job."""
+    words = [b"", b"SSH-2.0-OpenSSH\r\n", b"DDP of job 1.0.0 at 29500\n"]
+    with ExitStack() as others:
+        for port, told in zip(step, words, strict=False):
+            listener = others.enter_context(socket.create_server(("127.0.0.1", port)))
+            Thread(target=tell_once, args=(listener, told), daemon=True).start()
+        # Rank 1 is there first.
+        with ThreadPoolExecutor() as pool:
+            late = pool.submit(meeting_point, a_world(1, 2, launcher="slurm"))
+            first = meeting_point(a_world(0, 2, launcher="slurm"))
+            second = late.result(60)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    first["store"].set("key", "value")
+    assert second["store"].get("key") == b"value"
+
+
+def test_slurm_without_a_free_port(step: list[int]) -> None:
+    with ExitStack() as others, pytest.raises(UserError, match="MASTER_PORT"):
+        for port in step:
+            others.enter_context(socket.create_server(("127.0.0.1", port)))
+        meeting_point(a_world(0, 2, launcher="slurm"))
+
+
+def test_slurm_without_a_rank_0(step: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MEETING_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"rank 0 was not found on 127.0.0.1.*did it start"):
+        meeting_point(a_world(1, 2, launcher="slurm"))
 
 
 def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,8 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path:
     """One node's torchrun and its workers vanish at once: the other goes on at half the size."""
     folder = tmp_path / "job"
     training = f"{SMALL} --epochs 3 --max-steps 90 --checkpoint-steps 2"
-    job = submit(cluster, "ddp_torchrun.sbatch", folder, training, "--export=ALL,MIN_NODES=1")
+    words = ("--no-kill", "--export=ALL,MIN_NODES=1")
+    job = submit(cluster, "ddp_torchrun.sbatch", folder, training, *words)
     wait_for_steps(cluster, folder, 4)
     for process in training_processes(cluster.hosts[1]):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,6 +162,30 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path:
     assert [step["step"] for step in steps] == list(range(1, 91))
     samples = [step["samples_seen"] for step in steps]
     assert {after - before for before, after in pairwise(samples)} == {4 * 12, 2 * 12}
+
+
+def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
+    """Without MIN_NODES: nobody waits for what is gone."""
+    folder = tmp_path / "job"
+    job = submit(cluster, "ddp_torchrun.sbatch", folder, LONG)
+    wait_for_steps(cluster, folder)
+    cluster.ask("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")
+    try:
+        wait_for(lambda: cluster.state(job) == "PENDING", cluster, 60)
+    finally:
+        cluster.ask("scancel", job)
+        # An error if it has come back by itself, since its slurmd still lives.
+        cluster.run(["scontrol", "update", "NodeName=node1", "State=RESUME"], 60)
+    assert leftovers(cluster.hosts[:1]) == []
+
+
+def test_a_rank_0_that_cannot_start_ends_its_job(cluster: Slurm, tmp_path: Path) -> None:
+    """Its port is taken, here by sshd, and the others would wait for it there."""
+    folder = tmp_path / "job"
+    taken = "--export=ALL,MASTER_ADDR=node0,MASTER_PORT=22"
+    job = submit(cluster, "ddp_srun.sbatch", folder, LONG, taken)
+    wait_for_end(cluster, job, folder, "FAILED")
+    assert "address already in use" in Path(f"{folder}.log").read_text()
 
 
 def test_two_jobs_share_a_gpu(cluster: Slurm, tmp_path: Path) -> None:

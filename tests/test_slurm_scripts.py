@@ -1,0 +1,69 @@
+"""What slurm/ asks of Slurm, where no Slurm is needed to see it."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+# A job's script that gets its warning at once, and whose training ends with a checkpoint.
+WARNED = """
+. slurm/job.sh
+mkdir -p "$folder/checkpoints"; touch "$folder/checkpoints/step-2.pt"
+SECONDS=$1
+train bash -c 'kill -USR1 $0; until [ -e "$1" ]; do sleep 0.01; done; rm "$1"' $$ "$folder/stop"
+"""
+NOT_PREEMPTED = "PreemptTime=None"
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    """Else a job whose rank 0 could not start waits for it until its time is over."""
+    lines = [
+        line
+        for script in SCRIPTS
+        for line in re.findall(r"^train srun(?:.*\\\n)*.*", script.read_text(), re.MULTILINE)
+    ]
+    assert len(lines) == 3
+    for line in lines:
+        assert "--kill-on-bad-exit=1" in line or '"${ending[@]}"' in line
+
+
+def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
+    for script in SCRIPTS:
+        assert "#SBATCH --no-kill" not in script.read_text(), script.name
+
+
+@pytest.mark.parametrize(
+    ("limit", "preempted", "seconds", "is_queued_again"),
+    [
+        ("TimeLimit=00:04:00", NOT_PREEMPTED, 20, False),  # the warning comes five minutes before
+        ("TimeLimit=00:10:00", NOT_PREEMPTED, 300, True),
+        ("TimeLimit=1-00:00:00", NOT_PREEMPTED, 20, True),  # scancel --signal, by hand
+        ("TimeLimit=00:30:00", "PreemptTime=2026-11-22T10:00:00", 20, True),
+    ],
+)
+def test_a_warned_job_is_queued_again(
+    limit: str, preempted: str, seconds: int, is_queued_again: bool, tmp_path: Path
+) -> None:
+    """Unless its time is so short that each start would end where it began."""
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\nif [ "$1" = show ]; then printf "Run=1 {limit}\\n {preempted}\\n"; '
+        f'else echo "$@" > {tmp_path}/asked; fi\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
+    environment = {f"SLURM_{name}": value for name, value in variables.items()}
+    environment |= {"RUNS": str(tmp_path / "runs"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"set -- {seconds}\n{WARNED}"],
+        env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    asked = tmp_path / "asked"
+    assert (done.returncode == 0, asked.exists()) == (is_queued_again,) * 2, done.stderr
+    if is_queued_again:
+        assert asked.read_text() == "requeue 7\n"
+    else:
+        assert "--time is hardly longer" in done.stderr and "NAME=ddp-7" in done.stderr
