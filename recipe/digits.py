@@ -50,7 +50,8 @@ def prepare_digits(cache_dir: Path) -> Path:
     except OSError as error:
         raise UserError(
             f"{root}: the embedded digits cannot be written there ({error.strerror or error}). "
-            "Choose a cache folder that can be written, or name your own images with --data DIR."
+            "Choose a folder that can be written with --cache-dir DIR, or name your own images "
+            "with --data DIR."
         ) from error
     return root
 

@@ -1,6 +1,7 @@
 """Which images a folder of class folders holds: listed once, cached, checked at each start."""
 
 import difflib
+import errno
 import fcntl
 import hashlib
 import os
@@ -8,7 +9,6 @@ import re
 import shlex
 import sys
 import time
-import warnings
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -145,9 +145,15 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
 
 
 def check_train_and_val(train: Listing, val: Listing) -> None:
-    """UserError unless both have the same classes: else a label would mean two different things."""
+    """UserError unless both have the same classes, else a label would mean two different things,
+    and more than one, else there is nothing to learn."""
     if train.classes == val.classes:
-        return
+        if len(train.classes) > 1:
+            return
+        raise UserError(
+            f"{train.root}: holds a single class, {train.classes[0]}, so that each answer would be "
+            "right. Add a folder for each other class; or are they inside this one?"
+        )
     only_train = sorted(set(train.classes) - set(val.classes))
     only_val = sorted(set(val.classes) - set(train.classes))
     raise UserError(
@@ -210,9 +216,9 @@ def _class_names(root: Path) -> list[bytes]:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_symlink() and not os.path.exists(entry.path):
-                    raise UserError(_broken_link(entry.path))
-                (folders if entry.is_dir() else files).append(entry.name)
+                if entry.is_symlink():
+                    _check_link(entry.path)
+                (folders if _is_folder(entry) else files).append(entry.name)
     except OSError as error:
         raise UserError(
             f"{root}: cannot be listed ({error.strerror}). Check its rights."
@@ -257,8 +263,10 @@ def _scan(root: Path, classes: list[bytes]) -> _Scan:
     times_ns: list[int] = []
     empty: list[Path] = []
     root_bytes = os.fsencode(root)
+    real_root = Path(os.path.realpath(root))
+    above = frozenset(_identity(os.stat(folder)) for folder in (real_root, *real_root.parents))
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool:
-        scans = pool.map(lambda name: _scan_class(root_bytes, name), classes)
+        scans = pool.map(lambda name: _scan_class(root_bytes, name, above), classes)
         for name, (class_paths, class_folders) in zip(classes, scans, strict=True):
             if len(class_paths) == 0:
                 empty.append(root / os.fsdecode(name))
@@ -283,33 +291,35 @@ def _scan(root: Path, classes: list[bytes]) -> _Scan:
     return _Scan(listing, np.array(folders), np.array(times_ns, dtype=np.int64), started_ns)
 
 
-def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]:
+def _scan_class(
+    root: bytes, name: bytes, above_root: frozenset[tuple[int, int]]
+) -> tuple[np.ndarray, dict[bytes, int]]:
     """The sorted images of one class, relative to `root`, and the time of each folder read."""
     images: list[bytes] = []
     times_ns: dict[bytes, int] = {}
     # With each folder come the identities of those above it: a link to one of them would never end.
-    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(name, frozenset())]
+    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(name, above_root)]
     try:
         while pending:
             folder, above = pending.pop()
             status = os.stat(os.path.join(root, folder))
-            identity = (status.st_dev, status.st_ino)
-            if identity in above:
-                raise UserError(
-                    f"{os.fsdecode(os.path.join(root, folder))}: a link to a folder above itself. "
-                    "Remove it."
-                )
+            if _identity(status) in above:
+                raise UserError(_endless_link(Path(os.fsdecode(os.path.join(root, folder)))))
             times_ns[folder] = status.st_mtime_ns
             with os.scandir(os.path.join(root, folder)) as entries:
                 for entry in entries:
                     if entry.name.startswith(b"."):
                         continue
                     path = folder + b"/" + entry.name
-                    if entry.is_dir():
-                        pending.append((path, above | {identity}))
+                    if _is_folder(entry):
+                        pending.append((path, above | {_identity(status)}))
                     elif _suffix(entry.name) in SUFFIXES:
-                        if entry.is_symlink() and not entry.is_file():
-                            raise UserError(_broken_link(os.fsdecode(entry.path)))
+                        if not entry.is_file():
+                            _check_link(entry.path)
+                            raise UserError(
+                                f"{os.fsdecode(entry.path)}: cannot be read as a file: it is a "
+                                "named pipe, a socket or a device. Remove it."
+                            )
                         images.append(path)
     except OSError as error:
         where = os.fsdecode(error.filename or os.path.join(root, name))
@@ -317,6 +327,38 @@ def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]
             f"{where}: cannot be listed ({error.strerror}). Check its rights."
         ) from error
     return np.sort(np.array(images, dtype=np.bytes_)), times_ns
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _check_link(path: str | bytes) -> None:
+    """UserError if `path` is a link that leads nowhere, or to itself."""
+    if not os.path.islink(path):
+        return
+    name, target = os.fsdecode(path), os.fsdecode(os.readlink(path))
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{name}: a link to {target}, which is not there. "
+            "Is the disk that it points to mounted? If so, remove the link."
+        ) from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(
+            f"{name}: a link to {target}, which leads back to it. Remove the link."
+        ) from error
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        _check_link(entry.path)  # says it better, if it is a link to itself
+        raise
 
 
 def _suffix(name: bytes) -> bytes:
@@ -378,10 +420,12 @@ def _changed(root: Path, folders: np.ndarray, times_ns: np.ndarray, started_ns: 
 
 
 def _warn_no_cache(cache: Path, root: Path, error: OSError) -> None:
-    warnings.warn(
-        f"{cache.parent}: the listing of {root} cannot be kept there ({error.strerror}), so each "
-        "process lists it anew at each start. Choose a cache folder that can be written.",
-        stacklevel=3,
+    print(
+        f"warning: {cache.parent}: the listing of {root} cannot be kept there ({error.strerror}), "
+        "so each process lists it anew at each start. Choose a folder that can be written with "
+        "--cache-dir DIR.",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -393,6 +437,12 @@ def _missing_folder(root: Path) -> str:
     if root.exists():
         return (
             f"{root}: a file, not a folder of class folders. If it is an archive, unpack it first."
+        )
+    file = next((folder for folder in root.parents if folder.is_file()), None)
+    if file is not None:
+        return (
+            f"{file}: a file, not a folder that holds train/ and val/. If it is an archive, unpack "
+            "it first."
         )
     parent = root.parent
     if not parent.is_dir():
@@ -431,10 +481,12 @@ def _unreadable(path: str, error: OSError) -> str:
     return f"{path}: cannot be read ({error.strerror}). Check its rights and its disk."
 
 
-def _broken_link(path: str) -> str:
+def _endless_link(folder: Path) -> str:
+    """About the last link on the way to `folder`, which led to a folder above itself."""
+    link = next(filter(Path.is_symlink, (folder, *folder.parents)), folder)
     return (
-        f"{path}: a link to {os.readlink(path)}, which is not there. "
-        "Is the disk that it points to mounted? If so, remove the link."
+        f"{link}: a link to {os.path.realpath(link)}, a folder above itself, so that its images "
+        "would never end. Remove the link."
     )
 
 

@@ -268,23 +268,30 @@ def test_two_roots_do_not_share_a_listing(tmp_path: Path, cache: Path) -> None:
         assert names(list_images(two, cache)) == ["a/2.jpg"]
 
 
-def test_cache_that_cannot_be_written_gives_a_warning(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_gives_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = make(tmp_path / "train", "a/1.jpg")
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="cannot be kept"):
-        assert names(list_images(root, tmp_path / "file" / "cache")) == ["a/1.jpg"]
+    assert names(list_images(root, tmp_path / "file" / "cache")) == ["a/1.jpg"]
+    line = capsys.readouterr().err
+    assert line.startswith("warning: ") and "cannot be kept" in line and "--cache-dir DIR" in line
+    assert line.count("\n") == 1
 
 
 def test_full_disk_gives_a_warning(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
     root = make(tmp_path / "train", "a/1.jpg")
-    with pytest.warns(UserWarning, match="No space left"):
-        assert names(list_images(root, cache)) == ["a/1.jpg"]
+    assert names(list_images(root, cache)) == ["a/1.jpg"]
+    assert "No space left" in capsys.readouterr().err
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
@@ -354,7 +361,11 @@ def test_folder_of_kaggles_archive(tmp_path: Path, cache: Path, inner: str) -> N
 def test_archives_not_unpacked(tmp_path: Path, cache: Path) -> None:
     make(tmp_path, "ILSVRC2012_img_train.tar")
     assert "tar -xf" in refused(tmp_path / "train", cache)
-    assert "unpack" in refused(tmp_path / "ILSVRC2012_img_train.tar", cache)
+    archive = tmp_path / "ILSVRC2012_img_train.tar"
+    assert "unpack" in refused(archive, cache)
+    # As --data ARCHIVE asks for it.
+    with pytest.raises(UserError, match=rf"{archive}: a file, not a folder .* unpack"):
+        list_images(archive / "train", cache)
 
 
 def test_empty_classes_are_named(tmp_path: Path, cache: Path) -> None:
@@ -423,10 +434,43 @@ def test_broken_links(tmp_path: Path, cache: Path) -> None:
     assert "/no/such/folder" in refused(root, cache)
 
 
-def test_link_to_a_folder_above(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("target", ["train/ant", "train", ".", "/"])
+def test_link_to_a_folder_above_is_named(tmp_path: Path, cache: Path, target: str) -> None:
+    """And not the real folder that is found behind it."""
+    root = make(tmp_path / "train", "ant/1.jpg", "bee/1.jpg")
+    (root / "ant" / "loop").symlink_to(tmp_path / target)
+    message = refused(root, cache)
+    assert message.startswith(f"{root / 'ant' / 'loop'}: a link to ")
+    assert "above itself" in message
+
+
+def test_link_to_a_folder_above_behind_another_link(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "bee/1.jpg")
+    make(tmp_path / "disk", "ant/1.jpg")
+    (root / "ant").symlink_to(tmp_path / "disk" / "ant")
+    (tmp_path / "disk" / "ant" / "up").symlink_to("..")
+    assert refused(root, cache).startswith(f"{root / 'ant' / 'up'}: a link to {tmp_path / 'disk'}")
+
+
+def test_links_to_themselves(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "b/1.jpg")
+    for name in ("a/2.jpg", "a/sub", "c"):
+        (root / name).symlink_to(root / name)
+        message = refused(root, cache)
+        assert message.startswith(f"{root / name}: a link to ")
+        assert "leads back to it" in message
+        (root / name).unlink()
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_named_pipe_is_refused(tmp_path: Path, cache: Path, through_a_link: bool) -> None:
+    """Reading it would wait for ever."""
     root = make(tmp_path / "train", "a/1.jpg")
-    (root / "a" / "loop").symlink_to(root / "a")
-    assert "above itself" in refused(root, cache)
+    pipe = root / "a" / "2.jpg"
+    os.mkfifo(tmp_path / "pipe" if through_a_link else pipe)
+    if through_a_link:
+        pipe.symlink_to(tmp_path / "pipe")
+    assert refused(root, cache).startswith(f"{pipe}: cannot be read as a file: it is a named pipe")
 
 
 def test_folder_without_rights() -> None:
@@ -460,6 +504,13 @@ def test_classes_of_train_and_val_must_agree(tmp_path: Path, cache: Path) -> Non
     assert "Only in train: a, b, c and 3 more." in text
     assert "Only in val: x, y." in text
     assert re.search(r"\(3\).*\(7\)", text)
+
+
+def test_a_single_class_is_refused(tmp_path: Path, cache: Path) -> None:
+    """It would be learned to 100 % at once."""
+    listing = list_images(make(tmp_path / "train", "images/1.jpg"), cache)
+    with pytest.raises(UserError, match="train: holds a single class, images"):
+        check_train_and_val(listing, listing)
 
 
 # ---- reading ----
