@@ -33,7 +33,7 @@ class DataFlags:
     """Training folder, one sub-folder a class, or shards; overrides --data."""
     val_dir: str | None = None
     """Validation folder, with the same classes; overrides --data."""
-    cache_dir: str = os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/imagenet-horovod-ddp"
+    cache_dir: str = (os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/imagenet-horovod-ddp"
     """Where the digits and the listings of large folders are kept."""
     in_memory: bool = False
     """Read all images' files at the start, into memory that the ranks of a host share; refused
@@ -366,7 +366,7 @@ def read_flags(
     engine: str, world_size: int, argv: list[str], talk: bool, program: str | None = None
 ) -> tuple[Config, Config, Knobs]:
     """The settings, those without the command line, and the knobs; UserError if they do not make
-    sense, and SystemExit after --help or a flag that the parser does not know. `program`: what
+    sense, and SystemExit after --help or a value that the parser does not know. `program`: what
     these say that --help is given to, if not this process's script."""
     knobs = read_knobs(_value_of(argv, "--knobs"), engine)
     base = replace(_chosen_preset(argv), **knobs.settings)
@@ -412,18 +412,62 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
     preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
     preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
     about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
-    parsed: Any = tyro.cli(
+    parsed: Any
+    parsed, unknown = tyro.cli(
         make_dataclass("Flags", [*sections, preset], frozen=True),
         args=argv,
         prog=program,
         description=f"Defaults are those of --preset {base.preset}:\n\n{about}",
         config=(tyro.conf.OmitArgPrefixes,),
         console_outputs=talk,
+        return_unknown_args=True,
     )
+    if unknown:
+        raise UserError(_about_unknown(unknown[0]))
     values = {
         name: value for title in SECTIONS for name, value in asdict(getattr(parsed, title)).items()
     }
     return Config(preset=parsed.preset, **values)
+
+
+# What other trainers call it, and what is closest to it here.
+OTHERS_FLAGS = {
+    "--amp": "--precision bf16 or fp16",
+    "--data-dir": "--data DIR",
+    "--data-path": "--data DIR",
+    "--output-dir": "--log-dir DIR",
+    "--print-freq": "--log-interval N",
+    "--sync-bn": "--batch-norm sync",
+    "--dist-backend": "--cuda or --no-cuda, which decides between NCCL and Gloo",
+    "--dist-url": "the launcher's flags (docs/launching.md)",
+    "--world-size": "the launcher's flags (docs/launching.md)",
+}
+
+
+def _about_unknown(word: str) -> str:
+    """What to say about a word of the command line that is no flag."""
+    if not word.startswith("-"):
+        return f"{word}: belongs to no flag; if the images are there, say --data {word}"
+    word = word.partition("=")[0]
+    if word in ("--lr", "--learning-rate"):
+        return (
+            f"{word}: there is no such flag; --base-lr is the rate of one worker, and multiplied "
+            "by the number of workers and --batches-per-allreduce"
+        )
+    close = difflib.get_close_matches(word, _flag_names(), n=1)
+    meant = OTHERS_FLAGS.get(word) or (close[0] if close else None)
+    hint = f"did you mean {meant}?" if meant else "--help lists all"
+    return f"{word}: there is no such flag; {hint}"
+
+
+def _flag_names() -> list[str]:
+    """All flags, under each of their names."""
+    names = ["--preset"]
+    for section in SECTIONS.values():
+        for name, kind in get_type_hints(section, include_extras=True).items():
+            aliases = [a for meta in getattr(kind, "__metadata__", ()) for a in meta.aliases or ()]
+            names += [f"--{_flag(name)}", f"--no-{_flag(name)}"][: 1 + (kind is bool)] + aliases
+    return names
 
 
 def _with_defaults(section: type, base: Config) -> type:
@@ -467,8 +511,19 @@ def _resolve(config: Config) -> Config:
         config,
         train_dir=train_dir and os.path.expanduser(train_dir),
         val_dir=val_dir and os.path.expanduser(val_dir),
-        cache_dir=os.path.expanduser(config.cache_dir),
+        cache_dir=cache_folder(config.cache_dir),
     )
+
+
+def cache_folder(name: str) -> str:
+    """The folder that --cache-dir names; UserError if it is below a home that there is not."""
+    folder = os.path.expanduser(name)
+    if folder.startswith("~"):
+        raise UserError(
+            f"--cache-dir {name}: this user has no home folder (HOME is not set); name a folder "
+            "that can be written"
+        )
+    return folder
 
 
 SMALLEST = {
@@ -522,6 +577,8 @@ def check(config: Config, engine: str, world_size: int) -> None:
         value = getattr(config, name)
         if value is not None and value < smallest:
             raise UserError(f"--{_flag(name)} {value}: must be at least {smallest}")
+    if config.seed >= 2**63:
+        raise UserError(f"--seed {config.seed}: must be less than 2^63")
     for name in SHARES:
         value = getattr(config, name)
         if not 0 <= value <= 1:

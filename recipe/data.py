@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -81,8 +82,20 @@ def open_data(config: Config, world: World | None = None) -> Data:
             (val,) = keep_in_memory([val], world)
         else:
             train, val = keep_in_memory([train, val], world)
+    if world is not None and world.is_first and not config.evaluate:
+        _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)
     return Data(train, val, len(train), len(val), len(train.classes), suspects)
+
+
+def _warn_of_a_large_batch(num_train: int, step_samples: int) -> None:
+    if step_samples > num_train:
+        print(
+            f"warning: a step takes {step_samples:,} images over all workers, and there are "
+            f"{num_train:,}: each step sees images several times, and an epoch has less than one "
+            "step; lower --batch-size",
+            file=sys.stderr,
+        )
 
 
 def open_images(folder: Path, cache: Path) -> Listing:

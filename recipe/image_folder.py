@@ -337,7 +337,8 @@ def _check_link(path: str | bytes) -> None:
     """UserError if `path` is a link that leads nowhere, or to itself."""
     if not os.path.islink(path):
         return
-    name, target = os.fsdecode(path), os.fsdecode(os.readlink(path))
+    name = os.fsdecode(path)
+    target = os.readlink(name)
     try:
         os.stat(path)
     except FileNotFoundError as error:

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from recipe.config import DataFlags
+from recipe.config import DataFlags, cache_folder
 from recipe.damage import SuspectImages
 from recipe.errors import UserError
 from recipe.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
@@ -281,7 +281,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add(
         "--cache-dir",
-        type=lambda name: Path(os.path.expanduser(name)),
         default=DataFlags.cache_dir,
         metavar="DIR",
         help=f"for the folder's listing; default: {DataFlags.cache_dir}",
@@ -293,9 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.verify:
             lines = verify_shards(options.folder)
         else:
-            lines = make_shards(
-                options.folder, options.shards, options.cache_dir, options.images_per_shard
-            )
+            cache = Path(cache_folder(options.cache_dir))
+            lines = make_shards(options.folder, options.shards, cache, options.images_per_shard)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -145,6 +145,20 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
                 f"({str(error).splitlines()[0]}); choose a larger size, or another network"
             ) from None
     model.train()
+    if config.batch_size == 1 and config.batch_norm != "sync" and not config.evaluate:
+        size = config.train_crop_size
+        try:
+            with torch.no_grad():
+                images = torch.empty(1, 3, size, size, device="meta")
+                torch.func.functional_call(model, state, (images,))
+        except NotImplementedError:
+            pass
+        except ValueError as error:  # from BatchNorm
+            raise UserError(
+                f"--batch-size 1: --arch {config.arch} leaves one value a channel of an image of "
+                f"{size} pixels, which has no variance to normalise by; choose a larger "
+                "--batch-size or --train-crop-size"
+            ) from error
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -178,6 +178,7 @@ def test_folders() -> None:
         ({"max_steps": 0}, "at least 1"),
         ({"synthetic_images": 0}, "at least 1"),
         ({"seed": -1}, "at least 0"),
+        ({"seed": 2**63}, "less than 2^63"),
         ({"label_smoothing": 1.5}, "from 0 to 1"),
         ({"hflip_prob": -0.1}, "from 0 to 1"),
         ({"random_erase": 50.0}, "from 0 to 1"),
@@ -344,16 +345,63 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "suggestion"),
     [
-        ("--batchsize 3", "--batch-size"),
-        ("--epoch 3", "--epochs"),
-        ("--lr 0.1", "--base-lr"),
-        ("--warm-up-epochs 3", "--warmup-epochs"),
-        ("--precision fp8", "bf16"),
+        ("--batchsize 3", "did you mean --batch-size?"),
+        ("--epoch=3", "did you mean --epochs?"),
+        ("--warm-up-epochs 3", "did you mean --warmup-epochs?"),
+        ("--no-cude", "did you mean --no-cuda?"),
+        ("--xyz", "--xyz: there is no such flag; --help lists all"),
+        # As other trainers have them. Their rate is that of all workers together, mostly.
+        (
+            "--lr 0.1",
+            "--base-lr is the rate of one worker, and multiplied by the number of workers",
+        ),
+        ("--learning-rate=0.1", "--base-lr is the rate of one worker"),
+        ("--data-path /images", "did you mean --data DIR?"),
+        (
+            "-b 3 /images",
+            "/images: belongs to no flag; if the images are there, say --data /images",
+        ),
     ],
 )
 def test_mistyped_flag(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(line) == 2
-    assert suggestion in "".join(capsys.readouterr())
+    out, err = capsys.readouterr()
+    assert suggestion in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_value_that_is_none_of_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("--precision fp8") == 2
+    assert "bf16" in "".join(capsys.readouterr())
+
+
+def test_suggested_flags_exist(help_text: str) -> None:
+    for name in config_module._flag_names():
+        assert re.search(rf"(?<!\S){name}\b", help_text), name
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [("", "/home/me/.cache/"), (None, "/home/me/.cache/"), ("/scratch", "/scratch/")],
+)
+def test_cache_folder(variable: str | None, folder: str) -> None:
+    """An empty variable counts as none (XDG Base Directory Specification)."""
+    environment = {"HOME": "/home/me", "PYTHONPATH": str(ROOT)}
+    if variable is not None:
+        environment["XDG_CACHE_HOME"] = variable
+    code = "from recipe.config import DataFlags, cache_folder as f; print(f(DataFlags.cache_dir))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{folder}imagenet-horovod-ddp\n"
+
+
+def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number that its passwd does not have."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
+    with pytest.raises(UserError, match=r"--cache-dir ~/x: this user has no home folder"):
+        config_module.cache_folder("~/x")
 
 
 @pytest.mark.parametrize(

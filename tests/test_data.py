@@ -63,6 +63,21 @@ def test_open_synthetic(folders: Config) -> None:
     assert not open_data(replace(folders, data="synthetic")).is_synthetic
 
 
+def test_batch_that_is_larger_than_the_data_set(
+    folders: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 9 images."""
+    for config, world, said in [
+        (replace(folders, batch_size=9), a_world(), False),
+        (replace(folders, batch_size=5), a_world(0, 2), True),
+        (replace(folders, batch_size=5), a_world(1, 2), False),  # rank 0 has said it
+        (replace(folders, batch_size=5, evaluate=True), a_world(0, 2), False),
+    ]:
+        open_data(config, world)
+        text = capsys.readouterr().err
+        assert ("warning: a step takes 10 images over all workers, and there are 9" in text) == said
+
+
 def test_missing_folder(folders: Config) -> None:
     with pytest.raises(UserError, match="nowhere"):
         open_data(replace(folders, train_dir="/nowhere"))

@@ -343,3 +343,14 @@ def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.allclose(momentum, config.wd * parameter, atol=1e-6)
+
+
+def test_one_value_a_channel_is_refused_at_once() -> None:
+    """BatchNorm would end the first step by a traceback."""
+    small = a_config(arch="resnet18", batch_size=1, train_crop_size=32, val_crop_size=8)
+    with pytest.raises(UserError, match=r"--batch-size 1: .* an image of 32 pixels"):
+        build_model(small, 10, download=False)
+    for others in ({"train_crop_size": 33}, {"batch_size": 2}, {"evaluate": True}):
+        model = build_model(replace(small, **others), 10, download=False)
+        assert model.training
+        assert model.bn1.num_batches_tracked == 0  # type: ignore[union-attr]
