@@ -288,7 +288,7 @@ def check_knobs(plan: Plan) -> None:
 
 def check_trainers(plan: Plan) -> None:
     """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
-    SystemExit after a flag that they do not have, or --help: their parser has answered then."""
+    SystemExit after a value that they do not know, or --help: their parser has answered then."""
     script = f"python {script_path()}"
     block = (run for run in plan.runs() if run.block == 1)
     for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in block):

@@ -338,7 +338,7 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning" in capsys.readouterr().err
     parse(line, size=2, rank=1)
     assert code_of("--help", size=2, rank=1) == 0
-    assert code_of("--batchsize 3", size=2, rank=1) == 2
+    assert code_of("--precision fp8", size=2, rank=1) == 2
     assert capsys.readouterr() == ("", "")
 
 
