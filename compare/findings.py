@@ -75,6 +75,8 @@ PHASES = {
     "exposed_communication_seconds": "exposed communication",
     "optimizer_seconds": "optimizer",
 }
+# What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
+ALONE = {"exposed_communication_seconds": "the engine's own work"}
 PHASE_TOLERANCE = 0.02  # the phases must add up to the step within so much of it
 # A rank's own work: with ablation its backward holds no exchange, without it no clock can tell.
 ABLATED_COMPUTING = ("forward_seconds", "backward_seconds")
@@ -688,12 +690,15 @@ class PhaseRow:
     optimizer_seconds: float
 
     @property
+    def words(self) -> dict[str, str]:
+        """The words for each phase by its field."""
+        return PHASES | ALONE if self.workers == 1 else PHASES
+
+    @property
     def parts(self) -> dict[str, float]:
         """The seconds of each phase by its words, without those that were not measured."""
-        parts = {words: getattr(self, field) for field, words in PHASES.items()}
-        if self.exposed_communication_seconds is None:
-            del parts[PHASES["exposed_communication_seconds"]]
-        return parts
+        parts = {words: getattr(self, field) for field, words in self.words.items()}
+        return {words: seconds for words, seconds in parts.items() if seconds is not None}
 
     @property
     def shares(self) -> dict[str, float]:
@@ -786,9 +791,11 @@ def explain(verdict: Verdict, comparison: Comparison) -> str:
         if words != chief and abs(gap) >= longer / 5
     ]
     rest = f"; {', '.join(others)}" if others else ""
+    share = gaps[chief] / longer
+    share_text = f"{100 * share:.0f} %" if share <= 1 else "more than all of it"
     return (
         f"Where it comes from: {told}. Of these {1000 * longer:.1f} ms, {chief} accounts for "
-        f"{1000 * gaps[chief]:.1f} ms ({100 * gaps[chief] / longer:.0f} %){rest}."
+        f"{1000 * gaps[chief]:.1f} ms ({share_text}){rest}."
     )
 
 

@@ -24,6 +24,7 @@ from compare.chart import (
     whole,
 )
 from compare.findings import (
+    ALONE,
     PHASES,
     Verdict,
     count,
@@ -435,7 +436,7 @@ def plot_phases(comparison: Comparison, case: str) -> Plot | None:
         chart.row_value(y, f"{1000 * row.step_seconds:.3g} ms", above=9)
         at = 0.0
         texts = []
-        for field, name in PHASES.items():
+        for field, name in row.words.items():
             seconds = getattr(row, field)
             texts.append("not measured" if seconds is None else f"{1000 * seconds:.3g}")
             if seconds is not None:
@@ -467,6 +468,12 @@ def plot_phases(comparison: Comparison, case: str) -> Plot | None:
             " Exposed communication: by how much the exchange of gradients makes a step longer; "
             "what hides behind the backward pass is no part of it."
             if len(unsplit) < len(rows)
+            else ""
+        )
+        + (
+            " With one worker nobody is there to talk to: what stands in its place is "
+            f"{ALONE['exposed_communication_seconds']}."
+            if any(row.workers == 1 and row not in unsplit for row in rows)
             else ""
         )
         + (" Where the exchange was not measured apart, backward holds it." if unsplit else "")

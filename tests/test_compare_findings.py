@@ -34,6 +34,7 @@ from compare.findings import (
     troubles,
 )
 from compare.plan import Case, Configuration, Plan
+from compare.plots import plot_phases
 from compare.records import Comparison, load_comparison
 from recipe.config import Config
 from recipe.data import open_data
@@ -430,7 +431,7 @@ def test_phases_come_from_the_runs_with_ablation(tmp_path):
             "data",
             "forward",
             "backward",
-            "exposed communication",
+            "exposed communication" if row.workers > 1 else "the engine's own work",
             "optimizer",
         ]
         assert math.isclose(sum(row.shares.values()), 1)
@@ -489,6 +490,24 @@ def test_the_reason_is_the_phase_that_accounts_for_most(tmp_path):
     # Runs that contradict the verdict do not explain it.
     slow["phases"]["step_seconds"] = 0.090
     assert "do not show the difference" in explain(verdict, comparison)
+
+
+def test_with_one_worker_no_communication_is_to_blame(tmp_path):
+    comparison = compare(tmp_path, ratio=1.3, workers=(1,))
+    slow, fast = comparison.phase_runs[1].summary, comparison.phase_runs[0].summary
+    parts = {"data_seconds": 0.002, "forward_seconds": 0.030, "backward_seconds": 0.060,
+             "optimizer_seconds": 0.008, "exposed_communication_seconds": 0.000}  # fmt: skip
+    fast["phases"] = {"steps": 50, "step_seconds": 0.100, **parts}
+    parts |= {"exposed_communication_seconds": 0.015, "forward_seconds": 0.025}
+    slow["phases"] = {"steps": 50, "step_seconds": 0.110, **parts}
+    [verdict] = judge(comparison)
+    assert explain(verdict, comparison).endswith(
+        "Of these 10.0 ms, the engine's own work accounts for 15.0 ms (more than all of it); "
+        "forward 5.0 ms less."
+    )
+    plot = plot_phases(comparison, "")
+    assert plot is not None and "nobody is there to talk to" in plot.caption
+    assert "exposed communication 15" not in plot.svg
 
 
 def test_steps_of_different_size_are_not_explained(tmp_path):
