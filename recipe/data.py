@@ -290,7 +290,7 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
     The copy has a stream of its own, and is asked for before the batch that it follows is handed
     out: also a host that waits for the GPU in each step, as loss scaling lets it, is in time.
     """
-    side = torch.cuda.Stream(device)
+    side = _copying_stream(device)
     coming: tuple[Batch, torch.cuda.Event] | None = None
 
     def arrived(batch: Batch, on_device: torch.cuda.Event) -> Batch:
@@ -345,6 +345,12 @@ def _synthetic_batches(
     targets = torch.randint(0, SYNTHETIC_CLASSES, (batch_size,), generator=generator).to(device)
     for count in counts:
         yield images[:count], targets[:count]
+
+
+@functools.cache  # each stream has memory of its own, which others do not get back
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of `device` on which batches are copied there, in training and evaluation."""
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

@@ -1,0 +1,150 @@
+"""What prepares batches, metrics, evaluation and averages, on fake CUDA tensors: no GPU is needed.
+
+Fake tensors have shapes, types and devices, and no values. A CPU tensor that slips into work on the
+GPU raises, as it would there.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from making import TinyNet, a_config, a_world
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from recipe import data
+from recipe.data import Data, to_device, training_batches, validation_batches
+from recipe.metrics import batch_sums, evaluate
+from recipe.model import build_ema, build_model, build_optimizer, copy_buffers, flat_batch_norm
+from recipe.validation import align_batch_norm
+
+CUDA = torch.device("cuda", 0)
+SYNTHETIC = Data(None, None, 20, 10, 1000)
+
+
+class Stream:
+    """A stream of which nothing comes but events."""
+
+    made: int = 0
+
+    def __init__(self, device: torch.device) -> None:
+        type(self).made += 1
+
+    def record_event(self) -> None:
+        """An event."""
+
+    def wait_event(self, event: None) -> None:
+        """Wait for one."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All tensors are fake, and CUDA's streams, too."""
+    for cache in (data._mean_and_std, data._copying_stream):
+        cache.cache_clear()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    current = Stream(CUDA)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(FakeTensor, "record_stream", lambda tensor, stream: None, raising=False)
+    monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)
+    monkeypatch.setattr(Stream, "made", 0)
+    with FakeTensorMode():
+        yield
+    for cache in (data._mean_and_std, data._copying_stream):
+        cache.cache_clear()
+
+
+def on_gpu(*tensors: torch.Tensor) -> bool:
+    """Whether all of them are there."""
+    return {tensor.device for tensor in tensors} == {CUDA}
+
+
+def files(count: int) -> list[data.Batch]:
+    """Batches as a loader hands them out: uint8 pixels and labels, in the CPU's memory."""
+    pixels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    return [(pixels, torch.zeros(4, dtype=torch.int64))] * count
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches(channels_last: bool) -> None:
+    config = a_config(channels_last=channels_last, data="synthetic")
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    for images, targets in [
+        *data._one_ahead(files(3), config, CUDA),
+        *(
+            to_device(batch, config, CUDA)
+            for batch in training_batches(SYNTHETIC, config, a_world(), CUDA, 0, 0, 20)
+        ),
+        *(
+            to_device(batch, config, CUDA)
+            for batch in validation_batches(SYNTHETIC, config, a_world(), CUDA, 0)
+        ),
+    ]:
+        assert on_gpu(images, targets)
+        assert (images.dtype, targets.dtype) == (torch.float32, torch.int64)
+        assert images.is_contiguous(memory_format=layout)
+        assert images.shape[1:] == (3, 8, 8)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_one_stream_copies_for_all_evaluations() -> None:
+    """Memory that a stream has freed serves that stream alone: each more would keep its own."""
+    for _ in range(5):
+        assert len(list(data._one_ahead(files(3), a_config(), CUDA))) == 3
+    assert Stream.made == 1
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v2"])
+def test_evaluation_and_metrics(arch: str) -> None:
+    config = a_config(arch=arch, train_crop_size=32)
+    with CUDA:
+        model = build_model(config, 1000, download=False)
+    sums = evaluate(model, data._one_ahead(files(2), config, CUDA), config, CUDA)
+    assert on_gpu(sums)
+    assert (sums.shape, sums.dtype) == ((4,), torch.float64)
+    outputs = model(torch.zeros(4, 3, 32, 32, device=CUDA))
+    targets = torch.zeros(4, dtype=torch.int64, device=CUDA)
+    step = batch_sums(outputs, targets, nn.functional.cross_entropy(outputs, targets))
+    assert on_gpu(step, sums + step)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("batch_norm", ["local", "average"])
+def test_averages(batch_norm: str) -> None:
+    config = a_config(model_ema=True, batch_norm=batch_norm)
+    with CUDA:
+        model = TinyNet()
+    ema = build_ema(model, config)
+    assert ema is not None
+    ema.update_parameters(model)
+    ema.update_parameters(model)
+    copy_buffers(model, ema.module)
+    assert on_gpu(*ema.module.parameters(), *ema.module.buffers())
+    with flat_batch_norm(model) as statistics:
+        assert on_gpu(statistics)
+    sent: list[torch.Tensor] = []
+
+    def exchange(values: torch.Tensor) -> torch.Tensor:
+        sent.append(values)
+        return values.clone()
+
+    align_batch_norm(model, config, a_world(0, 2), exchange, exchange)
+    assert on_gpu(*sent)
+    assert len(sent) == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_optimizer_steps_there() -> None:
+    with CUDA:
+        model = TinyNet()
+    optimizer: Any = build_optimizer(model, a_config(precision="fp16"))  # fused asks for a real GPU
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert on_gpu(*model.parameters(), *momenta)
