@@ -50,9 +50,8 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    # Gloo for what lies in the CPU's memory: it also reaches a rank that finds no GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, **meeting_point(world))
+    dist.init_process_group(backend, **meeting_point(world))  # Gloo: also where a GPU is missing
     transport = "NCCL" if device.type == "cuda" else "Gloo"
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,8 @@ def main(config: Config, world: World) -> None:
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
+    if config.deterministic:
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused is a matter of timing
     hvd.init()
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)

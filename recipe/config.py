@@ -181,6 +181,9 @@ class SpeedFlags:
     fp32 only). Default: each cycle sends what is ready."""
     cuda: bool = True
     """Use GPUs where there are any."""
+    deterministic: bool = False
+    """The same bits in every run on the same machines, for which GPUs take slower kernels and
+    Horovod sends each gradient by itself; see docs/recipe.md."""
     threads: int | None = None
     """CPU threads per rank. Default: this rank's share of the cores that it may use."""
 
@@ -636,6 +639,12 @@ def check(config: Config, engine: str, world_size: int) -> None:
             "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
             "see the exchange in its first backward pass; leave one of the two out"
         )
+    if engine == "ddp" and config.static_graph and config.ablation_steps and config.resume:
+        raise UserError(
+            f"--resume {config.resume}: cannot be combined with --static-graph and "
+            "--ablation-steps, since DDP wants to see the exchange in its first step, and a run "
+            "may go on with one that has none; leave --static-graph out"
+        )
     if config.use_adasum:
         _check_adasum(config, engine, world_size)
 
@@ -744,6 +753,10 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     named = config.data in NOT_FOLDERS and bool(config.train_dir)
     note("data", "--train-dir and --val-dir say where the images are", named)
     note("checkpoint_steps", "--keep-checkpoints is 0", config.keep_checkpoints == 0)
+    if engine == "horovod" and config.channels_last and config.batch_norm == "sync":
+        lines.append(
+            "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW"
+        )
     for name in KNOBS["ddp"]:
         note(name, "Horovod has no such setting", engine == "horovod")
     for name in KNOBS["horovod"]:

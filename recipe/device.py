@@ -27,6 +27,9 @@ def choose_device(config: Config, world: World) -> torch.device:
     of the two it is no count tells: that no two ranks have taken the same GPU, which would fail
     inside NCCL or train at half speed without a word, is for `agreement` to see.
     """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
+        torch.use_deterministic_algorithms(True)
     if not config.cuda or not torch.cuda.is_available():
         if config.precision == "tf32":
             raise UserError(
@@ -42,7 +45,7 @@ def choose_device(config: Config, world: World) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not config.deterministic
     # One statement for both settings, so that fp32 means fp32 whatever the defaults of the
     # installed torch are.
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"

@@ -122,4 +122,10 @@ def one_message(world: World) -> Iterator[None]:
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY_S)
+        if "have a deterministic implementation" in str(error):  # torch's words
+            operation = str(error).partition(",")[0]
+            fail(
+                world,
+                f"error: --deterministic: {operation}; choose another --arch, or leave it out",
+            )
         fail(world, traceback.format_exc())

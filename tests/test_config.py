@@ -254,6 +254,11 @@ def test_a_static_graph_exchanges_in_its_first_backward_pass() -> None:
     parsed({"static_graph": True, "batches_per_allreduce": 2}, "horovod", 2)  # which has none
     with pytest.raises(UserError, match="--static-graph: cannot be combined with --batches-per"):
         parsed({"static_graph": True, "batches_per_allreduce": 2}, "ddp", 2)
+    ablation = {"static_graph": True, "ablation_steps": 2}
+    parsed(ablation, "ddp", 2)  # begins with steps that exchange
+    parsed({**ablation, "resume": "run.pt"}, "horovod", 2)
+    with pytest.raises(UserError, match=r"--resume run.pt: cannot be combined with --static-graph"):
+        parsed({**ablation, "resume": "run.pt"}, "ddp", 2)
 
 
 def test_check_accepts_the_presets() -> None:
@@ -324,6 +329,13 @@ def test_warning_of_what_has_no_effect(
 def test_no_warning(line: str, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse(line, engine, size=2)
     assert capsys.readouterr().err == ""
+
+
+def test_nhwc_under_horovods_sync_batch_norm() -> None:
+    settings = {"channels_last": True, "batch_norm": "sync"}
+    (warning,) = without_effect(*parsed(settings, "horovod", 2), "horovod", 2)
+    assert "Horovod's SyncBatchNorm turns its images back to NCHW" in warning
+    assert without_effect(*parsed(settings, "ddp", 2), "ddp", 2) == []
 
 
 def test_without_effect_is_compared_with_the_preset() -> None:

@@ -166,6 +166,22 @@ def test_tf32_is_what_was_asked_for(precision: str, monkeypatch: pytest.MonkeyPa
             backend.allow_tf32 = value
 
 
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("asked", [False, True])
+def test_deterministic(asked: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, count)
+    monkeypatch.setattr(device.os, "environ", environ := {})
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not asked)
+    try:
+        choose_device(a_config(deterministic=asked), a_world())
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert ("CUBLAS_WORKSPACE_CONFIG" in environ) == asked
+        if count:
+            assert torch.backends.cudnn.benchmark == (not asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     ("visible", "indices"),
     [

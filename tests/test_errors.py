@@ -84,6 +84,18 @@ def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -
     assert "test_errors.py" in err
 
 
+def test_deterministic_where_an_operation_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    message = (  # as ATen's alertNotDeterministic writes it
+        "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you "
+        "set 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for ..."
+    )
+    assert code_of(raising(RuntimeError(message))) == 1
+    assert capsys.readouterr().err == (
+        "error: --deterministic: adaptive_avg_pool2d_backward_cuda does not have a deterministic "
+        "implementation; choose another --arch, or leave it out\n"
+    )
+
+
 def test_interruption(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(raising(KeyboardInterrupt())) == 130
     assert "--resume auto" in capsys.readouterr().err

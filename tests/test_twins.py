@@ -31,6 +31,7 @@ REASONS = {
     ),
     "accumulation": ("no_sync", "counts backward passes", "batch_number"),
     "steps without an exchange of gradients": ("exchange", "set_backward_passes_per_step"),
+    "order of Horovod's sums": ("HOROVOD_FUSION_THRESHOLD",),
     "Horovod's own timeline": ("HOROVOD_TIMELINE", "start_timeline"),
     "scaler step order": ("optimizer.synchronize()", "scaler.unscale_", "skip_synchronize"),
     "teardown": ("hvd.shutdown()", "dist.destroy_process_group()"),
