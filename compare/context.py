@@ -12,6 +12,7 @@ from compare.plan import CONFIGURATIONS, Plan
 from compare.records import Comparison, RunRecord
 
 MANY_VERDICTS = 4
+ENGINES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
 def page_title(comparison: Comparison) -> str:
@@ -20,6 +21,8 @@ def page_title(comparison: Comparison) -> str:
         return "A null test: each configuration against itself"
     if engines == {"ddp", "horovod"}:
         return "PyTorch DDP and Horovod, the same training side by side"
+    if len(comparison.plan["configurations"]) == 1:
+        return f"The training under {ENGINES[engines.pop()]} alone"
     return "One training, started in several ways"
 
 

@@ -614,8 +614,12 @@ def weights_text(comparison: Comparison, runs: list[RunRecord]) -> str:
 
 
 def troubles(comparison: Comparison) -> list[str]:
-    """Return a line for every planned run that is in no figure, and for every earlier failure."""
-    lines = []
+    """Return a line for every configuration that could not run, for every planned run that is in
+    no figure, and for every earlier failure."""
+    lines = [
+        f"{name}: Horovod is not installed there; python horovod_train/build_horovod.py builds it"
+        for name in comparison.plan["left_out"]
+    ]
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.is_complete:
             continue

@@ -253,6 +253,7 @@ class Plan:
     timeout: int = 1800  # seconds
     question: str | None = None
     plan_file: str | None = None
+    left_out: tuple[str, ...] = ()  # configurations that cannot run here, since Horovod is missing
 
     def known(self) -> dict[str, Configuration]:
         """Return all configurations that this plan may name."""
@@ -484,6 +485,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
     return {
         "question": plan.question,
         "plan_file": plan.plan_file,
+        "left_out": list(plan.left_out),
         "configurations": [configuration.name for configuration in members],
         "configuration_details": {
             configuration.name: {

@@ -234,6 +234,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     plan = {
         "question": None,
         "plan_file": None,
+        "left_out": [],
         "configuration_details": {},
         "pairs": [[names[0], other] for other in names[1:]],
         "varied": [],

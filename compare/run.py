@@ -41,7 +41,7 @@ from compare.plan import (
     set_variables,
     trainers_sha256,
 )
-from compare.plan_file import list_plans
+from compare.plan_file import check_plan, list_plans
 from compare.progress import (
     another_plan,
     interval_widths,
@@ -63,6 +63,10 @@ from compare.slurm import SLURM_FOLDER, submit_and_follow
 from compare.ssh import check_logins
 from compare.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 
+NO_HOROVOD = (
+    "Horovod is not installed in this environment. Build it with\n"
+    "    python horovod_train/build_horovod.py"
+)
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
 
@@ -74,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.list_plans:
             print(list_plans())
             return 0
-        plan = make_plan(options)
+        plan = leave_out_horovod(make_plan(options), options)
         if options.tune is not None:
             plan = tuning_plan(plan, options)
         check_trainers(plan)
@@ -108,18 +112,34 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def has_horovod() -> bool:
+    return importlib.util.find_spec("horovod") is not None
+
+
+def leave_out_horovod(plan: Plan, options: argparse.Namespace) -> Plan:
+    """Return the plan with what can run here, and say so: without Horovod's configurations if it is
+    not installed, unless nothing would be left, or the command line names configurations."""
+    there = [name for name in plan.configurations if plan.known()[name].engine != "horovod"]
+    gone = tuple(name for name in plan.configurations if name not in there)
+    if not gone or not there or options.configurations or options.define or has_horovod():
+        return plan
+    print(
+        f"{NO_HOROVOD}\nLeft out: {', '.join(gone)}. What follows is DDP's alone.", file=sys.stderr
+    )
+    pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
+    plan = replace(plan, configurations=tuple(there), judged_pairs=pairs, left_out=gone)
+    check_plan(plan)
+    return plan
+
+
 def check_tools(plan: Plan) -> None:
     """Raise UserError when something that the plan starts is not installed."""
     path = set_variables()["PATH"]
     chosen = plan.members()
     without_horovod = [c.name for c in chosen if c.engine != "horovod"]
-    if len(without_horovod) < len(chosen) and importlib.util.find_spec("horovod") is None:
+    if len(without_horovod) < len(chosen) and not has_horovod():
         instead = list(dict.fromkeys(without_horovod)) or ["ddp-torchrun"]
-        raise UserError(
-            "Horovod is not installed in this environment. Build it with\n"
-            "    python horovod_train/build_horovod.py\n"
-            f"or leave it out: --configurations {' '.join(instead)}"
-        )
+        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {' '.join(instead)}")
     for configuration in chosen:
         tools = [configuration.launcher]
         reaches_hosts = not is_only_here(max(plan.workers), plan.hosts)

@@ -12,6 +12,7 @@ import torch
 from making import CPU, a_config, a_world
 from test_compare_records import TWO_CASES, edit, edit_fingerprint, make_comparison
 
+from compare.context import page_title
 from compare.findings import (
     DECIDED_BY,
     EQUAL_IN_ENVIRONMENT,
@@ -33,9 +34,11 @@ from compare.findings import (
     table_rows,
     troubles,
 )
+from compare.page import render_page
 from compare.plan import Case, Configuration, Plan
 from compare.plots import plot_phases
 from compare.records import Comparison, load_comparison
+from compare.text import terminal_report
 from recipe.config import Config
 from recipe.data import open_data
 from recipe.device import core_row
@@ -508,6 +511,16 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
     plot = plot_phases(comparison, "")
     assert plot is not None and "nobody is there to talk to" in plot.caption
     assert "exposed communication 15" not in plot.svg
+
+
+def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
+    plan = {"configurations": ("ddp-torchrun",), "left_out": ("horovod-mpi",)}
+    comparison = compare(tmp_path, **plan)
+    assert judge(comparison) == []
+    assert any("horovod-mpi: Horovod is not installed there" in x for x in troubles(comparison))
+    assert page_title(comparison) == "The training under PyTorch DDP alone"
+    for text in (terminal_report(comparison), render_page(comparison)):
+        assert "Horovod is not installed there" in text
 
 
 def test_steps_of_different_size_are_not_explained(tmp_path):

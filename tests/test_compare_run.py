@@ -76,6 +76,7 @@ DRIVER = """
 import sys
 from compare import launch, plan, run
 plan.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
+run.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
 run.preflight.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []
@@ -406,11 +407,30 @@ def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
 
 
 def test_without_horovod_the_command_that_builds_it_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda name: None)
-    assert main(["--dry-run"]) == 2
-    assert "python horovod_train/build_horovod.py" in capsys.readouterr().err
+    monkeypatch.setattr(run_module, "has_horovod", lambda: False)
+    for words in (
+        ["--configurations", "ddp-torchrun", "horovod-mpi"],
+        ["--define", "x=horovod-mpi"],
+    ):
+        assert main(["--dry-run", *words]) == 2
+        told = capsys.readouterr()
+        assert told.out == "" and "python horovod_train/build_horovod.py" in told.err
     if (Path(sys.executable).parent / "torchrun").exists():
         assert main(["--dry-run", "--configurations", "ddp-torchrun"]) == 0
+
+
+def test_without_horovod_the_rest_of_the_default_runs_and_says_so(comparing):
+    code, output = comparing.run(*SMALL, "--", "--without-horovod", "yes")
+    assert code == 0
+    assert {line.split()[0] for line in comparing.starts()} == {
+        "block-1/ddp-torchrun-1", "block-2/ddp-torchrun-1",
+    }  # fmt: skip
+    assert "Left out: horovod-mpi. What follows is DDP's alone" in output
+    assert json.loads((comparing.folder / "out/plan.json").read_text())["left_out"] == [
+        "horovod-mpi"
+    ]
+    failing = ("--", "--without-horovod", "yes", "--fail", "block-1/ddp-torchrun-1")
+    assert comparing.run(*SMALL, "--new", "--out", "other", *failing)[0] == 1
 
 
 @pytest.mark.parametrize("flag", ["--log-dir", "--log_dir=x", "--name", "--resume"])
