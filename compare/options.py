@@ -62,14 +62,14 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--tune",
         type=Path,
         metavar="FILE",
-        help="compare nothing, but find what makes each engine's exchange of gradients faster here "
-        "and write it into this file, for the trainers' --knobs",
+        help="do not compare, but search for the settings with which each engine exchanges "
+        "gradients fastest here, and write them into this file, for the trainers' --knobs",
     )
     add(
         "--rounds",
         type=int,
         metavar="N",
-        help="with --tune: each value of a knob runs so often, beside the best one so far "
+        help="with --tune: how often each value of a knob is run beside the best one so far "
         f"(default: {TUNING_ROUNDS})",
     )
 
@@ -78,7 +78,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--configurations",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(CONFIGURATIONS)}, and your own "
+        help=f"any of {', '.join(CONFIGURATIONS)}, and your own "
         f"(default: {' '.join(DEFAULT_CONFIGURATIONS)})",
     )
     add(
@@ -125,7 +125,8 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     add(
         "--network-interface",
         metavar="NAME",
-        help="that connects the hosts, such as eth0 (default: the launchers look for one)",
+        help="the network that connects the hosts, such as eth0 (default: the launchers look for "
+        "one)",
     )
     add(
         "--global-batch-size",
@@ -138,7 +139,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--global-learning-rate",
         type=float,
         metavar="RATE",
-        help="goes with it: the learning rate at any number of workers",
+        help="with --global-batch-size: the learning rate, whatever the number of workers",
     )
 
     add = parser.add_argument_group("how often").add_argument
@@ -153,20 +154,21 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--until-interval",
         type=read_percentage,
         metavar="P%",
-        help="go on with further blocks until the interval of each ratio of speeds reaches no "
-        f"further than this above and below it ({MIN_BLOCKS_TO_STOP} blocks at least)",
+        help="add blocks until the 95 %% interval of each speed ratio is no wider than +-P %% "
+        f"({MIN_BLOCKS_TO_STOP} blocks at least)",
     )
     add(
         "--max-blocks",
         type=int,
         metavar="N",
-        help=f"but stop after so many (default: {default.max_blocks})",
+        help=f"with --until-interval: stop after N blocks (default: {default.max_blocks})",
     )
     add(
         "--seed",
         type=int,
         metavar="N",
-        help=f"orders the runs, and block b trains with seed N + b - 1 (default: {default.seed})",
+        help="of the random order of the runs; block b trains with the seed N + b - 1 (default: "
+        f"{default.seed})",
     )
     add(
         "--timeout",
@@ -178,11 +180,17 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--phase-steps",
         type=int,
         metavar="N",
-        help="after the blocks each configuration runs once more for so many steps, in part "
-        "without communication, which shows the phases of a step "
+        help="after the blocks each configuration runs once more for N steps, half of them without "
+        "exchanging gradients, which shows the phases of a step "
         f"(default: {default.phase_steps}, or the trainers' --max-steps)",
     )
-    add("--no-phases", dest="phase_steps", action="store_const", const=0, help="leave those out")
+    add(
+        "--no-phases",
+        dest="phase_steps",
+        action="store_const",
+        const=0,
+        help="leave out those runs",
+    )
     add(
         "--no-warm-up",
         dest="warm_up",
@@ -201,15 +209,15 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--block",
         type=int,
         metavar="N",
-        help="do that block alone, and after the last one that is missing the runs for the phases "
-        "(for job arrays)",
+        help="run this block alone (for job arrays); the last one that is missing also runs those "
+        "for the phases",
     )
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="the comparison's folder, made or gone on with (default: runs/compare-<UTC time>, or "
-        "the newest one there if it holds this plan unfinished)",
+        help="the comparison's folder; one that exists is continued (default: runs/compare-<UTC "
+        "time>, or the newest one there if it holds this plan unfinished)",
     )
     add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
@@ -217,7 +225,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--strict",
         action="store_true",
         help="do not start when something would make the result worthless (other load, unequal "
-        "threads, ...); without it that is a warning",
+        "threads, ...), where otherwise a warning is printed",
     )
     options = parser.parse_args(own)
     options.runs = Path("runs")

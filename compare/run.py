@@ -8,8 +8,8 @@
     python compare/run.py --tune knobs.toml --workers 2 -- --data synthetic --arch resnet50
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
-Everything after `--` goes to both trainers unchanged. The same command, given again after Ctrl-C,
-a crash or a reboot, goes on where the comparison stopped.
+Everything after `--` goes to both trainers unchanged; `-- --help` shows their flags. The same
+command, given again after Ctrl-C, a crash or a reboot, goes on where the comparison stopped.
 """
 
 import argparse
