@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -28,6 +29,8 @@ GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 TAIL_LINES = 20  # of a failed run's output that are shown
+# What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
+TRAINERS_ERROR = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: ")
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,11 @@ def print_line(text: str) -> None:
 
 
 def print_tail(log: Path) -> None:
-    """Print the end of a failed run's output, and where all of it is."""
-    for line in log.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+    """Print the end of a failed run's output, and where all of it is; first what a trainer said,
+    if its launcher has said more than that since."""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line for line in lines[:-TAIL_LINES] if TRAINERS_ERROR.match(line)]
+    for line in [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]:
         print(f"        | {line}")
     print(f"        all of it: {log}", flush=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.launch import Outcome, duration, print_line, print_tail
+from compare.launch import Outcome, duration, last_step, print_line, print_tail
 from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import Plan, Run
 
@@ -160,11 +160,26 @@ def show_outcome(
             code = " (exit code 0, but no summary.json)"
         after = duration(outcome.seconds)
         print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
+        if outcome.status == "timed out":
+            print(f"        {timeout_sentence(folder)}")
         print_tail(folder / "output.log")
     if outcome.leftover_processes:
         number = outcome.leftover_processes
         noun = "process was" if number == 1 else "processes were"
         print(f"        {number} {noun} left behind and killed")
+
+
+def timeout_sentence(folder: Path) -> str:
+    """Say what a run that took too long was doing, and what to do about it."""
+    if step := last_step(folder / "metrics.jsonl"):
+        return (
+            f"ended by its time limit at step {step['step']:,}: give a larger --timeout, or the "
+            "trainers fewer steps"
+        )
+    return (
+        "ended by its time limit before its first step: do its workers reach each other? "
+        "`python compare/doctor.py --hosts ...` tests the networks"
+    )
 
 
 def number_of(things: Any, noun: str) -> str:

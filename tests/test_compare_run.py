@@ -23,7 +23,7 @@ from compare.launch import last_step
 from compare.options import with_defaults
 from compare.paired import MIN_BLOCKS_TO_STOP
 from compare.plan import REMOVED_VARIABLES, Configuration, Plan
-from compare.progress import seconds_left
+from compare.progress import seconds_left, timeout_sentence
 from compare.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -293,6 +293,24 @@ def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
     assert "the gradients went away" in (aside / "output.log").read_text()
 
 
+@pytest.mark.parametrize("mark", ["", "[rank 1 on node1] ", "[1,0]<stderr>:"])
+def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path, capsys):
+    log = tmp_path / "output.log"
+    log.write_text(f"{mark}error: --data /x: is not there\n" + "mpirun: boilerplate\n" * 30)
+    launch.print_tail(log)
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"| {mark}error: --data /x: is not there") and second.endswith("| ...")
+    assert len(others) == launch.TAIL_LINES + 1
+    log.write_text(f"{mark}error: --data /x: is not there\n")
+    launch.print_tail(log)
+    assert capsys.readouterr().out.count("error:") == 1
+
+
+def test_a_time_limit_during_the_training_is_said(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1200}\n')
+    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path)
+
+
 def test_a_run_without_a_summary_has_failed(comparing):
     code, output = comparing.run(*SMALL, "--", "--empty", "block-1/horovod-mpi-1")
     assert code == 1
@@ -305,6 +323,7 @@ def test_a_run_that_takes_too_long_is_ended(comparing):
     )
     assert code == 1
     assert "TIMED OUT after" in output
+    assert "ended by its time limit before its first step" in output
     assert len(comparing.starts()) == 4
     assert not comparing.processes()
 
