@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_train.rendezvous import meeting_point
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.errors import one_message
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 
@@ -63,5 +64,6 @@ def main(options: Options, world: World) -> None:
 
 if __name__ == "__main__":
     world = read_world()
+    keep_watch(world)
     with one_message(world):
         main(parse_options(__doc__), world)

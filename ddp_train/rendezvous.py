@@ -5,13 +5,16 @@ import re
 import socket
 import time
 from contextlib import suppress
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from recipe.config import Config
 from recipe.errors import UserError
+from recipe.watch import engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 # Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
@@ -25,6 +28,8 @@ def meeting_point(world: World) -> dict[str, Any]:
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface in psutil.net_if_addrs():  # and no list of prefixes
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # others have no business with its ports
     if world.launcher == "none":
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if world.launcher == "horovodrun":
@@ -41,6 +46,11 @@ def meeting_point(world: World) -> dict[str, Any]:
     if world.launcher == "slurm":
         return {"store": _store_through_slurm(world), "rank": world.rank, "world_size": world.size}
     return {"store": _store_through_mpi(world), "rank": world.rank, "world_size": world.size}
+
+
+def patience(config: Config) -> timedelta:
+    """How long the process group waits for a rank: until after the watch has ended the run."""
+    return timedelta(seconds=engine_timeout(config.stall_timeout))
 
 
 def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list[int], bytes]:
@@ -130,7 +140,19 @@ def _store_through_mpi(world: World) -> dist.Store:
     address: tuple[str, int] | None = None
     if world.is_first:
         host = "127.0.0.1" if world.local_size == world.size else _own_address()
-        store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+        if host == socket.gethostname():  # by which address of it others come is not known
+            store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+        else:
+            # One of the store's own would be open to all networks.
+            listener = socket.create_server((host, 0))
+            store = dist.TCPStore(
+                host,
+                listener.getsockname()[1],
+                world.size,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         address = (host, store.port)
     host, port = comm.bcast(address, root=0)
     return store if world.is_first else dist.TCPStore(host, port, world.size, is_master=False)

@@ -8,6 +8,7 @@ that the two engines ask for differently. What knows no engine is in recipe/.
 
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "ddp"
@@ -15,6 +16,7 @@ ENGINE = "ddp"
 if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
     config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
 
 import math
 from contextlib import nullcontext
@@ -26,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_sizes
-from ddp_train.rendezvous import meeting_point
+from ddp_train.rendezvous import meeting_point, patience
 from recipe.agreement import check_same_training, check_same_weights, facts_of
 from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
 from recipe.data import open_data, remaining_steps, samples_per_step
@@ -50,8 +52,8 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, **meeting_point(world))  # Gloo: also where a GPU is missing
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo: without GPU, too
+    dist.init_process_group(backend, **meeting_point(world), timeout=patience(config))
     transport = "NCCL" if device.type == "cuda" else "Gloo"
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

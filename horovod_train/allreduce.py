@@ -12,6 +12,7 @@ import torch
 
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.errors import UserError, fail, one_message
+from recipe.watch import keep_watch
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 try:
@@ -70,5 +71,6 @@ def main(options: Options, world: World) -> None:
 
 if __name__ == "__main__":
     world = read_world()
+    keep_watch(world)
     with one_message(world):
         main(parse_options(__doc__), world)

@@ -8,6 +8,7 @@ that the two engines ask for differently. What knows no engine is in recipe/.
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, fail, one_message
+from recipe.watch import keep_watch
 from recipe.world import World, prepare_mpi, lone_copy_message, read_world
 
 ENGINE = "horovod"
@@ -15,6 +16,7 @@ ENGINE = "horovod"
 if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
     world = read_world()
     config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
 
 import math
 import os

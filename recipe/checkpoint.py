@@ -13,9 +13,10 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from recipe.config import Config
-from recipe.errors import UserError
+from recipe.errors import UNFINISHED, UserError
 from recipe.model import without_auxiliary_heads
 from recipe.run_folder import partial_name
 from recipe.world import World
 
 FORMAT = 1
 WRITER = ThreadPoolExecutor(1, "checkpoint")
-WRITING: list[Future[None]] = []  # by it; one at most
 
 
 @dataclass
@@ -152,16 +152,17 @@ def keep_checkpoint(
     finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config)
-    WRITING.append(WRITER.submit(_write_and_tidy, path, contents, is_best, config.keep_checkpoints))
+    write = partial(_write_and_tidy, path, contents, is_best, config.keep_checkpoints)
+    UNFINISHED.append((WRITER.submit(write), write))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
     """Wait until the checkpoint that is being written, if any, is on disk, for `timeout` seconds at
     most; whether it is. UserError if it could not be written."""
-    if not wait(WRITING, timeout).not_done:
-        while WRITING:
-            WRITING.pop().result()
-    return not WRITING
+    if not wait([future for future, _ in UNFINISHED], timeout).not_done:
+        while UNFINISHED:
+            UNFINISHED.pop()[0].result()
+    return not UNFINISHED
 
 
 def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: int) -> None:

@@ -212,6 +212,9 @@ class RunFlags:
     """End as soon as validation top-1 reaches this, percent."""
     max_steps: int | None = None
     """End after this many steps; the schedule stays that of --epochs."""
+    stall_timeout: int = 600
+    """Seconds since a rank's last batch after which it takes the run for frozen and ends it; 0:
+    never. Longer than one rank may keep the others waiting, and than --compile takes."""
 
 
 @dataclass(frozen=True)
@@ -543,6 +546,7 @@ SMALLEST = {
     "checkpoint_steps": 1,
     "keep_checkpoints": 0,
     "max_steps": 1,
+    "stall_timeout": 0,
     "num_groups": 1,
     "synthetic_images": 1,
     "seed": 0,

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import sys
@@ -22,11 +23,13 @@ from recipe.dali import EncodedImages, check_dali, dali_batches
 from recipe.damage import SuspectImages
 from recipe.device import keep_freed_memory
 from recipe.digits import prepare_digits
+from recipe.errors import UserError
 from recipe.image_folder import Listing, check_train_and_val, list_images
 from recipe.images import TrainTransform, ValTransform, empty_batch
 from recipe.in_memory import keep_in_memory
 from recipe.order import SampleStream, permutation, validation_indices
 from recipe.shards import holds_shards, open_shards
+from recipe.watch import goes_on
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
@@ -59,6 +62,7 @@ def open_data(config: Config, world: World | None = None) -> Data:
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
     if config.data == "synthetic" and not config.train_dir:
+        goes_on()
         return Data(
             None,
             None,
@@ -85,6 +89,7 @@ def open_data(config: Config, world: World | None = None) -> Data:
     if world is not None and world.is_first and not config.evaluate:
         _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)
+    goes_on()  # to meet the other ranks
     return Data(train, val, len(train), len(val), len(train.classes), suspects)
 
 
@@ -239,11 +244,11 @@ def training_batches(
         count = meter.count if meter is not None else None
         encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
         # DALI takes plain memory, and works ahead by itself.
-        yield from dali_batches(_loader(encoded, batches, CPU, workers), data.train, config, device)
+        yield from dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
     else:
         images = TrainImages(data.train, config, meter, data.suspects[0])
-        loader = _loader(images, batches, device, workers)
-        yield from _on_device(loader, config, device)
+        loaded = _loaded(images, batches, device, workers)
+        yield from _on_device(loaded, config, device)
 
 
 def validation_batches(
@@ -256,28 +261,39 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        loader = _loader(ValImages(data.val, config, data.suspects[1]), batches, device, workers)
-        yield from _on_device(loader, config, device)
+        loaded = _loaded(ValImages(data.val, config, data.suspects[1]), batches, device, workers)
+        yield from _on_device(loaded, config, device)
 
 
-def _loader(
+def _loaded(
     dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
-) -> DataLoader:
+) -> Iterator[Any]:
     context = None
     if workers:
         # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
         # torch once forks each worker in a moment, the many of each evaluation, too.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["recipe.data"])
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         multiprocessing_context=context,
-        collate_fn=_as_it_is,
+        collate_fn=_in_shared_memory if workers else _as_it_is,
         worker_init_fn=_begin_worker if workers else None,
     )
+    reading = iter(loader)
+    try:
+        yield from reading
+    except (RuntimeError, OSError, EOFError) as error:  # as of what the worker was about to do
+        sentinels = [worker.sentinel for worker in getattr(reading, "_workers", [])]
+        if not multiprocessing.connection.wait(sentinels, timeout=1.0):
+            raise
+        raise UserError(
+            "a loader worker was killed, most often by the system for want of memory: give fewer "
+            "--workers, or --workers 0, or let the job have more memory"
+        ) from error
 
 
 def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
@@ -314,6 +330,26 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
 
 def _as_it_is(batch: Any) -> Any:
     """The data sets above hand out whole batches: there is nothing to collate."""
+    return batch
+
+
+def _in_shared_memory(batch: Any) -> Any:
+    """A whole batch, a tuple of tensors, in memory that the trainer can read.
+
+    Here, because a worker's thread that sends would put it there as well, but where there is no
+    room it would lose the batch without a word, and the trainer would wait for it for ever.
+    """
+    try:
+        for tensor in batch:
+            tensor.share_memory_()
+    except RuntimeError as error:
+        room = os.statvfs("/dev/shm")
+        raise UserError(
+            f"loader workers hand over their batches in /dev/shm, which is full "
+            f"({room.f_blocks * room.f_frsize / 1e6:,.0f} MB in all, and a batch takes "
+            f"{sum(tensor.nbytes for tensor in batch) / 1e6:,.1f} MB): make it larger (docker run "
+            "--shm-size 8g, or --ipc host), or give fewer --workers, or --workers 0"
+        ) from error
     return batch
 
 
@@ -366,8 +402,10 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
     With --channels-last only the images change their layout: the convolutions then run in NHWC and
     still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
-    Batches of files are there already on a GPU, and come back as they are.
+    Batches of files are there already on a GPU, and come back as they are. Every batch of a run
+    comes this way, which shows the watch that this rank goes on.
     """
+    goes_on()
     if batch[0].is_floating_point():
         return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)

@@ -1,13 +1,16 @@
 """How a run ends when something is wrong: one clear message, from one rank, and exit code not 0."""
 
+import concurrent.futures
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from recipe.world import World
@@ -20,6 +23,14 @@ OTHER_RANK_DELAY_S = 4.0
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
+# What this process must not leave half done, a checkpoint that its thread is writing, and what does
+# the same once more; one at most.
+UNFINISHED: list[tuple[Future[None], Callable[[], None]]] = []
+FINISH_S = 60
+RESUME_HINT = (
+    "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
+    "has kept one"
+)
 # Together they tell one job on a host from another, whichever launcher started it.
 JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
@@ -65,11 +76,8 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
-    """Print `message` from one rank and end this process with `exit_code`.
-
-    `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
-    the others may hang in a collective that this rank never joins. The launcher then ends the rest.
-    """
+    """Print `message` from one rank and end this process with `exit_code`; the launcher then ends
+    the rest."""
     if world.rank != 0:
         # Also without a message: the launcher would end rank 0 before it has told its own.
         time.sleep(OTHER_RANK_DELAY_S)
@@ -82,14 +90,56 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
             print(message, file=sys.stderr, flush=True)
             # A late rank 0 with the same error finds the word taken, as long as this one lives.
             time.sleep(LATE_RANK_0_S if world.rank != 0 else 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    leave(exit_code)
 
 
-def job_on_host() -> str:
+def leave(exit_code: int, at_once: bool = False) -> NoReturn:
+    """End this process when what it must not leave half done is finished, or after FINISH_S.
+
+    With `at_once`, for a launcher that kills in a moment, or is gone, another process finishes it.
+
+    `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
+    the others may hang in a collective that this rank never joins.
+    """
+    try:
+        with suppress(OSError, ValueError):  # who reads this output may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        for future, again in UNFINISHED:
+            if at_once and not future.done():
+                _in_another_process(again)
+            else:
+                concurrent.futures.wait([future], FINISH_S)
+    finally:
+        os._exit(exit_code)
+
+
+def _in_another_process(again: Callable[[], None]) -> None:
+    """Fork one that does `again` what a thread of this process is doing, when this one has ended
+    and its thread with it.
+
+    It has the same memory; and a session and output of its own, so that no launcher takes it for a
+    rank that is left.
+    """
+    rank = os.getpid()
+    if os.fork():
+        return
+    try:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for output in range(3):
+            os.dup2(nowhere, output)
+        signal.alarm(FINISH_S)
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        again()
+    finally:
+        os._exit(0)
+
+
+def job_on_host(environ: Mapping[str, str] = os.environ) -> str:
     """A name for this job that its ranks on a host share: for what they share there."""
-    job = "/".join(os.environ.get(name, "") for name in JOB_VARIABLES)
+    job = "/".join(environ.get(name, "") for name in JOB_VARIABLES)
     return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}"
 
 
@@ -114,11 +164,7 @@ def one_message(world: World) -> Iterator[None]:
     except UserError as error:
         fail(world, f"error: {sentence(error)}")
     except KeyboardInterrupt:
-        fail(
-            world,
-            "interrupted: `--resume auto` with the same --name goes on from the last checkpoint",
-            130,
-        )
+        fail(world, f"interrupted: {RESUME_HINT}", 130)
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY_S)

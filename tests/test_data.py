@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -337,3 +338,45 @@ def test_workers_end_with_a_killed_trainer(folders: Config, tmp_path: Path) -> N
     for process in alive:
         process.kill()
     assert not alive
+
+
+HANDED_OVER = """
+import sys
+sys.path.insert(0, {tests!r})
+import psutil
+from making import *
+from recipe.data import open_data, training_batches
+from recipe.errors import one_message
+if __name__ == "__main__":
+    root = {root!r}
+    config = a_config(
+        train_dir=root + "/train", val_dir=root + "/val", cache_dir=root + "/cache",
+        train_crop_size=400,
+    )
+    with one_message(a_world()):
+        batches = training_batches(open_data(config), config, a_world(), CPU, 1, 0, 10**9)
+        next(batches)
+        psutil.Process().children(recursive=True)[-1].kill()
+        list(batches)
+"""
+SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {python} {script}"
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_workers_that_cannot_hand_over_are_one_sentence(
+    is_small: bool, folders: Config, tmp_path: Path
+) -> None:
+    """A batch larger than /dev/shm; and a worker that was killed."""
+    script = tmp_path / "handed_over.py"
+    script.write_text(HANDED_OVER.format(tests=str(Path(__file__).parent), root=folders.data))
+    command = [sys.executable, str(script)]
+    if is_small:
+        mount = SMALL_SHM.format(python=sys.executable, script=script)
+        command = ["unshare", "--mount", "sh", "-c", mount]
+        if os.getuid() or shutil.which("unshare") is None:
+            pytest.skip("a small /dev/shm needs root and unshare")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1
+    words = "/dev/shm, which is full (1 MB in all" if is_small else "a loader worker was killed"
+    assert done.stderr.startswith("error: ") and words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "--workers 0" in done.stderr

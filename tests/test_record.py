@@ -410,7 +410,7 @@ def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
     session.steps(1)
     failed: Future[None] = Future()
     failed.set_exception(UserError("the disk is full"))
-    monkeypatch.setattr(checkpoint, "WRITING", [failed])
+    monkeypatch.setattr(checkpoint, "UNFINISHED", [(failed, lambda: None)])
     with pytest.raises(UserError, match="the disk is full"):
         session.steps(1)
 

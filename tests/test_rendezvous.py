@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from itertools import count
 from threading import Thread
 
+import psutil
 import pytest
 import torch.distributed as dist
 from making import a_world
@@ -70,8 +71,10 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
         monkeypatch.setattr(rendezvous.os, "environ", environ)
-        meeting_point(a_world())
+        meeting_point(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
+        meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
+        assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
 
 
 def test_a_lone_process_meets_itself() -> None:
@@ -181,6 +184,8 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     store = arguments.pop("store")
     assert arguments == {"rank": 0, "world_size": 2}
     assert comm.sent == ("127.0.0.1", store.port)  # both ranks are on this host
+    listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert comm.sent in listening and all(ip == "127.0.0.1" for ip, _ in listening)
     store.set("key", "value")
     assert dist.TCPStore("127.0.0.1", store.port, 2, is_master=False).get("key") == b"value"
 

@@ -123,10 +123,27 @@ def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.metadata.distribution", no_wheel)
     prepare_mpi(a_world(launcher=launcher))
     assert variables.pop("OMPI_MCA_mpi_yield_when_idle") == "1"
+    assert variables.pop("OMPI_MCA_btl") == "^tcp"
     assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
     variables |= {"OMPI_MCA_ess_singleton_isolated": "0", "OMPI_MCA_mpi_yield_when_idle": "0"}
     prepare_mpi(a_world(launcher=launcher))  # whoever set them knows better
+    assert variables.pop("OMPI_MCA_btl") == "^tcp"
     assert set(variables.values()) == {"0"}
+
+
+def test_mpi_listens_to_no_network_for_ranks_that_share_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", variables)
+    prepare_mpi(a_world(0, 4, local_size=2, launcher="mpirun"))
+    assert "OMPI_MCA_btl" not in variables  # there are other hosts
+    monkeypatch.setattr("recipe.world._free_shared_memory", lambda: 2**24)
+    prepare_mpi(a_world(0, 4, launcher="mpirun"))
+    assert "OMPI_MCA_btl" not in variables  # no room: they speak by TCP
+    monkeypatch.setattr("recipe.world._free_shared_memory", lambda: 2**30)
+    prepare_mpi(a_world(0, 4, launcher="mpirun"))
+    assert variables["OMPI_MCA_btl"] == "^tcp"
 
 
 def test_a_rank_on_another_host_finds_its_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,178 @@
+"""Ends this rank in time: when a signal asks it to, when its launcher is gone, and when no batch
+has come for too long.
+
+A thread looks for all three, since the main thread may hang in an engine's native code, where no
+Python signal handler runs and no exception is raised.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+
+from recipe.errors import RESUME_HINT, fail, job_on_host, leave
+from recipe.world import LAUNCHERS, World
+
+POLL_S = 1.0
+# What ranks descend from, by the name under which it was started.
+LAUNCHER_PROGRAMS = {
+    "horovodrun",
+    "hydra_pmi_proxy",
+    "mpiexec",
+    "mpiexec.hydra",
+    "mpirun",
+    "orted",
+    "orterun",
+    "prted",
+    "prterun",
+    "slurmstepd",
+    "torch.distributed.launch",
+    "torch.distributed.run",
+    "torchrun",
+}
+# They give their ranks 30 s between SIGTERM and SIGKILL; mpirun one second, and horovodrun five.
+PATIENT_LAUNCHERS = ("none", "torchrun", "slurm")
+
+# Engines give up by themselves, with a traceback that blames a rank that waits: later than this
+# watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
+ENGINE_TIMEOUT_S = 1800
+
+_signs_of_life = 0
+
+
+def goes_on() -> None:
+    """Tell the watch that this rank goes on; from the first time on it looks for the next."""
+    global _signs_of_life
+    _signs_of_life += 1
+
+
+def engine_timeout(stall_timeout: int) -> int:
+    """Seconds after which an engine itself is to give up waiting."""
+    return max(ENGINE_TIMEOUT_S, 2 * stall_timeout) if stall_timeout else 1_000_000
+
+
+def keep_watch(world: World, stall_timeout: int = 0) -> None:
+    """Start to watch; call it from the main thread, before anything slow.
+
+    After `stall_timeout` seconds without a sign of life of this rank the run counts as frozen; 0:
+    never.
+    """
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(engine_timeout(stall_timeout)))
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and a shell's & may leave it
+            signal.signal(number, lambda *_: None)
+    # Written to from C code, whatever the main thread does.
+    signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
+    threading.Thread(
+        target=_watch, args=(world, woken, launchers_of(world), stall_timeout), daemon=True
+    ).start()
+
+
+def is_launcher(words: Sequence[str]) -> bool:
+    """Whether a process with this command line starts ranks, or waits for what does: an
+    interpreter, `timeout`, a shell (horovodrun over MPI becomes `sh -c 'mpirun ...'`).
+
+    A shell that starts a launcher in its background may end before it, and is none.
+    """
+    return any(
+        os.path.basename(word.split()[0]).rstrip(":") in LAUNCHER_PROGRAMS and "&" not in word
+        for word in words[:3]
+        if word.split()
+    )
+
+
+def launchers_of(world: World) -> list[psutil.Process]:
+    """The processes without which this rank must not go on: its ancestors up to the first of its
+    launchers; none if no launcher started it, whatever nohup, tmux or a shell did."""
+    if world.launcher == "none":
+        return []
+    ancestors = psutil.Process().parents()
+    places = [place for place, one in enumerate(ancestors) if is_launcher(_command_line(one))]
+    return ancestors[: max(places, default=-1) + 1]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _watch(
+    world: World, signals: socket.socket, launchers: list[psutil.Process], stall_timeout: int
+) -> None:
+    seen, silent = 0, 0.0
+    while True:
+        if select.select([signals], [], [], POLL_S)[0]:
+            for number in signals.recv(64):
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    _end_by_signal(world, signal.Signals(number))
+            continue
+        if any(map(_is_gone, launchers)):
+            _say(world, "the launcher is gone")
+            _remove_shared_memory()
+            leave(1, at_once=True)
+        # Counted in ticks: to a job that was suspended as a whole no time has passed.
+        silent = silent + POLL_S if _signs_of_life == seen else 0.0
+        seen = _signs_of_life
+        if seen and stall_timeout and silent > stall_timeout:
+            fail(world, _stall_message(stall_timeout, world))
+
+
+def _end_by_signal(world: World, number: signal.Signals) -> None:
+    what = "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
+    _say(world, what)
+    leave(128 + number, at_once=world.launcher not in PATIENT_LAUNCHERS)
+
+
+def _say(world: World, what: str) -> None:
+    """One line for the whole run: all its ranks end alike."""
+    if world.is_first:
+        line = f"{what}: {RESUME_HINT}" if _signs_of_life else what
+        with suppress(OSError):  # who would read it may be gone, too
+            print(line, file=sys.stderr, flush=True)
+
+
+def _remove_shared_memory() -> None:
+    """Remove the files in /dev/shm by which Open MPI's ranks on a host speak with each other, as
+    its mpirun does if it lives."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/vader_segment." in line}
+    for path in paths:
+        with suppress(OSError):  # another rank was first
+            os.unlink(path)
+
+
+def _stall_message(seconds: int, world: World) -> str:
+    stopped = ", ".join(_stopped_ranks(world)) or "look for it by `py-spy dump --pid PID`"
+    return (
+        f"error: no batch for {seconds} s (--stall-timeout): another rank is frozen, late or cut "
+        f"off, or a disk hangs ({stopped}). {RESUME_HINT}"
+    )
+
+
+def _stopped_ranks(world: World) -> list[str]:
+    """The ranks of this job on this host that are stopped, or wait for a disk that hangs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            rank = environ.get(LAUNCHERS.get(world.launcher, ("",))[0])
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP)
+            if rank and stopped and job_on_host(environ) == job_on_host():
+                found.append(f"rank {rank} on {world.host}, process {process.pid}, is stopped")
+    return found

@@ -1,0 +1,212 @@
+"""A rank ends when a signal asks it to, with its launcher, and when the run is frozen; a checkpoint
+that is being written then is finished."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, run
+
+from recipe.watch import is_launcher
+
+RANK_VARIABLES = {
+    "none": {},
+    "torchrun": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    },
+}
+# A rank that hangs in native code, as engines do, while a thread writes its checkpoint.
+RANK = """
+import ctypes, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from recipe import errors
+from recipe.watch import goes_on, keep_watch
+from recipe.world import read_world
+
+def write():
+    time.sleep(1)
+    open(sys.argv[1], "w").write("whole")
+
+keep_watch(read_world(), int(sys.argv[2]))
+errors.UNFINISHED.append((ThreadPoolExecutor(1).submit(write), write))
+goes_on()
+print(os.getpid(), flush=True)
+while True:
+    ctypes.CDLL(None).pause()
+"""
+# As launchers are: it waits for its rank, and when it is killed the rank is left.
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+class Started:
+    """A launcher of that name, and the rank that it started."""
+
+    def __init__(self, folder: Path, launcher: str, stall_timeout: int) -> None:
+        script = folder / launcher
+        script.write_text(LAUNCHER)
+        self.checkpoint = folder / "checkpoint"
+        words = [sys.executable, "-c", RANK, str(self.checkpoint), str(stall_timeout)]
+        variables = {name for names in RANK_VARIABLES.values() for name in names}
+        environ = {name: value for name, value in os.environ.items() if name not in variables}
+        self.launcher = subprocess.Popen(
+            [sys.executable, str(script), *words],
+            env=environ | RANK_VARIABLES[launcher], cwd=ROOT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.launcher.stdout is not None
+        self.rank = psutil.Process(int(self.launcher.stdout.readline()))
+
+    def wait(self) -> str:
+        """Wait for the end of the rank; return what it said."""
+        psutil.wait_procs([self.rank], timeout=30)
+        assert not self.rank.is_running()
+        wait_until(self.checkpoint.exists)
+        assert self.checkpoint.read_text() == "whole"
+        return self.launcher.communicate()[1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def start(launcher: str, stall_timeout: int = 0) -> Started:
+        started.append(Started(tmp_path, launcher, stall_timeout))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for process in (one.rank, one.launcher):
+            if process.is_running() if isinstance(process, psutil.Process) else True:
+                process.kill()
+        one.launcher.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_rank_ends_with_its_launcher(start: Callable[..., Started]) -> None:
+    started = start("torchrun")
+    started.launcher.kill()
+    assert started.wait().startswith("the launcher is gone: `--resume auto`")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "said"),
+    [
+        ("none", signal.SIGINT, "interrupted: `--resume auto`"),
+        ("torchrun", signal.SIGTERM, "asked to end by SIGTERM: `--resume auto`"),
+    ],
+)
+def test_a_signal_ends_a_rank(
+    launcher: str, number: signal.Signals, said: str, start: Callable[..., Started]
+) -> None:
+    started = start(launcher)
+    started.rank.send_signal(number)
+    assert started.wait().startswith(said)
+
+
+def test_mpirun_kills_a_second_after_it_has_asked(start: Callable[..., Started]) -> None:
+    started = start("mpirun")
+    started.rank.terminate()
+    time.sleep(0.5)
+    if started.rank.is_running():
+        started.rank.kill()
+    started.wait()
+
+
+def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) -> None:
+    """Started by hand, whatever started it may go: a shell, nohup, tmux."""
+    started = start("none")
+    started.launcher.kill()
+    started.launcher.wait()
+    time.sleep(3)  # the watch looks every second
+    assert started.rank.is_running()
+    started.rank.terminate()
+    started.wait()
+
+
+def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
+    said = start("torchrun", stall_timeout=2).wait()
+    assert said.startswith("error: no batch for 2 s (--stall-timeout): another rank")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "launches"),
+    [
+        (["/venv/bin/python", "/venv/bin/torchrun", "--nproc-per-node", "2"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["mpirun", "-np", "2", "python", "train.py"], True),
+        (["/bin/sh", "-c", "mpirun --allow-run-as-root -np 2 python train.py"], True),
+        (["timeout", "60", "horovodrun", "-np", "2"], True),
+        (["/usr/bin/orted", "-mca", "ess", "env"], True),
+        (["slurmstepd: [12.batch]"], True),
+        (["bash", "-c", "mpirun -np 2 python train.py & sleep 5"], False),
+        (["bash", "-c", "cd project; nohup torchrun train.py"], False),
+        (["bash", "train_with_torchrun.sh"], False),
+        (["tmux", "new", "-s", "torchrun"], False),
+        (["python", "compare/run.py", "--configurations", "ddp-torchrun"], False),
+        (["bash", ""], False),
+        ([], False),
+    ],
+)
+def test_what_starts_ranks(words: list[str], launches: bool) -> None:
+    assert is_launcher(words) == launches
+
+
+# A disk that takes its time: each file is synced for some seconds.
+SLOW_DISK = """
+import os, time
+real_fsync = os.fsync
+def fsync(file):
+    time.sleep(3)
+    real_fsync(file)
+os.fsync = fsync
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "engine", "number", "whole_group"),
+    [
+        ("torchrun", "ddp", signal.SIGKILL, False),
+        ("horovodrun --mpi", "horovod", signal.SIGTERM, False),
+        ("horovodrun --mpi", "horovod", signal.SIGINT, True),
+        ("horovodrun --gloo", "horovod", signal.SIGINT, True),
+    ],
+)
+def test_a_launcher_takes_its_ranks_along_and_the_checkpoint_is_finished(
+    launcher: str, engine: str, number: signal.Signals, whole_group: bool, tmp_path: Path
+) -> None:
+    """Killed; or ended in a way that reaches no rank, or not in time: horovodrun over MPI is but a
+    shell that waits, and Ctrl-C in a terminal reaches the whole group of processes."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def end_it(process: subprocess.Popen) -> None:
+        wait_until(lambda: any(checkpoints.glob(".*.partial")) or process.poll() is not None)
+        assert not any(checkpoints.glob("step-*.pt"))
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+
+    command = LAUNCHERS[launcher].format(python="python", trainer=TRAINERS[engine], ranks=2)
+    options = f"{SMALL} --checkpoint-steps 5 --log-dir {tmp_path} --name run"
+    finished = run(
+        [*command.split(), *options.split()], 60, end_it, PYTHONPATH=f"{tmp_path}:{ROOT}"
+    )
+    assert finished.returncode != 0
+    assert finished.output.count("`--resume auto` with the --name") == 1
+    wait_until(lambda: any(checkpoints.glob("step-*.pt")), 30)
