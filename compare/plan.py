@@ -35,7 +35,7 @@ RESERVED_FLAGS = {
 STEERING_PREFIXES = (
     "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
-    "SLURM_MPI_TYPE", "SLURM_CPU_BIND",
+    "SLURM_MPI_TYPE", "SLURM_PMIX_FENCE", "SLURM_CPU_BIND",
 )  # fmt: skip
 
 # The trainers set their threads by one rule. A value left over from the shell would be
@@ -127,9 +127,13 @@ class Configuration:
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return srun's flags: MPI's processes find each other by PMIx, unless the user's shell
         names another way; `hosts`, of the allocation, are filled as other launchers fill them."""
-        words = ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none", "--export=ALL"]
+        words = ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none"]
+        exported = "--export=ALL"
         if self.engine == "horovod" and "SLURM_MPI_TYPE" not in os.environ:
             words.append("--mpi=pmix")
+            if "SLURM_PMIX_FENCE" not in os.environ:  # see slurm/horovod_srun.sbatch
+                exported += ",SLURM_PMIX_FENCE=ring"
+        words.append(exported)
         if hosts is not None:
             placed = placement(workers, hosts)
             words += ["--nodes", str(len(placed)), "--nodelist", ",".join(placed)]

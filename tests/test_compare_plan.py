@@ -457,6 +457,8 @@ def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     assert commands["ddp-srun-2"][commands["ddp-srun-2"].index("--nodelist") + 1] == "a"
     assert "--mpi=pmix" in commands["horovod-srun-2"]
     assert "--mpi=pmix" not in commands["ddp-srun-2"]
+    assert "--export=ALL,SLURM_PMIX_FENCE=ring" in commands["horovod-srun-2"]
+    assert "--export=ALL" in commands["ddp-srun-2"]
     monkeypatch.setenv("SLURM_MPI_TYPE", "cray_shasta")
     assert "--mpi=pmix" not in plan.runs()[0].command(Path("x"))
 

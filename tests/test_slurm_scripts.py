@@ -31,6 +31,12 @@ def test_a_rank_that_fails_ends_the_others() -> None:
         assert "--kill-on-bad-exit=1" in line or '"${ending[@]}"' in line
 
 
+def test_the_tasks_of_mpi_wait_for_each_other() -> None:
+    """tests/cluster/test_slurm.py shows that they do so with this setting only."""
+    before, _, _ = (ROOT / "slurm/horovod_srun.sbatch").read_text().partition("\ntrain srun")
+    assert "\nexport SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-ring}" in before
+
+
 def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
     for script in SCRIPTS:
         assert "#SBATCH --no-kill" not in script.read_text(), script.name

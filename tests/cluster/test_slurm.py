@@ -13,6 +13,7 @@ import pytest
 from hosts import BIN, Host, hosts
 from launching import SMALL, read_json, read_lines
 
+from compare.plan import CONFIGURATIONS
 from slurm import Slurm, slurm, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -162,6 +163,35 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path:
     assert [step["step"] for step in steps] == list(range(1, 91))
     samples = [step["samples_seen"] for step in steps]
     assert {after - before for before, after in pairwise(samples)} == {4 * 12, 2 * 12}
+
+
+# Each rank in turn comes late to a fence.
+FENCES = """
+import ctypes, json, os, sys, time
+pmix, rank = ctypes.CDLL("libpmix.so"), int(os.environ["SLURM_PROCID"])
+assert pmix.PMIx_Init(ctypes.create_string_buffer(1024), None, 0) == 0
+times = []
+for turn in range(8):
+    time.sleep(0.2 * (turn % 4 == rank))
+    came = time.time()
+    assert pmix.PMIx_Fence(None, 0, None, 0) == 0
+    times.append((came, time.time()))
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
+    json.dump(times, file)
+pmix.PMIx_Finalize(None, 0)
+"""
+
+
+def test_no_rank_passes_a_fence_before_all_have_come(cluster: Slurm, tmp_path: Path) -> None:
+    """Else MPI_Init of Horovod's ranks crashes at times: see slurm/horovod_srun.sbatch."""
+    flags = CONFIGURATIONS["horovod-srun"].srun_words(4, None)
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", *flags, "python", "-c", FENCES]
+    finished = cluster.run([*command, str(tmp_path)], 120)
+    assert finished.returncode == 0, finished.output
+    ranks = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
+    for fence in zip(*ranks, strict=True):
+        last_came = max(came for came, _ in fence)
+        assert all(went >= last_came for _, went in fence), fence
 
 
 def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
