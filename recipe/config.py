@@ -80,6 +80,9 @@ class ModelFlags:
     (DDP's default, done once an evaluation instead of once a forward). average: the running
     statistics are averaged over ranks before each evaluation and checkpoint. sync: SyncBatchNorm,
     one batch over all ranks (GPU only)."""
+    batch_norm_momentum: float | None = None
+    """Share of each batch in BatchNorm's running statistics. Default: the network's own, mostly
+    0.1, which takes some fifty steps to forget what it began with."""
     zero_init_residual: bool = False
     """Begin with each residual block as the identity: the scale of its last BatchNorm starts at 0
     (ResNet, ResNeXt and Wide ResNet)."""
@@ -257,24 +260,27 @@ class Config(
 
 
 def digits() -> Config:
-    """The embedded handwritten digits, half a minute on a CPU core: at least 97 % top-1.
+    """The embedded handwritten digits, half a minute on a CPU core: 97 % top-1 or more with 1, 2
+    and 4 workers.
 
     python ddp_train/train.py
     """
     return Config(
         preset="digits",
         arch="resnet18",
-        train_crop_size=24,
-        val_resize_size=24,
-        val_crop_size=24,
+        train_crop_size=20,
+        val_resize_size=20,
+        val_crop_size=20,
         random_crop_scale=(0.85, 1.0),
         hflip_prob=0.0,
         epochs=4,
-        batch_size=64,
+        batch_size=40,
         val_batch_size=64,
-        base_lr=0.005,
-        warmup_epochs=0.5,
+        base_lr=0.01,
+        warmup_epochs=1.0,
         lr_scheduler="cosine",
+        label_smoothing=0.1,
+        batch_norm_momentum=0.25,
     )
 
 
@@ -554,7 +560,14 @@ SMALLEST = {
     "trace_steps": 1,
     "profile_steps": 1,
 }
-SHARES = ("label_smoothing", "hflip_prob", "random_erase", "model_ema_decay", "momentum")
+SHARES = (
+    "label_smoothing",
+    "hflip_prob",
+    "random_erase",
+    "model_ema_decay",
+    "momentum",
+    "batch_norm_momentum",
+)
 NOT_NEGATIVE = (
     "base_lr",
     "wd",
@@ -588,7 +601,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         raise UserError(f"--seed {config.seed}: must be less than 2^63")
     for name in SHARES:
         value = getattr(config, name)
-        if not 0 <= value <= 1:
+        if value is not None and not 0 <= value <= 1:
             raise UserError(
                 f"--{_flag(name)} {value}: is a share or probability; give a number from 0 to 1"
             )
@@ -596,7 +609,13 @@ def check(config: Config, engine: str, world_size: int) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:  # which a nan is not, either
             raise UserError(f"--{_flag(name)} {value}: give a number that is not negative")
-    above_0 = ("clip_grad_norm", "gradient_predivide_factor", "bucket_cap_mb", "first_bucket_mb")
+    above_0 = (
+        "clip_grad_norm",
+        "gradient_predivide_factor",
+        "bucket_cap_mb",
+        "first_bucket_mb",
+        "batch_norm_momentum",
+    )
     for name in above_0:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:

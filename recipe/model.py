@@ -61,6 +61,10 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
             f"--arch {config.arch}: cannot be built for images of --train-crop-size "
             f"{config.train_crop_size} ({error})"
         ) from None
+    if config.batch_norm_momentum is not None:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = config.batch_norm_momentum
     if published is not None and download:
         try:
             state = published.get_state_dict(progress=False, check_hash=True)

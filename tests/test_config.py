@@ -184,6 +184,8 @@ def test_folders() -> None:
         ({"random_erase": 50.0}, "from 0 to 1"),
         ({"model_ema_decay": 2.0}, "from 0 to 1"),
         ({"momentum": float("nan")}, "from 0 to 1"),
+        ({"batch_norm_momentum": 1.5}, "from 0 to 1"),
+        ({"batch_norm_momentum": 0.0}, "above 0"),
         ({"base_lr": -1.0}, "not negative"),
         ({"base_lr": float("nan")}, "not negative"),
         ({"base_lr": float("inf")}, "not negative"),

@@ -72,7 +72,7 @@ def test_equal_for_both_engines_and_all_ranks() -> None:
         ({"momentum": 0.1}, {"momentum"}),
         ({"wd": 0.1}, {"wd"}),
         ({"nesterov": True}, {"nesterov"}),
-        ({"label_smoothing": 0.1}, {"label_smoothing"}),
+        ({"label_smoothing": 0.2}, {"label_smoothing"}),
         ({"clip_grad_norm": 1.0}, {"clip_grad_norm"}),
         ({"model_ema": True}, {"model_ema"}),
         ({"use_adasum": True}, {"use_adasum"}),

@@ -26,6 +26,7 @@ from recipe.model import (
     copy_buffers,
     flat_batch_norm,
     parameter_groups,
+    replace_batch_norm,
     seed_step,
     without_auxiliary_heads,
 )
@@ -82,6 +83,14 @@ def test_the_networks_whose_blocks_can_begin_as_the_identity() -> None:
     assert weights_sha256(build_model(other, 10, True)) == weights_sha256(
         build_model(a_config(**SMALL), 10, True)
     )
+
+
+def test_momentum_of_batch_norm() -> None:
+    for momentum, expected in ((None, 0.1), (0.3, 0.3)):
+        model = build_model(a_config(arch="resnet18", batch_norm_momentum=momentum), 10, True)
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        assert {norm.momentum for norm in norms} == {expected}
+        assert replace_batch_norm(model, nn.SyncBatchNorm).bn1.momentum == expected
 
 
 def test_vision_transformer_takes_the_image_size() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torchvision.ops._utils import split_normalization_params
 
 from recipe.config import PRESETS, Config
+from recipe.digits import NUM_TRAIN_IMAGES
 from recipe.model import build_model, parameter_groups
 from recipe.schedule import learning_rate
 
@@ -114,6 +115,14 @@ def test_all_that_a_preset_sets_has_a_source(preset: str) -> None:
     default, config = vars(Config()), vars(PRESETS[preset]())
     changed = {name for name in config if config[name] != default[name]} - {"preset", "data"}
     assert changed <= {field for name, field, *_ in VALUES if name == preset}
+
+
+def test_the_digits_have_forgotten_what_batch_norm_began_with_at_four_workers() -> None:
+    """A network that learns in few steps is otherwise evaluated far below what it can: 82 % at four
+    workers where 97 % had been learned."""
+    config = PRESETS["digits"]()
+    steps = config.epochs * NUM_TRAIN_IMAGES // (4 * config.batch_size)
+    assert (1 - (config.batch_norm_momentum or 0.1)) ** steps < 0.01
 
 
 def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
