@@ -23,10 +23,14 @@ from typing import Any
 import psutil
 
 from compare.files import write_json
+from compare.hosts import is_only_here
 from compare.plan import RUN_MARK, Run, run_environment
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
+# Until workers on several hosts have met, and rank 0 writes down with whom: where they do not reach
+# each other, launchers wait for ever, or for the half hour of an engine.
+MEETING_SECONDS = 300.0
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 TAIL_LINES = 20  # of a failed run's output that are shown
 # What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
@@ -61,10 +65,13 @@ def start_and_wait(
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
     line = LiveLine(label, folder, seconds_left)
+    # Before they meet they read their images into memory, which takes what it takes.
+    is_quick = not is_only_here(run.workers, run.hosts) and "--in-memory" not in run.arguments
+    meeting = MEETING_SECONDS if is_quick else timeout
     outcome = start_command(
         run.command(log_dir),
         folder,
-        lambda process: wait(process, folder, timeout, line, end_after_steps),
+        lambda process: wait(process, folder, timeout, line, end_after_steps, meeting),
         counts_load=run.configuration.launcher != "srun",  # Slurm's daemon starts those tasks
     )
     if outcome.status == "ended":
@@ -248,12 +255,14 @@ def wait(
     timeout: float,
     line: LiveLine,
     end_after_steps: int | None,
+    meeting: float,
 ) -> str:
-    """Wait for the launcher's end, the time limit, or the steps that a warm-up is to make."""
+    """Wait for the launcher's end, the time limit, that of the workers' meeting, or the steps that
+    a warm-up is to make."""
     began = time.monotonic()
     while process.poll() is None:
         elapsed = time.monotonic() - began
-        if elapsed > timeout:
+        if elapsed > timeout or (elapsed > meeting and not (folder / "environment.json").exists()):
             return "timed out"
         if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
             return "warm"

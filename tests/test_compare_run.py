@@ -311,6 +311,15 @@ def test_a_time_limit_during_the_training_is_said(tmp_path):
     assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path)
 
 
+def test_workers_that_do_not_meet_are_ended_long_before_the_time_limit(tmp_path):
+    line = launch.LiveLine("", tmp_path, None)
+    with subprocess.Popen(["sleep", "2"]) as process:
+        assert launch.wait(process, tmp_path, 60, line, None, meeting=0.2) == "timed out"
+        (tmp_path / "environment.json").touch()
+        assert launch.wait(process, tmp_path, 60, line, None, meeting=0.2) == "ended"
+    assert "do its workers reach each other" in timeout_sentence(tmp_path)
+
+
 def test_a_run_without_a_summary_has_failed(comparing):
     code, output = comparing.run(*SMALL, "--", "--empty", "block-1/horovod-mpi-1")
     assert code == 1
