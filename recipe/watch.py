@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -89,14 +90,16 @@ def is_launcher(words: Sequence[str]) -> bool:
     )
 
 
-def launchers_of(world: World) -> list[psutil.Process]:
-    """The processes without which this rank must not go on: its ancestors up to the first of its
-    launchers; none if no launcher started it, whatever nohup, tmux or a shell did."""
+def launchers_of(world: World) -> dict[int, str]:
+    """The processes without which this rank must not go on, and when each was started: its
+    ancestors up to the first of its launchers; none if no launcher started it, whatever nohup, tmux
+    or a shell did."""
     if world.launcher == "none":
-        return []
+        return {}
     ancestors = psutil.Process().parents()
     places = [place for place, one in enumerate(ancestors) if is_launcher(_command_line(one))]
-    return ancestors[: max(places, default=-1) + 1]
+    found = {one.pid: _started(one.pid) for one in ancestors[: max(places, default=-1) + 1]}
+    return {pid: started for pid, started in found.items() if started is not None}
 
 
 def _command_line(process: psutil.Process) -> list[str]:
@@ -105,15 +108,18 @@ def _command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def _is_gone(process: psutil.Process) -> bool:
+def _started(pid: int) -> str | None:
+    """When a process was started, by the kernel's own clock, which nobody sets; None if it has
+    ended, or is not to be seen."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else others[18]
 
 
 def _watch(
-    world: World, signals: socket.socket, launchers: list[psutil.Process], stall_timeout: int
+    world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int
 ) -> None:
     seen, silent = 0, 0.0
     while True:
@@ -122,7 +128,7 @@ def _watch(
                 if number in (signal.SIGINT, signal.SIGTERM):
                     _end_by_signal(world, signal.Signals(number))
             continue
-        if any(map(_is_gone, launchers)):
+        if any(_started(pid) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             _remove_shared_memory()
             leave(1, at_once=True)

@@ -179,6 +179,18 @@ os.fsync = fsync
 """
 
 
+def listens_at(launcher: subprocess.Popen) -> set[str]:
+    """The addresses at which the ranks listen; the launcher itself listens where it likes."""
+    ranks = [
+        process
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        if any(word.endswith("_train/train.py") for word in process.cmdline()[1:3])
+    ]
+    assert len(ranks) == 2
+    connections = [one for rank in ranks for one in rank.net_connections("inet")]
+    return {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("launcher", "engine", "number", "whole_group"),
@@ -200,6 +212,7 @@ def test_a_launcher_takes_its_ranks_along_and_the_checkpoint_is_finished(
     def end_it(process: subprocess.Popen) -> None:
         wait_until(lambda: any(checkpoints.glob(".*.partial")) or process.poll() is not None)
         assert not any(checkpoints.glob("step-*.pt"))
+        assert launcher.endswith("--gloo") or listens_at(process) <= {"127.0.0.1"}
         (os.killpg if whole_group else os.kill)(process.pid, number)
 
     command = LAUNCHERS[launcher].format(python="python", trainer=TRAINERS[engine], ranks=2)
