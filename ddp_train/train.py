@@ -106,7 +106,7 @@ def main(config: Config, world: World) -> None:
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     parts = Trainables(model, optimizer, scaler, ema)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
-    progress = resume(parts, config, world, folder, from_rank_0)
+    progress = resume(parts, config, world, data, folder, from_rank_0)
     recorder = Recorder(config, world, device, data, folder, progress, workers)
     recorder.begin(
         describe(world, ENGINE, transport, device, threads, cores),
@@ -174,7 +174,7 @@ def main(config: Config, world: World) -> None:
         if save or stopped:
             align_batch_norm(model, config, world, *collectives)
             check_same_weights(model, progress.step, world, sum_over_ranks)
-            keep_checkpoint(parts, progress, config, world, folder, figures)
+            keep_checkpoint(parts, progress, config, world, data, folder, figures, sum_over_ranks)
         recorder.restart_clock()
 
     if finished:

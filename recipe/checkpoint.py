@@ -14,11 +14,12 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from recipe.config import Config
+from recipe.data import Data
 from recipe.errors import UNFINISHED, UserError
 from recipe.model import without_auxiliary_heads
 from recipe.run_folder import partial_name
 from recipe.world import World
 
 FORMAT = 1
+PIECE_BYTES = 2**28  # sent at once: MPI's counts end at 2 GiB
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
@@ -55,7 +58,13 @@ class Trainables:
     ema: AveragedModel | None
 
 
-def contents_of(parts: Trainables, progress: Progress, config: Config) -> dict[str, Any]:
+def contents_of(
+    parts: Trainables,
+    progress: Progress,
+    config: Config,
+    data: Data,
+    momenta: list[torch.Tensor] | None = None,
+) -> dict[str, Any]:
     """What a checkpoint holds, copied into the CPU's memory: later steps do not change it."""
     return {
         "format": FORMAT,
@@ -65,6 +74,8 @@ def contents_of(parts: Trainables, progress: Progress, config: Config) -> dict[s
         "scaler": parts.scaler.state_dict(),
         "progress": asdict(progress),
         "config": asdict(config),
+        "data": data.identity,
+        "momenta": momenta,
     }
 
 
@@ -137,21 +148,28 @@ def keep_checkpoint(
     progress: Progress,
     config: Config,
     world: World,
+    data: Data,
     run_folder: Path,
     figures: dict[str, float],
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Rank 0 copies what a checkpoint holds, and writes it while training goes on: makes it best.pt
     if the last evaluation's `figures` are the best yet, and deletes the oldest ones.
 
-    UserError if the one before could not be written.
+    UserError if the one before could not be written, or held what is not finite.
     """
     is_best = figures.get("top1", -1.0) > progress.best_top1
-    progress.best_top1 = max(progress.best_top1, figures.get("top1", 0.0))
-    if not world.is_first or config.keep_checkpoints == 0:
+    progress.best_top1 = max(progress.best_top1, figures.get("top1", -1.0))
+    if config.keep_checkpoints == 0:
+        return
+    momenta = None
+    if config.use_adasum and world.size > 1:
+        momenta = _momentum_of_each(parts.optimizer, world, sum_over_ranks)
+    if not world.is_first:
         return
     finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
-    contents = contents_of(parts, progress, config)
+    contents = contents_of(parts, progress, config, data, momenta)
     write = partial(_write_and_tidy, path, contents, is_best, config.keep_checkpoints)
     UNFINISHED.append((WRITER.submit(write), write))
 
@@ -165,8 +183,55 @@ def finish_checkpoint(timeout: float | None = None) -> bool:
     return not UNFINISHED
 
 
+def _momentum_of_each(
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """On rank 0 every rank's momentum, float32 [weights] each: under Adasum each has its own."""
+    buffers = [buffer.flatten() for buffer in _momentum(optimizer)]
+    if not buffers:
+        return []
+    bits = torch.cat(buffers).view(torch.int32)  # as numbers -0.0 + 0.0 would lose its sign
+    momenta = []
+    for rank in range(world.size):
+        total = sum_over_ranks(bits if rank == world.rank else torch.zeros_like(bits)).cpu()
+        if world.is_first:
+            momenta.append(total.view(torch.float32))
+    return momenta
+
+
+def _momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's own buffers, in the order of the weights; none before the first step, nor
+    without --momentum."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    buffers = (optimizer.state.get(weight, {}).get("momentum_buffer") for weight in weights)
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+def _not_finite(contents: Any, name: str = "") -> str | None:
+    """The first tensor in there that holds a NaN or an infinity; None if there is none.
+
+    By NumPy, on one thread: in the writer's, torch would take the cores of the training.
+    """
+    if isinstance(contents, torch.Tensor):
+        is_finite = not contents.is_floating_point() or np.isfinite(contents.float().numpy()).all()
+        return None if is_finite else name
+    if isinstance(contents, (dict, list)):
+        items = contents.items() if isinstance(contents, dict) else enumerate(contents)
+        found = (_not_finite(value, f"{name}.{key}".lstrip(".")) for key, value in items)
+        return next(filter(None, found), None)
+    return None
+
+
 def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: int) -> None:
     folder = path.parent
+    if bad := _not_finite(contents):
+        raise UserError(
+            f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
+            "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
+            "--clip-grad-norm"
+        )
     save_checkpoint(path, contents)
     try:
         if is_best:
@@ -213,18 +278,26 @@ def set_aside(run_folder: Path, step: int) -> bool:
 
 def _step_in(path: Path) -> float:
     """The step that a checkpoint is of; infinity if it is damaged."""
+    progress = _glance(path).get("progress")
+    step = progress.get("step") if isinstance(progress, dict) else None
+    return step if isinstance(step, int) else math.inf
+
+
+def _glance(path: Path) -> dict[str, Any]:
+    """A checkpoint of this project, most of it still on disk; empty if it is damaged."""
     try:
-        return int(torch.load(path, mmap=True, weights_only=True)["progress"]["step"])
+        return dict(torch.load(path, mmap=True, weights_only=True))
     except OSError:
         raise
     except Exception:  # torch raises several kinds
-        return math.inf
+        return {}
 
 
 def resume(
     parts: Trainables,
     config: Config,
     world: World,
+    data: Data,
     run_folder: Path,
     from_rank_0: Callable[[torch.Tensor], torch.Tensor],
 ) -> Progress:
@@ -235,7 +308,7 @@ def resume(
     path = find_checkpoint(config, run_folder) if world.is_first else None
     contents = load_on_all_ranks(path, world, from_rank_0)
     return (
-        restore(contents, parts, config, str(path or config.resume))
+        restore(contents, parts, config, world, data, str(path or config.resume))
         if contents is not None
         else Progress()
     )
@@ -257,11 +330,6 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             f"--resume {config.resume}: {error.filename or run_folder} cannot be read "
             f"({error.strerror}); nothing was changed, start again when it can be read"
         ) from error
-    if path is None and config.evaluate:
-        raise UserError(
-            f"--resume auto: {run_folder} holds no checkpoint to evaluate; check --name and "
-            "--log-dir"
-        )
     return path
 
 
@@ -290,7 +358,8 @@ def _newest(run_folder: Path) -> Path | None:
     if files or best.exists() or (metrics.exists() and b'"kind": "step"' in metrics.read_bytes()):
         raise UserError(
             f"--resume auto: {run_folder} holds a run, but no whole checkpoint to go on from; "
-            "bring one back from a copy, or start anew under another --name"
+            "bring one back from a copy, or start anew: under another --name, or with that folder "
+            "moved away"
         )
     return None
 
@@ -317,17 +386,23 @@ def load_on_all_ranks(
     """Rank 0's file, on every rank, whether or not the others can read it; None if rank 0 has no
     `path`.
 
-    `broadcast` returns rank 0's tensor on all ranks. Only bytes travel, and each rank reads them
-    with weights_only=True: nothing that came over the network is ever unpickled freely.
+    `broadcast` returns rank 0's tensor on all ranks. Only bytes travel, in pieces, of which no rank
+    holds more than one beside the file; and each rank reads them with weights_only=True: nothing
+    that came over the network is ever unpickled freely.
     """
-    payload = torch.empty(0, dtype=torch.uint8)
-    if world.is_first and path is not None:
-        payload = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    length = int(broadcast(torch.tensor([len(payload)], dtype=torch.int64)))
-    if length == 0:
+    size = path.stat().st_size if path is not None else 0
+    size = int(broadcast(torch.tensor([size], dtype=torch.int64)))
+    if size == 0:
         return None
-    payload = broadcast(payload if world.is_first else torch.empty(length, dtype=torch.uint8))
-    return _read(payload.numpy().tobytes(), str(path))
+    content = io.BytesIO()
+    with path.open("rb") if path is not None else nullcontext() as file:
+        while (left := size - content.tell()) > 0:
+            piece = np.zeros(min(left, PIECE_BYTES), dtype=np.uint8)
+            if file is not None and file.readinto(piece.data) < len(piece):
+                raise UserError(f"{path}: was cut short while it was read; start again")
+            content.write(broadcast(torch.from_numpy(piece)).numpy().data)
+    content.seek(0)
+    return _read(content, str(path))
 
 
 # Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
@@ -342,10 +417,10 @@ HARMLESS: list[Any] = [
 ]
 
 
-def _read(content: bytes, name: str) -> Any:
+def _read(content: BinaryIO, name: str) -> Any:
     try:
         with torch.serialization.safe_globals(HARMLESS):
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds, none of which names the file
         refused = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
         if refused:
@@ -360,38 +435,132 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def restore(checkpoint: dict[str, Any], parts: Trainables, config: Config, name: str) -> Progress:
-    """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine."""
+def restore(
+    checkpoint: Any, parts: Trainables, config: Config, world: World, data: Data, name: str
+) -> Progress:
+    """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine. UserError
+    if it does not fit this run, or holds what no training writes."""
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(
             f"--resume {name}: is not a checkpoint of this project; to start from its weights use "
             "--weights"
         )
+    try:
+        _check_fits(checkpoint, parts, config, world, data, f"--resume {name}")
+        if bad := _not_finite(checkpoint):
+            instead = _finite_beside(Path(name)) if world.is_first else None
+            raise UserError(
+                f"--resume {name}: {bad} is not finite, for the training that wrote it had "
+                "diverged; "
+                + (f"use --resume {instead}" if instead else "start anew under another --name")
+            )
+        _load_state(parts.model, checkpoint["model"], f"--resume {name}")
+        if parts.ema is not None:
+            _load_state(parts.ema, checkpoint["ema"], f"--resume {name}")
+        if not config.evaluate:
+            _load_optimizer(parts.optimizer, checkpoint["optimizer"], f"--resume {name}")
+            if checkpoint.get("momenta"):
+                _load_momentum(parts.optimizer, checkpoint["momenta"][world.rank])
+        if checkpoint["scaler"] and parts.scaler.is_enabled():
+            _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
+            parts.scaler.load_state_dict(checkpoint["scaler"])
+        return _progress_in(checkpoint, data)
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(
+            f"--resume {name}: holds what this project does not write ({type(error).__name__}: "
+            f"{_first_line(error)}); go on from another checkpoint"
+        ) from None
+
+
+def _check(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise ValueError(complaint)
+
+
+def _progress_in(checkpoint: dict[str, Any], data: Data) -> Progress:
+    """ValueError for what no training comes to."""
+    values = checkpoint["progress"]
+    _check(values.keys() == asdict(Progress()).keys(), f"progress has the keys {sorted(values)}")
+    progress = Progress(**values)
+    step, seen = progress.step, progress.samples_seen
+    _check(
+        type(step) is int and type(seen) is int and 0 <= step <= seen,
+        f"step {step!r} with {seen!r} images seen",
+    )
+    images = (checkpoint.get("data") or data.identity)["num_train"]
+    # The last step may go beyond the end, by the images of a step.
+    end = (checkpoint["config"]["epochs"] + 1) * images + seen / max(step, 1)
+    _check(seen <= end, f"{seen:,} images seen in {step:,} steps are more than --epochs allowed")
+    _check(-1 <= progress.best_top1 <= 100, f"a best top-1 of {progress.best_top1!r} %")
+    _check(0 <= progress.train_seconds < math.inf, f"{progress.train_seconds!r} s of training")
+    return progress
+
+
+def _check_fits(
+    checkpoint: dict[str, Any],
+    parts: Trainables,
+    config: Config,
+    world: World,
+    data: Data,
+    name: str,
+) -> None:
+    """UserError where this run cannot go on from it."""
     saved = checkpoint["config"]
     if saved["arch"] != config.arch:
         raise UserError(
-            f"--resume {name}: holds a {saved['arch']}, and this run trains a {config.arch}; add "
-            f"--arch {saved['arch']}"
+            f"{name}: holds a {saved['arch']}, and this run trains a {config.arch}; add --arch "
+            f"{saved['arch']}"
         )
-    if saved["seed"] != config.seed and not config.evaluate:
+    if config.evaluate:
+        if checkpoint["ema"] is None and parts.ema is not None:
+            raise UserError(
+                f"{name}: holds no moving average of the weights to evaluate; leave out --model-ema"
+            )
+        return
+    if saved["seed"] != config.seed:
         raise UserError(
-            f"--resume {name}: was trained with --seed {saved['seed']}; with another seed some "
-            "images of its epoch would come twice and some not at all"
+            f"{name}: was trained with --seed {saved['seed']}; with another seed some images of "
+            "its epoch would come twice and some not at all"
         )
-    if (checkpoint["ema"] is None) != (parts.ema is None) and not config.evaluate:
+    if (checkpoint["ema"] is None) != (parts.ema is None):
         has = "no" if checkpoint["ema"] is None else "a"
         raise UserError(
-            f"--resume {name}: holds {has} moving average of the weights; start with --model-ema "
-            "as that run did"
+            f"{name}: holds {has} moving average of the weights; start with --model-ema as that "
+            "run did"
         )
-    _load_state(parts.model, checkpoint["model"], f"--resume {name}")
-    if parts.ema is not None and checkpoint["ema"] is not None:
-        parts.ema.load_state_dict(checkpoint["ema"])
-    if not config.evaluate:
-        _load_optimizer(parts.optimizer, checkpoint["optimizer"], f"--resume {name}")
-    if checkpoint["scaler"] and parts.scaler.is_enabled():
-        parts.scaler.load_state_dict(checkpoint["scaler"])
-    return Progress(**checkpoint["progress"])
+    then, now = checkpoint.get("data") or data.identity, data.identity
+    if then != now and not config.allow_changed_data:
+        counts, here = (
+            f"{images['num_train']:,} training and {images['num_val']:,} validation images"
+            for images in (then, now)
+        )
+        raise UserError(
+            f"{name}: was trained on {counts}, and here are "
+            + (here if here != counts else "as many, of other names or classes")
+            + "; bring the old data back, or add --allow-changed-data"
+        )
+    momenta = checkpoint.get("momenta")
+    if momenta and (not config.use_adasum or len(momenta) != world.size):
+        raise UserError(
+            f"{name}: holds the momentum of each of {len(momenta)} workers under --use-adasum; go "
+            "on with as many and with that flag, or start from its weights with --weights"
+        )
+    if saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta:
+        raise UserError(
+            f"{name}: was trained with --use-adasum and holds one worker's momentum only, from "
+            "which others cannot go on exactly; start from its weights with --weights"
+        )
+
+
+def _finite_beside(path: Path) -> Path | None:
+    """The newest checkpoint in the folder of `path` that is whole and finite, or else the best."""
+    for file in reversed([path.with_name("best.pt"), *checkpoints_in(path.parent)]):
+        with suppress(OSError):  # it is no more than advice
+            if file.exists() and _is_whole(file) and not _not_finite(_glance(file)):
+                return file
+    return None
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], name: str) -> None:
@@ -407,8 +576,19 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], nam
         raise UserError(
             f"{name}: its optimizer state does not fit ({_first_line(error)}); check --arch"
         ) from None
+    for weight, values in optimizer.state.items():
+        buffer = values.get("momentum_buffer")
+        _check(buffer is None or buffer.shape == weight.shape, "momentum of another shape")
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
+
+
+def _load_momentum(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> None:
+    """Take up this rank's part of what `_momentum_of_each` has gathered."""
+    buffers = _momentum(optimizer)
+    parts = own.split([buffer.numel() for buffer in buffers])
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer.copy_(part.view_as(buffer))
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -417,7 +597,8 @@ def load_weights(model: nn.Module, path: str) -> None:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"--weights {path}: there is no such file")
-    state = _read(file.read_bytes(), f"--weights {path}")
+    with file.open("rb") as content:
+        state = _read(content, f"--weights {path}")
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -205,6 +205,9 @@ class RunFlags:
     resume: str | None = None
     """A checkpoint's path, or `auto`: the newest whole checkpoint of the run --name, or a fresh
     start."""
+    allow_changed_data: bool = False
+    """Go on from a checkpoint although there are other images than it was trained on: the order of
+    the images is then another one."""
     checkpoint_steps: int | None = None
     """Also write a checkpoint every so many steps; one is written after every epoch."""
     keep_checkpoints: int = 2

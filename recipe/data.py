@@ -53,6 +53,19 @@ class Data:
         """Whether batches are made up once, on the device."""
         return self.train is None
 
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a run must find again to go on: how many images, and a digest of their names, labels
+        and classes, the same whether they are files, shards or in memory."""
+        digest = hashlib.sha256()
+        for listing in (self.train, self.val):
+            if listing is not None:
+                digest.update(os.fsencode("\0".join(listing.classes)))
+                digest.update(listing.paths.tobytes())
+                digest.update(listing.labels.tobytes())
+        counts = {"num_train": self.num_train, "num_val": self.num_val}
+        return {**counts, "sha256": digest.hexdigest()}
+
 
 def open_data(config: Config, world: World | None = None) -> Data:
     """List and check the folders; writes the embedded digits on first use. With --in-memory, reads

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import errno
+import math
 import os
 import pickle
 import resource
@@ -38,11 +39,13 @@ from recipe.checkpoint import (
     step_path,
 )
 from recipe.config import Config
+from recipe.data import Data
 from recipe.errors import UserError
 from recipe.model import build_ema, build_optimizer, build_scaler
 from recipe.run_folder import partial_name
 
 CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")
+DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)
 
 
 def trainables(config: Config = CONFIG, seed: int = 0, steps: int = 0) -> Trainables:
@@ -68,18 +71,19 @@ def train(parts: Trainables, steps: int) -> None:
             parts.ema.update_parameters(parts.model)
 
 
+def plain(value: Any) -> Any:
+    """What can be compared bit by bit."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value
+
+
 def everything(parts: Trainables) -> list[Any]:
     """All state, as comparable values, bit by bit."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.shape, value.numpy().tobytes()
-        if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(one) for one in value]
-        return value
-
     ema = parts.ema.state_dict() if parts.ema is not None else None
     states = parts.model.state_dict(), parts.optimizer.state_dict(), parts.scaler.state_dict()
     return [plain(state) for state in (*states, ema)]
@@ -102,10 +106,10 @@ PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, train_seconds=1.25)
 def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
     parts = trainables(steps=3)
     parts.scaler.update(1234.0)
-    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG, DATA))
     fresh = trainables(seed=1)
     assert everything(fresh) != everything(parts)
-    assert restore(read(tmp_path / "c.pt"), fresh, CONFIG, "c.pt") == PROGRESS
+    assert restore(read(tmp_path / "c.pt"), fresh, CONFIG, a_world(), DATA, "c.pt") == PROGRESS
     assert everything(fresh) == everything(parts)
     momentum = [state["momentum_buffer"] for state in fresh.optimizer.state.values()]
     assert any(buffer.abs().sum() > 0 for buffer in momentum)
@@ -116,7 +120,7 @@ def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_contents_are_free_of_wrappers(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     contents = read(tmp_path / "c.pt")
     assert set(contents["model"]) == set(TinyNet().state_dict())
     assert contents["config"]["arch"] == "tiny"
@@ -124,10 +128,10 @@ def test_contents_are_free_of_wrappers(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_checkpoint_s_settings(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(steps=1), PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA))
     config = replace(CONFIG, wd=0.5, momentum=0.25)
     fresh = trainables(config)
-    restore(read(tmp_path / "c.pt"), fresh, config, "c.pt")
+    restore(read(tmp_path / "c.pt"), fresh, config, a_world(), DATA, "c.pt")
     assert {group["weight_decay"] for group in fresh.optimizer.param_groups} == {0.5}
     assert {group["momentum"] for group in fresh.optimizer.param_groups} == {0.25}
 
@@ -137,7 +141,7 @@ def test_failure_half_way_leaves_the_old_file(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c.pt"
-    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG))
+    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG, DATA))
     before = path.read_bytes()
 
     def half(contents: object, file: Any) -> None:
@@ -146,7 +150,7 @@ def test_failure_half_way_leaves_the_old_file(
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else UserError) as raised:
-        save_checkpoint(path, contents_of(trainables(seed=1), PROGRESS, CONFIG))
+        save_checkpoint(path, contents_of(trainables(seed=1), PROGRESS, CONFIG, DATA))
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["c.pt"]
     if kind is not KeyboardInterrupt:
@@ -156,22 +160,26 @@ def test_failure_half_way_leaves_the_old_file(
 def test_others_may_read_it(tmp_path: Path) -> None:
     mask = os.umask(0o022)
     try:
-        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     finally:
         os.umask(mask)
     assert (tmp_path / "c.pt").stat().st_mode & 0o777 == 0o644
 
 
 def keep(folder: Path, step: int, top1: float | None, progress: Progress, **others: Any) -> None:
-    progress.step = step
+    progress.step, progress.samples_seen = step, 4 * step
     figures = {} if top1 is None else {"top1": top1}
     config = replace(CONFIG, **others)
-    keep_checkpoint(trainables(), progress, config, a_world(), folder, figures)
+    keep_checkpoint(trainables(), progress, config, a_world(), DATA, folder, figures, same)
     finish_checkpoint()
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -189,9 +197,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         save(contents, file)
 
     monkeypatch.setattr(torch, "save", late)
-    parts, progress = trainables(steps=2), Progress(step=2)
+    parts, progress = trainables(steps=2), Progress(2, 8)
     before = everything(parts)
-    keep_checkpoint(parts, progress, CONFIG, a_world(), tmp_path, {})
+    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, {}, same)
     train(parts, 3)
     progress.step = 5
     assert everything(parts) != before and steps_of(tmp_path) == []
@@ -199,7 +207,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     finish_checkpoint()
     assert steps_of(tmp_path) == [2]
     fresh = trainables(seed=1)
-    restore(read(tmp_path / "checkpoints" / "step-000000002.pt"), fresh, CONFIG, "c.pt")
+    restore(
+        read(tmp_path / "checkpoints" / "step-000000002.pt"), fresh, CONFIG, a_world(), DATA, "c.pt"
+    )
     assert everything(fresh) == before
 
 
@@ -212,10 +222,12 @@ def test_a_checkpoint_that_could_not_be_written_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
-        keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), tmp_path, {})
+        keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, {}, same)
         with pytest.raises(UserError, match=r"step-000000002.pt: .*written \(disk full\)"):
             if then == "next":
-                keep_checkpoint(trainables(), Progress(step=3), CONFIG, a_world(), tmp_path, {})
+                keep_checkpoint(
+                    trainables(), Progress(step=3), CONFIG, a_world(), DATA, tmp_path, {}, same
+                )
             else:
                 finish_checkpoint()
     assert steps_of(tmp_path) == []
@@ -231,7 +243,7 @@ def test_a_failed_write_is_told_without_waiting_for_the_next(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fails_late)
-    keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), tmp_path, {})
+    keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, {}, same)
     assert not finish_checkpoint(timeout=0)  # nothing to tell yet, and no waiting
     may_fail.set()
     with pytest.raises(UserError, match="No space left on device"):
@@ -243,7 +255,7 @@ def test_a_failed_write_is_told_without_waiting_for_the_next(
 @pytest.mark.parametrize("limit", [100, 2000, 9000])  # in the first write, in between, at the end
 def test_the_system_s_reason_is_told(limit: int, tmp_path: Path) -> None:
     """Which torch hides behind "enforce fail at inline_container.cc"."""
-    contents = contents_of(trainables(), PROGRESS, CONFIG)
+    contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -257,8 +269,43 @@ def test_the_system_s_reason_is_told(limit: int, tmp_path: Path) -> None:
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial_name(tmp_path / "c.pt").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
-        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: Path) -> None:
+    keep(tmp_path, 10, 50.0, progress := Progress())
+    before = everything_in(tmp_path)
+    parts = trainables(steps=1)
+    assert parts.ema is not None
+    with torch.no_grad():
+        if part == "optimizer":
+            parts.optimizer.state[parts.model.head.bias]["momentum_buffer"][1] = value
+        else:
+            model = parts.model if part == "model" else parts.ema.module
+            model.head.bias[1] = value
+    progress.step, progress.samples_seen = 20, 80
+    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, {"top1": 60.0}, same)
+    with pytest.raises(UserError, match=rf"000020.pt: was not written, for {part}\..* not finite"):
+        finish_checkpoint()
+    assert everything_in(tmp_path) == before
+
+
+def test_diverged_weights_are_not_gone_on_from(tmp_path: Path) -> None:
+    """Such a file may be of an earlier version, which wrote it."""
+    for step in (10, 20):
+        keep(tmp_path, step, None, Progress())
+    older, newest = checkpoints_in(tmp_path / "checkpoints")
+    contents = read(newest)
+    contents["model"]["conv.weight"][0] = math.nan
+    save_checkpoint(newest, contents)
+    auto = replace(CONFIG, resume="auto")
+    for expected in (f"use --resume {older}", "start anew under another --name"):
+        with pytest.raises(UserError, match=rf"model.conv.weight is not finite, .*{expected}"):
+            resume(trainables(), auto, a_world(), DATA, tmp_path, same)
+        older.unlink(missing_ok=True)
 
 
 def test_last_two_and_the_best(tmp_path: Path) -> None:
@@ -293,7 +340,7 @@ def test_keep_none(tmp_path: Path) -> None:
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     progress = Progress(step=10)
     world = a_world(1, 2)
-    keep_checkpoint(trainables(), progress, CONFIG, world, tmp_path, {"top1": 50.0})
+    keep_checkpoint(trainables(), progress, CONFIG, world, DATA, tmp_path, {"top1": 50.0}, same)
     assert os.listdir(tmp_path) == []
     assert progress.best_top1 == 50.0  # the same on all ranks
 
@@ -375,10 +422,6 @@ def test_auto_passes_over_a_damaged_file(
         find_checkpoint(auto, tmp_path)
 
 
-def everything_in(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("best", ["whole", "damaged", "missing"])
 def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     """Where a run was recorded and no checkpoint of a step is whole: the user decides."""
@@ -438,15 +481,10 @@ def test_what_cannot_be_read_is_not_damaged(
     assert everything_in(tmp_path) == before
 
 
-def test_nothing_to_evaluate(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint to evaluate; check --name"):
-        find_checkpoint(replace(CONFIG, resume="auto", evaluate=True), tmp_path)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "c.pt"
-    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG))
+    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG, DATA))
     return path.read_bytes()
 
 
@@ -471,9 +509,10 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
             assert "\n" not in str(error)
 
 
-def test_all_ranks_get_rank_0_s_file(tmp_path: Path) -> None:
-    """Only rank 0 reads; nothing but bytes and their number is sent."""
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 reads; nothing but bytes, in pieces, and their number is sent."""
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     sent: list[torch.Tensor] = []
 
     def send(values: torch.Tensor) -> torch.Tensor:
@@ -481,7 +520,11 @@ def test_all_ranks_get_rank_0_s_file(tmp_path: Path) -> None:
         return values
 
     first = load_on_all_ranks(tmp_path / "c.pt", a_world(0, 2), send)
-    assert [values.dtype for values in sent] == [torch.int64, torch.uint8]
+    size = (tmp_path / "c.pt").stat().st_size
+    assert [values.dtype for values in sent] == [torch.int64] + [torch.uint8] * (len(sent) - 1)
+    assert [len(values) for values in sent] == [1, *[1000] * (size // 1000), size % 1000], (
+        "MPI refuses messages of 2 GiB and more"
+    )
 
     def receive(values: torch.Tensor) -> torch.Tensor:
         assert values.shape == sent[0].shape
@@ -496,11 +539,11 @@ def test_all_ranks_get_rank_0_s_file(tmp_path: Path) -> None:
 
 
 def test_resume(tmp_path: Path) -> None:
-    assert resume(trainables(), CONFIG, a_world(), tmp_path, same) == Progress()
+    assert resume(trainables(), CONFIG, a_world(), DATA, tmp_path, same) == Progress()
     auto = replace(CONFIG, resume="auto")
-    assert resume(trainables(), auto, a_world(), tmp_path, same) == Progress()
+    assert resume(trainables(), auto, a_world(), DATA, tmp_path, same) == Progress()
     keep(tmp_path, 10, 33.0, Progress())
-    assert resume(trainables(), auto, a_world(), tmp_path, same) == Progress(10, 0, 33.0)
+    assert resume(trainables(), auto, a_world(), DATA, tmp_path, same) == Progress(10, 40, 33.0)
 
 
 @pytest.mark.parametrize(
@@ -512,33 +555,153 @@ def test_resume(tmp_path: Path) -> None:
     ],
 )
 def test_mismatch(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     config = replace(CONFIG, **changes)
     with pytest.raises(UserError, match=f"--resume c.pt: .*{words}"):
-        restore(read(tmp_path / "c.pt"), trainables(config), config, "c.pt")
+        restore(read(tmp_path / "c.pt"), trainables(config), config, a_world(), DATA, "c.pt")
+
+
+SHA256 = DATA.identity["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"num_train": 99}, "100 training and 8 validation images, and here are 99 training and 8"),
+        ({"num_val": 9}, "100 training and 8 validation images, and here are 100 training and 9"),
+        ({"sha256": "other"}, "here are as many, of other names or classes"),
+    ],
+)
+def test_changed_data(data: dict[str, Any], words: str, tmp_path: Path) -> None:
+    contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)
+    now = replace(DATA)
+    vars(now)["identity"] = {**DATA.identity, **data}
+    with pytest.raises(UserError, match=f"{words}.*; .* add --allow-changed-data"):
+        restore(contents, trainables(), CONFIG, a_world(), now, "c.pt")
+    allowed, evaluating = replace(CONFIG, allow_changed_data=True), replace(CONFIG, evaluate=True)
+    for config in (allowed, evaluating):
+        assert restore(contents, trainables(), config, a_world(), now, "c.pt") == PROGRESS
+    old = {key: value for key, value in contents.items() if key not in ("data", "momenta")}
+    assert restore(old, trainables(), CONFIG, a_world(), now, "c.pt") == PROGRESS
+
+
+MALFORMED: dict[str, tuple[tuple[str, ...], Any]] = {
+    "negative step": (("progress", "step"), -3),
+    "step of text": (("progress", "step"), "3"),
+    "step of a float": (("progress", "step"), 3.0),
+    "position before its steps": (("progress", "samples_seen"), 2),
+    "position beyond the end": (("progress", "samples_seen"), 10**12),
+    "step beyond the position": (("progress", "step"), 10**12),
+    "best of NaN": (("progress", "best_top1"), math.nan),
+    "best of text": (("progress", "best_top1"), "12"),
+    "endless training": (("progress", "train_seconds"), math.inf),
+    "lone progress": (("progress",), {"step": 3}),
+    "other progress": (("progress",), {**vars(PROGRESS), "more": 1}),
+    "progress of a number": (("progress",), 3),
+    "no config": (("config",), {}),
+    "config of None": (("config",), None),
+    "epochs of text": (("config", "epochs"), "90"),
+    "model of None": (("model",), None),
+    "model of a list": (("model",), [1, 2]),
+    "weights of a number": (("model", "conv.weight"), 1.0),
+    "average of a number": (("ema",), 1),
+    "optimizer of None": (("optimizer",), None),
+    "optimizer without groups": (("optimizer", "param_groups"), []),
+    "optimizer of other groups": (("optimizer", "param_groups"), [{}, {}]),
+    "momentum of another shape": (("optimizer", "state", 0, "momentum_buffer"), torch.zeros(2)),
+    "momentum of text": (("optimizer", "state", 0, "momentum_buffer"), "fast"),
+    "loss scale of NaN": (("scaler", "scale"), math.nan),
+    "loss scale of None": (("scaler", "scale"), None),
+    "data of a list": (("data",), [1]),
+    "data without counts": (("data",), {"sha256": SHA256}),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_values_are_one_sentence(name: str) -> None:
+    contents = contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA)
+    (*path, last), value = MALFORMED[name]
+    inner: Any = contents
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    with pytest.raises(UserError, match=r"^--resume c.pt: ") as raised:
+        restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["model", "ema", "optimizer", "scaler", "progress", "config"])
+def test_missing_values_are_one_sentence(key: str) -> None:
+    contents = contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA)
+    del contents[key]
+    with pytest.raises(UserError, match=rf"^--resume c.pt: .*KeyError: '{key}'"):
+        restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt")
+
+
+def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
+    """Which is its own: all are in the checkpoint, and each rank gets its own back."""
+    config = replace(CONFIG, use_adasum=True)
+    ranks = [trainables(config, seed=7, steps=steps) for steps in (2, 3)]
+    own = [
+        torch.cat([state["momentum_buffer"].flatten() for state in parts.optimizer.state.values()])
+        for parts in ranks
+    ]
+    own[1][0] = -0.0
+    next(iter(ranks[1].optimizer.state.values()))["momentum_buffer"].view(-1)[0] = -0.0
+    for rank in (1, 0):
+        turns = iter(range(2))
+
+        def summed(values: torch.Tensor, rank: int = rank, turns: Any = turns) -> torch.Tensor:
+            turn = next(turns)
+            assert values.any() == (turn == rank)
+            return own[turn].view(torch.int32)
+
+        progress = Progress(3, 24)
+        world = a_world(rank, 2)
+        keep_checkpoint(ranks[rank], progress, config, world, DATA, tmp_path, {}, summed)
+        assert next(turns, None) is None
+    finish_checkpoint()
+    (path,) = checkpoints_in(tmp_path / "checkpoints")
+    contents = read(path)
+    for rank, parts in enumerate(ranks):
+        fresh = trainables(config, seed=1)
+        restore(contents, fresh, config, a_world(rank, 2), DATA, "c.pt")
+        assert plain(fresh.optimizer.state_dict()) == plain(parts.optimizer.state_dict())
+    averaged = replace(config, use_adasum=False)
+    for other, size in ((config, 4), (averaged, 2)):
+        with pytest.raises(UserError, match="of each of 2 workers under --use-adasum"):
+            restore(contents, trainables(other), other, a_world(0, size), DATA, "c.pt")
+    del contents["momenta"]  # as an earlier version wrote it
+    with pytest.raises(UserError, match="holds one worker's momentum only"):
+        restore(contents, trainables(config), config, a_world(0, 2), DATA, "c.pt")
 
 
 def test_checkpoint_without_moving_average(tmp_path: Path) -> None:
     plain = replace(CONFIG, model_ema=False)
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(plain), PROGRESS, plain))
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(plain), PROGRESS, plain, DATA))
     with pytest.raises(UserError, match="holds no moving average"):
-        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, "c.pt")
-    evaluating = replace(CONFIG, evaluate=True)  # needs no more than the weights
-    restore(read(tmp_path / "c.pt"), trainables(), evaluating, "c.pt")
+        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, a_world(), DATA, "c.pt")
+    evaluating = replace(CONFIG, evaluate=True)
+    with pytest.raises(UserError, match=r"no moving average .* leave out --model-ema"):
+        restore(read(tmp_path / "c.pt"), trainables(), evaluating, a_world(), DATA, "c.pt")
+    evaluating = replace(plain, evaluate=True)
+    for other in (plain, CONFIG):  # an evaluation of the weights needs no more than the weights
+        save_checkpoint(tmp_path / "c.pt", contents_of(trainables(other), PROGRESS, other, DATA))
+        restore(read(tmp_path / "c.pt"), trainables(plain), evaluating, a_world(), DATA, "c.pt")
 
 
 def test_other_number_of_classes(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     parts = trainables()
     parts.model = TinyNet(7)
     with pytest.raises(UserError, match=r"head.weight is \[3, 4\], not \[7, 4\].*classes"):
-        restore(read(tmp_path / "c.pt"), parts, CONFIG, "c.pt")
+        restore(read(tmp_path / "c.pt"), parts, CONFIG, a_world(), DATA, "c.pt")
 
 
 def test_foreign_file_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"state_dict": TinyNet().state_dict()}, tmp_path / "c.pt")
     with pytest.raises(UserError, match="use --weights"):
-        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, "c.pt")
+        restore(read(tmp_path / "c.pt"), trainables(), CONFIG, a_world(), DATA, "c.pt")
 
 
 def wrapped(state: dict[str, Any]) -> dict[str, Any]:
@@ -585,7 +748,7 @@ def test_weights_of_other_trainers(name: str, tmp_path: Path) -> None:
 
 def test_weights_of_this_project_and_of_old_files(tmp_path: Path) -> None:
     parts = trainables(steps=2)
-    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG))
+    save_checkpoint(tmp_path / "c.pt", contents_of(parts, PROGRESS, CONFIG, DATA))
     model = TinyNet()
     load_weights(model, str(tmp_path / "c.pt"))
     assert torch.equal(model.conv.weight, parts.model.conv.weight)
