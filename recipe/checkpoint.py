@@ -305,8 +305,16 @@ def resume(
     there is none."""
     if config.resume is None:
         return Progress()
-    path = find_checkpoint(config, run_folder) if world.is_first else None
-    contents = load_on_all_ranks(path, world, from_rank_0)
+    path = None
+    try:
+        if world.is_first:
+            path = find_checkpoint(config, run_folder)
+        contents = load_on_all_ranks(path, world, from_rank_0)
+    except OSError as error:
+        raise UserError(
+            f"--resume {config.resume}: {error.filename or path or run_folder} cannot be read "
+            f"({error.strerror}); nothing was changed, start again when it can be read"
+        ) from error
     return (
         restore(contents, parts, config, world, data, str(path or config.resume))
         if contents is not None
@@ -318,19 +326,12 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     """The file that --resume means, or None for a fresh start (`auto` where nothing was done yet).
 
     `auto` passes over a newest file that is damaged and takes the one before it, saying so. What
-    cannot be read is not damaged: UserError, as where no file is whole, since to start again would
-    be to destroy the run.
+    cannot be read is not damaged: OSError. UserError where no file is whole, since to start again
+    would be to destroy the run.
     """
     if config.resume is None:
         return None
-    try:
-        path = _newest(run_folder) if config.resume == "auto" else _named(config.resume)
-    except OSError as error:
-        raise UserError(
-            f"--resume {config.resume}: {error.filename or run_folder} cannot be read "
-            f"({error.strerror}); nothing was changed, start again when it can be read"
-        ) from error
-    return path
+    return _newest(run_folder) if config.resume == "auto" else _named(config.resume)
 
 
 def _named(name: str) -> Path:
@@ -429,6 +430,16 @@ def _read(content: BinaryIO, name: str) -> Any:
                 "code from the file; save it again with tensors and plain values only"
             ) from None
         raise UserError(f"{name}: is damaged, or is no file that torch.save wrote") from None
+
+
+def _read_safetensors(file: Path, name: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError  # few read such files
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{name}: is damaged ({_first_line(error)}); fetch it again") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -593,23 +604,31 @@ def _load_momentum(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> None:
 
 def load_weights(model: nn.Module, path: str) -> None:
     """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
-    example, or a bare dict."""
+    example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"--weights {path}: there is no such file")
-    with file.open("rb") as content:
-        state = _read(content, f"--weights {path}")
+    state: Any
+    if file.suffix == ".safetensors":
+        state = _read_safetensors(file, f"--weights {path}")
+    else:
+        with file.open("rb") as content:
+            state = _read(content, f"--weights {path}")
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
     if not isinstance(state, dict) or not all(
-        isinstance(value, torch.Tensor) for value in state.values()
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
     ):
         raise UserError(
             f"--weights {path}: holds no state dict under 'model', 'state_dict' or at its top"
         )
-    state = {key.removeprefix("module."): value for key, value in state.items()}
+    # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
+    state = {
+        re.sub(r"^((module|model)\.)+", "", key.replace("_orig_mod.", "")): value
+        for key, value in state.items()
+    }
     _load_state(model, without_auxiliary_heads(state), f"--weights {path}")
 
 

@@ -457,7 +457,7 @@ def test_auto_with_metrics_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EIO, errno.ENOENT])
-@pytest.mark.parametrize("place", ["file", "folder"])
+@pytest.mark.parametrize("place", ["file", "file, later", "folder"])
 def test_what_cannot_be_read_is_not_damaged(
     number: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,13 +470,15 @@ def test_what_cannot_be_read_is_not_damaged(
 
     if place == "file":
         monkeypatch.setattr(zipfile, "ZipFile", unreadable)
+    elif place == "file, later":  # it was whole a moment ago
+        monkeypatch.setattr(checkpoint, "_read", unreadable)
     elif number != errno.ENOENT:  # a folder that is not there is a run that has not begun
         monkeypatch.setattr(os, "listdir", unreadable)
     else:
         return
     words = rf"--resume auto: .* cannot be read \({os.strerror(number)}\)"
     with pytest.raises(UserError, match=words):
-        find_checkpoint(replace(CONFIG, resume="auto"), tmp_path)
+        resume(trainables(), replace(CONFIG, resume="auto"), a_world(), DATA, tmp_path, same)
     monkeypatch.undo()
     assert everything_in(tmp_path) == before
 
@@ -704,13 +706,19 @@ def test_foreign_file_is_no_checkpoint(tmp_path: Path) -> None:
         restore(read(tmp_path / "c.pt"), trainables(), CONFIG, a_world(), DATA, "c.pt")
 
 
-def wrapped(state: dict[str, Any]) -> dict[str, Any]:
-    return {f"module.{key}": value for key, value in state.items()}
+def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
+    return {f"{prefix}{key}": value for key, value in state.items()}
 
 
 FORMATS = {
     "bare": lambda state, optimizer: state,
     "bare, from DDP": lambda state, optimizer: wrapped(state),
+    "torch.compile": lambda state, optimizer: wrapped(state, "_orig_mod."),
+    "torch.compile in DDP": lambda state, optimizer: wrapped(state, "module._orig_mod."),
+    "a layer compiled": lambda state, optimizer: {
+        key.replace("conv.", "conv._orig_mod."): value for key, value in state.items()
+    },
+    "Lightning": lambda state, optimizer: {"state_dict": wrapped(state, "model."), "epoch": 3},
     "pytorch/examples": lambda state, optimizer: {
         "epoch": 90,
         "arch": "resnet50",
@@ -744,6 +752,21 @@ def test_weights_of_other_trainers(name: str, tmp_path: Path) -> None:
     model = TinyNet()
     load_weights(model, str(tmp_path / "w.pth"))
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_weights_in_safetensors(prefix: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "w.safetensors"
+    state = trainables(steps=2).model.state_dict()
+    save_file(wrapped(state, prefix), file)
+    model = TinyNet()
+    load_weights(model, str(file))
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"w.safetensors: is damaged \(.*\); fetch it again"):
+        load_weights(model, str(file))
 
 
 def test_weights_of_this_project_and_of_old_files(tmp_path: Path) -> None:
@@ -792,7 +815,8 @@ def test_code_in_a_file_is_refused(
         ({"epoch": 3}, "holds no state dict"),
         ({"state_dict": {"x": 1}}, "holds no state dict"),
         ({"model": {}}, "lacks conv.weight"),
-        (wrapped(wrapped(TinyNet().state_dict())), "lacks conv.weight"),
+        (wrapped(TinyNet().state_dict(), "net."), "lacks conv.weight"),
+        ({"state_dict": {1: torch.zeros(1)}}, "holds no state dict"),
         (TinyNet().state_dict() | {"more": torch.zeros(1)}, "has more"),
         (TinyNet(5).state_dict(), r"head.weight is \[5, 4\], not \[3, 4\]"),
     ],

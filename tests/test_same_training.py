@@ -168,8 +168,14 @@ def test_resume_at_another_world_size_sees_each_image_once(tmp_path: Path) -> No
     assert read_lines(folder, "eval")[-1]["num_images"] == 359
 
 
-def test_adasum_trains_with_an_unscaled_rate(tmp_path: Path) -> None:
-    train(tmp_path / "run", "horovodrun --mpi", "horovod", "--use-adasum --arch resnet18")
+def test_adasum_trains_with_an_unscaled_rate_and_goes_on_exactly(tmp_path: Path) -> None:
+    adasum = "horovodrun --mpi", "horovod", "--use-adasum --arch resnet18"
+    whole = train(tmp_path / "run", *adasum)
     steps = read_lines(tmp_path / "run", "step")
     assert max(step["learning_rate"] for step in steps) <= 0.01, "Adasum scales by itself"
     assert sum(step["loss"] for step in steps[-5:]) < 0.7 * sum(step["loss"] for step in steps[:5])
+    (tmp_path / "run" / "checkpoints" / "step-000000070.pt").unlink()  # goes on from the epoch's
+    resumed = train(tmp_path / "run", *adasum[:2], f"{adasum[2]} --resume auto")
+    assert resumed["weights_sha256"] == whole["weights_sha256"], "each rank has its own momentum"
+    losses = [step["loss"] for step in read_lines(tmp_path / "run", "step")]
+    assert losses == [step["loss"] for step in steps]
