@@ -263,8 +263,8 @@ class Config(
 
 
 def digits() -> Config:
-    """The embedded handwritten digits, half a minute on a CPU core: 97 % top-1 or more with 1, 2
-    and 4 workers.
+    """The embedded handwritten digits, half a minute on a CPU core: 97.8 to 99.4 % top-1 with 1 or
+    2 workers, 96.1 to 98.3 % with 4.
 
     python ddp_train/train.py
     """
