@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
+TRANSPORTS = "OMPI_MCA_btl"
 SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
 
 
@@ -128,6 +129,8 @@ def prepare_mpi(world: World) -> None:
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if world.local_size == world.size and _free_shared_memory() > world.size * SEGMENT_BYTES:
-        os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+        left_out = os.environ.get(TRANSPORTS, "^tcp")  # horovodrun: ^openib
+        is_left_in = left_out.startswith("^") and "tcp" not in left_out
+        os.environ[TRANSPORTS] = f"{left_out},tcp" if is_left_in else left_out
     if world.launcher in ("none", "torchrun"):
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

@@ -142,6 +142,11 @@ def test_mpi_listens_to_no_network_for_ranks_that_share_memory(
     prepare_mpi(a_world(0, 4, launcher="mpirun"))
     assert "OMPI_MCA_btl" not in variables  # no room: they speak by TCP
     monkeypatch.setattr("recipe.world._free_shared_memory", lambda: 2**30)
+    for given, left_out in {"^openib": "^openib,tcp", "self,tcp": "self,tcp"}.items():
+        variables["OMPI_MCA_btl"] = given
+        prepare_mpi(a_world(0, 4, launcher="mpirun"))
+        assert variables["OMPI_MCA_btl"] == left_out
+    del variables["OMPI_MCA_btl"]
     prepare_mpi(a_world(0, 4, launcher="mpirun"))
     assert variables["OMPI_MCA_btl"] == "^tcp"
 
