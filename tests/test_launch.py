@@ -62,7 +62,7 @@ class TestMistakes:
     def test_mistyped_flag(self, launcher: str, engine: str) -> None:
         finished = launch(launcher, engine, "--batchsize 3", timeout=60)
         assert finished.returncode != 0
-        assert finished.output.count("Perhaps you meant") == 1
+        assert finished.output.count("did you mean") == 1
         assert "--batch-size" in finished.output
         assert "Traceback" not in _before_the_launchers_words(finished.output)
 
