@@ -58,7 +58,7 @@ def main(config: Config, world: World) -> None:
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, in the memory where they are."""
-        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        dist.all_reduce(values := values.clone(), op=dist.ReduceOp.SUM)
         return values
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
