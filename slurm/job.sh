@@ -41,7 +41,11 @@ passed_on() {  # mpirun's flags for the variables that it must take to other nod
 }
 
 is_too_short() {  # is_too_short SECONDS: whether the time limit had the job warned so soon
-    [ "$1" -lt 60 ] && [[ $(scontrol show job "$SLURM_JOB_ID") =~ TimeLimit=00:.*PreemptTime=None ]]
+    local job
+    [ "$1" -lt 60 ] || return
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    # PreemptTime=None, or no such word where the site does not preempt: it was the time limit.
+    [[ $job =~ TimeLimit=00: && ! $job =~ PreemptTime=[0-9] ]]
 }
 
 train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end

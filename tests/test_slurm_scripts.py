@@ -29,6 +29,10 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     assert len(lines) == 3
     for line in lines:
         assert "--kill-on-bad-exit=1" in line or '"${ending[@]}"' in line
+    torchrun = (ROOT / "slurm/ddp_torchrun.sbatch").read_text()
+    assert "\nending=(--kill-on-bad-exit=1)" in torchrun
+    assert torchrun.count("--no-kill)") == 1
+    assert 'if [ -n "${MIN_NODES:-}" ]; then ending=(--kill-on-bad-exit=0 --no-kill)' in torchrun
 
 
 def test_the_tasks_of_mpi_wait_for_each_other() -> None:
@@ -46,6 +50,7 @@ def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
     ("limit", "preempted", "seconds", "is_queued_again"),
     [
         ("TimeLimit=00:04:00", NOT_PREEMPTED, 20, False),  # the warning comes five minutes before
+        ("TimeLimit=00:04:00", "", 20, False),  # a site that does not preempt writes no such line
         ("TimeLimit=00:10:00", NOT_PREEMPTED, 300, True),
         ("TimeLimit=1-00:00:00", NOT_PREEMPTED, 20, True),  # scancel --signal, by hand
         ("TimeLimit=00:30:00", "PreemptTime=2026-11-22T10:00:00", 20, True),
