@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SMALL, TRAINERS, run
+from launching import SMALL, TRAINERS, launch, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
 
 from recipe import agreement
@@ -225,3 +225,43 @@ def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path)
     assert "training images: 36 on rank 0" in finished.output
     assert "Traceback" not in finished.output
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+def test_a_host_whose_cuda_is_broken_does_not_hang(
+    launcher: str, engine: str, tmp_path: Path
+) -> None:
+    """Rank 0 finds a GPU (here a pretended one, with a pretended NCCL), and rank 1 none."""
+    (tmp_path / "sitecustomize.py").write_text(GPU_ON_RANK_0)
+    arguments = f"{SMALL} --log-dir {tmp_path}/runs"
+    finished = launch(launcher, engine, arguments, timeout=120, PYTHONPATH=str(tmp_path))
+    assert finished.returncode != 0
+    assert finished.output.count("the ranks would not train the same thing") == 1
+    assert "type of device: cuda on rank 0" in finished.output
+    assert "cpu on rank 1" in finished.output
+    assert not (tmp_path / "runs").exists()
+
+
+# Runs in each Python process at its start.
+GPU_ON_RANK_0 = """
+import builtins, os, types
+if "0" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):
+    real_import = builtins.__import__
+    def patched(name, *args, **kwargs):
+        module = real_import(name, *args, **kwargs)
+        if name == "recipe.device" and not hasattr(module, "pretended"):
+            import torch
+            import torch.distributed as dist
+            real_init = dist.init_process_group
+            def init(backend, **others):
+                import torch.testing._internal.distributed.fake_pg
+                real_init(backend.replace("nccl", "fake"), **others)
+            module.pretended = True
+            module.choose_device = lambda config, world: torch.device("cuda", 0)
+            properties = types.SimpleNamespace(uuid="GPU-0")
+            torch.cuda.get_device_properties = lambda device: properties
+            dist.init_process_group = init
+        return module
+    builtins.__import__ = patched
+"""
