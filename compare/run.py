@@ -90,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if options.dry_run:
             folder = options.out or new_folder(options.runs)
-            print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
+            lines = dry_run_lines(plan, folder, options.warm_up, options.block)
+            with contextlib.suppress(BrokenPipeError):  # `--dry-run | head` has seen enough
+                print("\n".join(lines), flush=True)
             return 0
         check_logins(plan.hosts, {configuration.launcher for configuration in plan.members()})
         if options.tune is not None:

@@ -409,6 +409,12 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 4
 
 
+def test_whoever_reads_a_dry_run_may_stop_reading(comparing):
+    process = comparing.start("--dry-run", "--blocks", "20")
+    process.stdout.close()
+    assert process.wait(60) == 0
+
+
 def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = {
