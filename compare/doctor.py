@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
             reach(options.reach)
             return 0
         for title, found in examine(options):  # a host may take a minute: each as it is known
-            print("\n".join(block_lines(title, found)), flush=True)
+            text = "\n".join(block_lines(title, found))
+            print(text if findings else text.lstrip("\n"), flush=True)
             findings += found
     except UserError as error:
         print(f"compare/doctor.py: {error}", file=sys.stderr)
