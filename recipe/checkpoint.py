@@ -30,7 +30,7 @@ from recipe.config import Config
 from recipe.data import Data
 from recipe.errors import UNFINISHED, UserError
 from recipe.model import without_auxiliary_heads
-from recipe.run_folder import partial_name
+from recipe.run_folder import new_folder, partial_name
 from recipe.world import World
 
 FORMAT = 1
@@ -260,19 +260,22 @@ def _mark_best(folder: Path, path: Path) -> None:
 def set_aside(run_folder: Path, step: int) -> bool:
     """Before a run goes on from `step`: move what an earlier one left of later steps, and a copy of
     its metrics, into a folder of their own, so that this run neither takes it for its own nor
-    deletes it. Whether best.pt was among it."""
+    deletes it. Whether best.pt was among it.
+
+    A run that was lost before its first checkpoint (step 0) leaves metrics only.
+    """
     folder = run_folder / "checkpoints"
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
     was_later = best.exists() and _step_in(best) > step
-    if later or was_later:
-        aside = folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S")
-        aside.mkdir()
-        if (run_folder / "metrics.jsonl").exists():
-            shutil.copyfile(run_folder / "metrics.jsonl", aside / "metrics.jsonl")
+    metrics = run_folder / "metrics.jsonl"
+    if later or was_later or (step == 0 and metrics.exists()):
+        aside = new_folder(folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S"))
+        if metrics.exists():
+            shutil.copyfile(metrics, aside / metrics.name)
         for file in [*later, best] if was_later else later:
             file.rename(aside / file.name)
-        print(f"warning: checkpoints of steps after {step}, or damaged ones, are now in {aside}")
+        print(f"warning: what an earlier start left of steps after {step} is now in {aside}")
     return was_later
 
 
@@ -356,7 +359,9 @@ def _newest(run_folder: Path) -> Path | None:
             f"--resume auto: of the checkpoints in {folder} only the best is whole; go on from it "
             f"with --resume {best}, or start anew under another --name"
         )
-    if files or best.exists() or (metrics.exists() and b'"kind": "step"' in metrics.read_bytes()):
+    # Each epoch ends with a checkpoint. A run that was lost before its first one, as a preempted
+    # job may be, begins anew; its metrics are set aside.
+    if files or best.exists() or (metrics.exists() and b'"kind": "epoch"' in metrics.read_bytes()):
         raise UserError(
             f"--resume auto: {run_folder} holds a run, but no whole checkpoint to go on from; "
             "bring one back from a copy, or start anew: under another --name, or with that folder "
@@ -475,7 +480,7 @@ def restore(
         if checkpoint["scaler"] and parts.scaler.is_enabled():
             _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
             parts.scaler.load_state_dict(checkpoint["scaler"])
-        return _progress_in(checkpoint, data)
+        return _progress_in(checkpoint)
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -490,7 +495,7 @@ def _check(holds: bool, complaint: str) -> None:
         raise ValueError(complaint)
 
 
-def _progress_in(checkpoint: dict[str, Any], data: Data) -> Progress:
+def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     """ValueError for what no training comes to."""
     values = checkpoint["progress"]
     _check(values.keys() == asdict(Progress()).keys(), f"progress has the keys {sorted(values)}")
@@ -500,10 +505,13 @@ def _progress_in(checkpoint: dict[str, Any], data: Data) -> Progress:
         type(step) is int and type(seen) is int and 0 <= step <= seen,
         f"step {step!r} with {seen!r} images seen",
     )
-    images = (checkpoint.get("data") or data.identity)["num_train"]
-    # The last step may go beyond the end, by the images of a step.
-    end = (checkpoint["config"]["epochs"] + 1) * images + seen / max(step, 1)
-    _check(seen <= end, f"{seen:,} images seen in {step:,} steps are more than --epochs allowed")
+    if checkpoint.get("data"):  # which older ones lack, and today's data may be of another size
+        # The last step may go beyond the end, by the images of a step.
+        end = (checkpoint["config"]["epochs"] + 1) * checkpoint["data"]["num_train"]
+        _check(
+            seen <= end + seen / max(step, 1),
+            f"{seen:,} images seen in {step:,} steps are more than --epochs allowed",
+        )
     _check(-1 <= progress.best_top1 <= 100, f"a best top-1 of {progress.best_top1!r} %")
     _check(0 <= progress.train_seconds < math.inf, f"{progress.train_seconds!r} s of training")
     return progress

@@ -76,7 +76,7 @@ def test_hosts_may_have_their_own_folders_and_cores() -> None:
     ("settings", "told"),
     [
         ({"seed": 7}, "--seed: 42 on rank 0 (node0) and 1 more, 7 on rank 2 (node1)."),
-        ({"base_lr": 0.5}, "--base-lr: 0.005 on rank 0 (node0) and 1 more, 0.5 on rank 2"),
+        ({"base_lr": 0.5}, "--base-lr: 0.01 on rank 0 (node0) and 1 more, 0.5 on rank 2"),
         ({"name": "b"}, "--name: None on rank 0 (node0) and 1 more, b on rank 2"),
         ({"max_steps": 3}, "--max-steps: None on"),
         ({"knob_variables": {"A": "1"}}, "--knob-variables: {} on rank 0"),
@@ -151,9 +151,6 @@ def test_data(tmp_path: Path) -> None:
 )
 def test_gpus(uuids: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may see one GPU alone: only their UUIDs tell whether it is the same one."""
-
-    def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuids[device.index])
 
     monkeypatch.setattr(
         torch.cuda,
@@ -243,7 +240,39 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
     assert not (tmp_path / "runs").exists()
 
 
-# Runs in each Python process at its start.
+@pytest.mark.launch
+@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+def test_ranks_whose_weights_have_drifted_apart_keep_no_checkpoint(
+    launcher: str, engine: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DRIFT_ON_RANK_1)
+    arguments = f"{SMALL} --log-dir {tmp_path} --name run --max-steps 2"
+    finished = launch(launcher, engine, arguments, timeout=120, PYTHONPATH=str(tmp_path))
+    assert finished.returncode != 0
+    assert finished.output.count("after step 2 the ranks hold different weights: ") == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# These run in each Python process at its start.
+DRIFT_ON_RANK_1 = """
+import builtins, os
+if "1" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):
+    real_import = builtins.__import__
+    def patched(name, *args, **kwargs):
+        module = real_import(name, *args, **kwargs)
+        if name == "recipe.phases" and not hasattr(module, "drifts"):
+            import torch
+            module.drifts = True
+            from recipe import record
+            real_trace = record.Recorder.trace
+            def trace(self, model, loss):  # called after each step of the optimizer
+                real_trace(self, model, loss)
+                with torch.no_grad():
+                    next(model.parameters()).view(-1)[0] += 1
+            record.Recorder.trace = trace
+        return module
+    builtins.__import__ = patched
+"""
 GPU_ON_RANK_0 = """
 import builtins, os, types
 if "0" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):

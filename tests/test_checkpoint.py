@@ -452,6 +452,13 @@ def test_auto_with_metrics_alone(tmp_path: Path) -> None:
     assert find_checkpoint(auto, tmp_path) is None  # it ended before its first step
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 1}\n')
+    assert find_checkpoint(auto, tmp_path) is None  # or before its first checkpoint
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert not set_aside(tmp_path, 0)
+    (aside,) = (tmp_path / "checkpoints").glob("set-aside-*")
+    assert (aside / "metrics.jsonl").read_text() == before
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "step": 45}\n')
     with pytest.raises(UserError, match="no whole checkpoint to go on from"):
         find_checkpoint(auto, tmp_path)
 
