@@ -27,6 +27,8 @@ LATE_RANK_0_S = 1.0
 # the same once more; one at most.
 UNFINISHED: list[tuple[Future[None], Callable[[], None]]] = []
 FINISH_S = 60
+# Whether a fork that is made now is to finish it: that one keeps the run folder's lock.
+finishing = False
 RESUME_HINT = (
     "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
     "has kept one"
@@ -121,7 +123,8 @@ def _in_another_process(again: Callable[[], None]) -> None:
     It has the same memory; and a session and output of its own, so that no launcher takes it for a
     rank that is left.
     """
-    rank = os.getpid()
+    global finishing
+    rank, finishing = os.getpid(), True
     if os.fork():
         return
     try:

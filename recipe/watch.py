@@ -96,7 +96,12 @@ def launchers_of(world: World) -> dict[int, str]:
     or a shell did."""
     if world.launcher == "none":
         return {}
-    ancestors = psutil.Process().parents()
+    ancestors = []
+    with suppress(psutil.Error):  # another user's process may not be looked at
+        process = psutil.Process().parent()
+        while process is not None:
+            ancestors.append(process)
+            process = process.parent()
     places = [place for place, one in enumerate(ancestors) if is_launcher(_command_line(one))]
     found = {one.pid: _started(one.pid) for one in ancestors[: max(places, default=-1) + 1]}
     return {pid: started for pid, started in found.items() if started is not None}

@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, run
+from making import a_world
 
-from recipe.watch import is_launcher
+from recipe import watch
+from recipe.watch import is_launcher, launchers_of
 
 RANK_VARIABLES = {
     "none": {},
@@ -143,6 +145,28 @@ def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
     said = start("torchrun", stall_timeout=2).wait()
     assert said.startswith("error: no batch for 2 s (--stall-timeout): another rank")
     assert said.count("\n") == 1
+
+
+class Ancestor:
+    """Stands in for a psutil.Process, above which another user's processes are hidden."""
+
+    pid, above = os.getpid(), 2
+
+    def parent(self) -> "Ancestor":
+        if self.above == 0:
+            raise psutil.AccessDenied(1)
+        other = Ancestor()
+        other.above = self.above - 1
+        return other
+
+    def cmdline(self) -> list[str]:
+        return ["python", "torchrun" if self.above else "tmux"]
+
+
+def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc is mounted with hidepid=1."""
+    monkeypatch.setattr(watch.psutil, "Process", Ancestor)
+    assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
 
 
 @pytest.mark.parametrize(
