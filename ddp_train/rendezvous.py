@@ -1,5 +1,6 @@
 """Where the ranks of a DDP run meet, under whichever launcher; nobody types MASTER_ADDR."""
 
+import ipaddress
 import os
 import re
 import socket
@@ -38,14 +39,57 @@ def meeting_point(world: World) -> dict[str, Any]:
             "ddp_train/train.py "
             "with torchrun, mpirun or horovodrun --mpi"
         )
+    first_host = os.environ.get("MASTER_ADDR", "")
+    arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
     if world.launcher == "torchrun":
-        return {"init_method": "env://"}
-    if "MASTER_ADDR" in os.environ:
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29500')}"
-        return {"init_method": address, "rank": world.rank, "world_size": world.size}
-    if world.launcher == "slurm":
-        return {"store": _store_through_slurm(world), "rank": world.rank, "world_size": world.size}
-    return {"store": _store_through_mpi(world), "rank": world.rank, "world_size": world.size}
+        arguments = {"init_method": "env://"}
+    elif first_host:
+        port = os.environ.get("MASTER_PORT", "29500")
+        arguments["init_method"] = f"tcp://{first_host}:{port}"
+    elif world.launcher == "slurm":
+        first_host = slurm_address(os.environ)[0]
+        arguments["store"] = _store_through_slurm(world)
+    else:
+        arguments["store"], first_host = _store_through_mpi(world)
+    if world.local_size < world.size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        _keep_gloo_off_loopback(first_host)
+    return arguments
+
+
+def _keep_gloo_off_loopback(first_host: str) -> None:
+    """Name the interface that leads to `first_host` for Gloo, which listens at what this host's
+    name stands for: on Debian and Ubuntu that is 127.0.1.1, where no other host comes.
+
+    UserError if there is none.
+    """
+    name = socket.gethostname()
+    own = _address_of(name)
+    if not ipaddress.ip_address(own).is_loopback:
+        return
+    # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
+    # by an address that is nobody's (RFC 5737). Nothing is sent to either.
+    for other in (first_host, "192.0.2.1"):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect((other, 9))
+            here = asking.getsockname()[0]
+            for interface, addresses in psutil.net_if_addrs().items():
+                is_on_it = any(address.address == here for address in addresses)
+                if is_on_it and not ipaddress.ip_address(here).is_loopback:
+                    os.environ["GLOO_SOCKET_IFNAME"] = interface
+                    return
+    raise UserError(
+        f"{name}: this host's name stands for {own}, where other hosts cannot reach it: let "
+        "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "
+        "interface that leads to them; there are " + ", ".join(psutil.net_if_addrs())
+    )
+
+
+def _address_of(name: str) -> str:
+    """What Gloo takes for this host: its name's first address, and 127.0.0.1 if it has none."""
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
+    except OSError:
+        return "127.0.0.1"
 
 
 def patience(config: Config) -> timedelta:
@@ -120,8 +164,8 @@ def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
     )
 
 
-def _store_through_mpi(world: World) -> dist.Store:
-    """A store on a free port of rank 0's host; MPI carries its address to the other ranks."""
+def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
+    """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
     prepare_mpi(world)
     try:
         from mpi4py import MPI
@@ -155,7 +199,9 @@ def _store_through_mpi(world: World) -> dist.Store:
             )
         address = (host, store.port)
     host, port = comm.bcast(address, root=0)
-    return store if world.is_first else dist.TCPStore(host, port, world.size, is_master=False)
+    if not world.is_first:
+        store = dist.TCPStore(host, port, world.size, is_master=False)
+    return store, host
 
 
 def _own_address() -> str:

@@ -83,9 +83,13 @@ def is_launcher(words: Sequence[str]) -> bool:
 
     A shell that starts a launcher in its background may end before it, and is none.
     """
+    first, rest = words[:1], list(words[1:])
+    if first and os.path.basename(first[0]).startswith("python"):
+        while rest and rest[0].startswith("-"):  # up to the script or module
+            del rest[: 2 if rest[0] in ("-X", "-W") else 1]
     return any(
         os.path.basename(word.split()[0]).rstrip(":") in LAUNCHER_PROGRAMS and "&" not in word
-        for word in words[:3]
+        for word in [*first, *rest][:3]
         if word.split()
     )
 
@@ -113,13 +117,15 @@ def _command_line(process: psutil.Process) -> list[str]:
     return []
 
 
-def _started(pid: int) -> str | None:
+def _started(pid: int, before: str | None = None) -> str | None:
     """When a process was started, by the kernel's own clock, which nobody sets; None if it has
-    ended, or is not to be seen."""
+    ended, and the answer of `before` if that is not to be seen."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:  # such as of a process that has no file descriptor left
+        return before
     return None if state in "ZX" else others[18]
 
 
@@ -133,7 +139,7 @@ def _watch(
                 if number in (signal.SIGINT, signal.SIGTERM):
                     _end_by_signal(world, signal.Signals(number))
             continue
-        if any(_started(pid) != started for pid, started in launchers.items()):
+        if any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             _remove_shared_memory()
             leave(1, at_once=True)

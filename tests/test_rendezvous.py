@@ -68,6 +68,7 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
+    monkeypatch.setattr(rendezvous, "_address_of", lambda name: "10.0.0.7")
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
         monkeypatch.setattr(rendezvous.os, "environ", environ)
@@ -75,6 +76,51 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
         meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
         assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
+
+
+@pytest.mark.parametrize(
+    ("own", "way", "gloo"),
+    [
+        ("127.0.1.1", {"node7": "10.0.0.7"}, "eth0"),
+        ("127.0.1.1", {"node7": "127.0.0.1", "192.0.2.1": "10.1.0.7"}, "ib0"),  # node7 itself
+        ("127.0.1.1", {"192.0.2.1": "10.1.0.7"}, "ib0"),  # a name that this host does not know
+        ("::1", {"node7": "10.0.0.7"}, "eth0"),
+        ("10.0.0.7", {"node7": "10.1.0.7"}, None),  # Gloo finds its way
+        ("127.0.1.1", {}, "error"),
+    ],
+)
+def test_a_host_whose_name_stands_for_loopback(
+    own: str, way: dict[str, str], gloo: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's and Ubuntu's /etc/hosts have it; `way`: this host's address on the way to another
+    one."""
+
+    class Asking(ExitStack):
+        def connect(self, address: tuple[str, int]) -> None:
+            if address[0] not in way:
+                raise OSError("no such way")
+            self.here = way[address[0]]
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.here, 1234
+
+    lines = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"}
+    interfaces = {name: [Address(socket.AF_INET, address)] for name, address in lines.items()}
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(rendezvous.socket, "socket", lambda *_: Asking())
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    world = a_world(1, 4, local_size=2)
+    # Taken out again after the test, whatever is put there in it.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    meeting_point(world)
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "chosen"
+    if gloo == "error":
+        with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts .*GLOO_SOCKET_IFNAME"):
+            meeting_point(world)
+    else:
+        meeting_point(world)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
 
 
 def test_a_lone_process_meets_itself() -> None:

@@ -1,6 +1,7 @@
 """A rank ends when a signal asks it to, with its launcher, and when the run is frozen; a checkpoint
 that is being written then is finished."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -170,10 +171,35 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "7"),
+        (PermissionError(), "7"),
+        (FileNotFoundError(), None),
+        (ProcessLookupError(), None),  # it ends while its file is read
+    ],
+)
+def test_a_launcher_that_is_not_to_be_seen_is_not_gone(
+    error: OSError, answer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(watch.Path, "read_text", fails)
+    assert watch._started(os.getppid(), "7") == answer
+    assert watch._started(os.getppid()) is None
+
+
+@pytest.mark.parametrize(
     ("words", "launches"),
     [
         (["/venv/bin/python", "/venv/bin/torchrun", "--nproc-per-node", "2"], True),
         (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["python", "-u", "-m", "torch.distributed.run", "train.py"], True),
+        (["python3", "-X", "faulthandler", "-W", "ignore", "/venv/bin/torchrun", "a.py"], True),
+        (["python", "-um", "torch.distributed.run", "train.py"], True),
+        (["python", "-u", "compare/run.py", "--launcher", "torchrun"], False),
+        (["python"], False),
         (["mpirun", "-np", "2", "python", "train.py"], True),
         (["/bin/sh", "-c", "mpirun --allow-run-as-root -np 2 python train.py"], True),
         (["timeout", "60", "horovodrun", "-np", "2"], True),
