@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.dry_run:
             print("\n".join(dry_run_lines(options, folder)))
             return 0
-        check_logins(options.hosts, ["mpirun"])
+        check_logins(options.workers, options.hosts, ["mpirun"])
         for line in missing:
             print(line)
         print(flush=True)

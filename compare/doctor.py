@@ -35,15 +35,25 @@ import psutil
 
 from compare.errors import UserError
 from compare.files import write_json
-from compare.hosts import SLURM, is_here, read_allocation, read_hostfile, read_hosts
+from compare.hosts import (
+    SLURM,
+    is_here,
+    is_only_here,
+    read_allocation,
+    read_hostfile,
+    read_hosts,
+)
 from compare.launch import start_command
 from compare.plan import ROOT, set_variables, trainers_sha256
 from compare.ssh import last_line, ssh_remedy, ssh_words
 
 WIDTH = 100
 PROBE_SECONDS = 120  # until a host's answer is given up: torch's import over a network is slow
+LOCAL_SECONDS = 600  # the same of this host, which may be slow, but is there
 CONNECT_SECONDS = 5.0
-NETWORK_SECONDS = 60.0  # for all hosts to have tried all connections, ssh's logins included
+# For all hosts to have tried all connections: a host that answers in PROBE_SECONDS is in time.
+NETWORK_SECONDS = 60.0 + PROBE_SECONDS
+ABSENT = "does not take part in the test"
 ALLREDUCE_SECONDS = 180
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; input workers pass their batches through it
 LEAST_OPEN_FILES = 4096
@@ -308,17 +318,21 @@ def ask(host: str, data: Path | None) -> tuple[dict[str, Any] | None, list[Findi
     """Return a host's facts, or None, and what asking it showed."""
     words = [sys.executable, str(ROOT / "compare/doctor.py"), "--probe"]
     if data is not None:
-        words += ["--data", str(data.resolve())]
+        words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
     began = time.time()
     try:
         done = subprocess.run(
             there(host, words), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            # Not of this host, which may be slow, but is there.
-            timeout=None if is_here(host) else PROBE_SECONDS,
+            timeout=LOCAL_SECONDS if is_here(host) else PROBE_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
+        mount = "a file system that hangs, such as a dead mount under --data: try `df`"
+        if is_here(host):
+            found = f"the check of this host itself has not ended within {LOCAL_SECONDS} s"
+            return None, [Finding(host, "environment", "failed", found, mount)]
         found = f"no answer within {PROBE_SECONDS} s"
-        return None, [Finding(host, "ssh", "failed", found, f"try `ssh {host} true`")]
+        remedy = f"try `ssh {host} true`; if that answers, look there for {mount}"
+        return None, [Finding(host, "ssh", "failed", found, remedy)]
     except FileNotFoundError:
         said = "there is no ssh on the PATH"
         return None, [Finding(host, "ssh", "failed", said, ssh_remedy(host, said))]
@@ -431,7 +445,7 @@ def host_findings(host: str, facts: dict[str, Any]) -> list[Finding]:
     skew = abs(facts["clock_skew"])
     if skew > MOST_CLOCK_SKEW:
         text = f"{skew:.0f} s {'ahead of' if facts['clock_skew'] > 0 else 'behind'} this host's"
-        if skew > MOST_CLOCK_SKEW_HOROVOD:
+        if skew > MOST_CLOCK_SKEW_HOROVOD and facts["horovod"] is not None:
             text += ": horovodrun refuses its messages and says “Check connectivity”"
             add("clock", "failed", text, "set it, and run an NTP client there")
         else:
@@ -488,7 +502,10 @@ def network_findings(facts: dict[str, dict[str, Any]], interface: str | None) ->
             f"{host}: {', '.join(map(interface_text, f['interfaces'])) or 'none'}"
             for host, f in facts.items()
         )
-        remedy = "ranks cannot reach each other: connect the hosts by one network"
+        remedy = (
+            "connect the hosts by one network; or, where routers connect them, give an interface "
+            "that all have by --network-interface, and its addresses are tested"
+        )
         return [Finding(ALL, "network", "warning", f"no subnet in common: {told}", remedy)]
     problems = connection_problems(
         {host: [addresses[host] for addresses in networks.values()] for host in facts}
@@ -501,7 +518,18 @@ def network_findings(facts: dict[str, dict[str, Any]], interface: str | None) ->
             found.append(Finding(ALL, "network", "ok", text))
             continue
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        remedy = "a firewall? Ranks listen at ports of the kernel's choice: all must be open"
+        absent = [line for line in bad if line.endswith(ABSENT)]
+        remedies = []
+        if absent:
+            remedies.append(
+                f"no answer there within {NETWORK_SECONDS:.0f} s, or none at all: a slow login or "
+                "file system, or an address that the host has lost"
+            )
+        if len(absent) < len(bad):
+            remedies.append(
+                "a firewall? Ranks listen at ports of the kernel's choice: all must be open"
+            )
+        remedy = "; ".join(remedies)
         if sound:
             remedy = (
                 "launchers may choose it and hang: give them (and the doctor) --network-interface "
@@ -516,15 +544,20 @@ def common_networks(
     facts: dict[str, dict[str, Any]], interface: str | None
 ) -> dict[str, dict[str, str]]:
     """Return each host's address in the IPv4 networks in which every host has one of its own; only
-    those of one interface, if it is named."""
+    those of one interface, if it is named, and then its addresses also if routers connect them."""
     networks: dict[str, dict[str, str]] = {}
+    routed: dict[str, str] = {}
     for host, of_host in facts.items():
         for entry in of_host["interfaces"]:
             if interface in (None, entry["name"]):
                 network = ip_interface(f"{entry['address']}/{entry['netmask']}").network
                 networks.setdefault(str(network), {})[host] = entry["address"]
+                routed[host] = entry["address"]
     # Docker's bridge has one address on all hosts, and leads from none to another.
-    return {n: own for n, own in networks.items() if len(set(own.values())) == len(facts)}
+    common = {n: own for n, own in networks.items() if len(set(own.values())) == len(facts)}
+    if not common and interface is not None and len(set(routed.values())) == len(facts):
+        return {f"{interface}, routed": routed}
+    return common
 
 
 def connection_problems(addresses: dict[str, list[str]]) -> list[list[str]]:
@@ -572,7 +605,7 @@ def connection_problems(addresses: dict[str, list[str]]) -> list[list[str]]:
     for host in addresses:
         if len(said[host]) < len(targets[host]) or not ports[host]:
             for of_network in problems:
-                of_network.append(f"{host}: does not take part in the test")
+                of_network.append(f"{host}: {ABSENT}")
             continue
         for (other, network, address, _), problem in zip(targets[host], said[host], strict=True):
             if problem:
@@ -616,12 +649,16 @@ def measured_allreduce(options: argparse.Namespace) -> Finding:
         log = (out / "output.log").read_text(errors="replace")
         figures_file = out / "figures.json"
         figures = json.loads(figures_file.read_text()) if figures_file.exists() else None
-    if outcome.status == "timed out" and hosts is None:
-        text = f"not done within {ALLREDUCE_SECONDS} s: this machine is busy"
-        return Finding(ALL, "allreduce", "warning", text)
     if outcome.status == "timed out":
+        text = f"not done within {ALLREDUCE_SECONDS} s"
         remedy = "a firewall or the wrong network: choose one by --network-interface"
-        return Finding(ALL, "allreduce", "failed", f"hangs for {ALLREDUCE_SECONDS} s", remedy)
+        if is_only_here(workers, hosts):
+            remedy = (
+                "either other processes keep this machine busy (`top` shows them): ask again when "
+                "they have ended; or the ranks wait for each other for ever: `python "
+                "compare/collectives.py` shows under which backend"
+            )
+        return Finding(ALL, "allreduce", "failed", text, remedy)
     if figures is None or figures["failed"]:
         failed = ", ".join(figures["failed"]) if figures else "all"
         lines = [line.strip(" |") for line in log.splitlines() if line.strip().startswith("|")]

@@ -4,12 +4,16 @@ Everything here speaks of hosts in the one form that all launchers take with -H:
 are filled in their order, as horovodrun and mpirun fill them.
 """
 
+import functools
+import ipaddress
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+
+import psutil
 
 from compare.errors import UserError
 
@@ -103,13 +107,31 @@ def placement(workers: int, hosts: str) -> dict[str, int]:
     return placed
 
 
+def used_hosts(workers: int, hosts: str) -> str:
+    """Return those of the hosts that get workers, as `a:2,b:2`: launchers log in to each one that
+    is named to them."""
+    slots = read_hosts(hosts)
+    return ",".join(f"{host}:{slots[host]}" for host in placement(workers, hosts))
+
+
 def most_on_a_host(workers: int, hosts: str | None) -> int:
     """Return how many of the workers share a host."""
     return workers if hosts is None else max(placement(workers, hosts).values())
 
 
+@functools.cache
 def is_here(host: str) -> bool:
-    return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+    """Tell whether a host is this one, by whichever of its names or addresses."""
+    names = (socket.gethostname(), socket.getfqdn())
+    # A name without a domain is one of this host's own domain.
+    if host in ("localhost", *names, *(name.partition(".")[0] for name in names)):
+        return True
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):  # the latter of `a..b`
+        return False
+    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    return any(a in own or ipaddress.ip_address(a).is_loopback for a in found)
 
 
 def is_only_here(workers: int, hosts: str | None) -> bool:

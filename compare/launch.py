@@ -6,6 +6,7 @@ Started as a script, with a run's mark, it is the run's watchdog: see `start_wat
 import contextlib
 import datetime
 import json
+import math
 import os
 import re
 import resource
@@ -23,14 +24,16 @@ from typing import Any
 import psutil
 
 from compare.files import write_json
-from compare.hosts import is_only_here
 from compare.plan import RUN_MARK, Run, run_environment
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
-# Until workers on several hosts have met, and rank 0 writes down with whom: where they do not reach
-# each other, launchers wait for ever, or for the half hour of an engine.
+# Until it is asked whether workers on several hosts reach each other. It is no limit: a first
+# listing of the data may take longer.
 MEETING_SECONDS = 300.0
+REACH_QUESTION = (
+    "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
+)
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 TAIL_LINES = 20  # of a failed run's output that are shown
 # What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
@@ -65,9 +68,7 @@ def start_and_wait(
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
     line = LiveLine(label, folder, seconds_left)
-    # Before they meet they read their images into memory, which takes what it takes.
-    is_quick = not is_only_here(run.workers, run.hosts) and "--in-memory" not in run.arguments
-    meeting = MEETING_SECONDS if is_quick else timeout
+    meeting = MEETING_SECONDS if run.leaves_this_host else math.inf
     outcome = start_command(
         run.command(log_dir),
         folder,
@@ -257,13 +258,20 @@ def wait(
     end_after_steps: int | None,
     meeting: float,
 ) -> str:
-    """Wait for the launcher's end, the time limit, that of the workers' meeting, or the steps that
-    a warm-up is to make."""
+    """Wait for the launcher's end, the time limit, or the steps that a warm-up is to make. Say
+    once if the workers have not met after `meeting` seconds: that alone ends no run."""
     began = time.monotonic()
     while process.poll() is None:
         elapsed = time.monotonic() - began
-        if elapsed > timeout or (elapsed > meeting and not (folder / "environment.json").exists()):
+        if elapsed > timeout:
             return "timed out"
+        if elapsed > meeting:
+            meeting = math.inf
+            if not (folder / "environment.json").exists():  # which rank 0 writes when all are ready
+                print_line(
+                    f"{line.label}   not training after {duration(elapsed)}: large data take long "
+                    f"to open (--timeout ends it after {duration(timeout)}), or {REACH_QUESTION}"
+                )
         if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
             return "warm"
         line.show(elapsed)

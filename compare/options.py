@@ -174,7 +174,9 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         "--timeout",
         type=int,
         metavar="SECONDS",
-        help=f"a run that takes longer is ended and counts as failed (default: {default.timeout})",
+        help="a run that takes longer, from its launcher's start on, is ended and counts as "
+        "failed; give more where data are listed for the first time on a slow file system, or read "
+        f"into memory (default: {default.timeout}; warm-ups: at least 600)",
     )
     add(
         "--phase-steps",

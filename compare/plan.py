@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.hosts import SLURM, interface_variables, is_here, is_only_here, placement
+from compare.hosts import (
+    SLURM,
+    interface_variables,
+    is_here,
+    is_only_here,
+    placement,
+    used_hosts,
+)
 from compare.ssh import MPIRUN_VARIABLE, ssh_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,7 +102,7 @@ class Configuration:
             return self.torchrun_words(placement(workers, hosts), job)
         if self.launcher == "srun":
             return ["srun", "--ntasks", n, *self.srun_words(workers, hosts), "python"]
-        on_hosts = [] if hosts is None else ["-H", hosts]
+        on_hosts = [] if hosts is None else ["-H", used_hosts(workers, hosts)]
         if self.launcher == "horovodrun":
             if self.interface and hosts is not None:
                 on_hosts += ["--network-interface", self.interface]
@@ -220,6 +227,10 @@ class Run:
         """Where the trainer writes, seen from the comparison's folder."""
         return f"block-{self.block}/{self.cell}" if self.block else f"phases/{self.cell}"
 
+    @property
+    def leaves_this_host(self) -> bool:
+        return not is_only_here(self.workers, self.hosts)
+
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
         trainer = ROOT / TRAINERS[self.configuration.engine]
@@ -332,6 +343,12 @@ class Plan:
         if last_value(arguments, "--warmup-epochs") not in ("0", "0.0"):
             flags += ["--warmup-method", "linear"]
         return flags
+
+    @property
+    def warm_up_timeout(self) -> int:
+        """Return the time limit of a warm-up, in seconds: it reads the data first, and may list
+        them for the first time."""
+        return max(600, self.timeout)
 
     def warm_up_runs(self) -> list[Run]:
         """Return one run for each engine and case, at its most workers; its figures are thrown

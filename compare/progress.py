@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.launch import Outcome, duration, last_step, print_line, print_tail
+from compare.launch import (
+    REACH_QUESTION,
+    Outcome,
+    duration,
+    last_step,
+    print_line,
+    print_tail,
+)
 from compare.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan import Plan, Run
 
@@ -145,9 +152,15 @@ def numbered_label(run: Run, runs: list[Run], plan: Plan) -> str:
 
 
 def show_outcome(
-    label: str, folder: Path, outcome: Outcome, left: float | None, with_speed: bool = True
+    label: str,
+    folder: Path,
+    outcome: Outcome,
+    left: float | None,
+    over_hosts: bool,
+    with_speed: bool = True,
 ) -> None:
-    """Print a run's line, and the end of its output if it failed."""
+    """Print a run's line, and the end of its output if it failed; `over_hosts`: the run may have
+    been one over several hosts."""
     ending = f"   about {duration(left)} left" if left else ""
     if outcome.status == "completed":
         speed = read_json(folder / "summary.json").get("images_per_second")
@@ -161,7 +174,7 @@ def show_outcome(
         after = duration(outcome.seconds)
         print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
         if outcome.status == "timed out":
-            print(f"        {timeout_sentence(folder)}")
+            print(f"        {timeout_sentence(folder, over_hosts)}")
         print_tail(folder / "output.log")
     if outcome.leftover_processes:
         number = outcome.leftover_processes
@@ -169,17 +182,15 @@ def show_outcome(
         print(f"        {number} {noun} left behind and killed")
 
 
-def timeout_sentence(folder: Path) -> str:
+def timeout_sentence(folder: Path, over_hosts: bool) -> str:
     """Say what a run that took too long was doing, and what to do about it."""
     if step := last_step(folder / "metrics.jsonl"):
         return (
             f"ended by its time limit at step {step['step']:,}: give a larger --timeout, or the "
             "trainers fewer steps"
         )
-    return (
-        "ended by its time limit before its first step: do its workers reach each other? "
-        "`python compare/doctor.py --hosts ...` tests the networks"
-    )
+    sentence = "ended by its time limit before its first step: give a larger --timeout"
+    return f"{sentence}; or {REACH_QUESTION}" if over_hosts else sentence
 
 
 def number_of(things: Any, noun: str) -> str:

@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
             with contextlib.suppress(BrokenPipeError):  # `--dry-run | head` has seen enough
                 print("\n".join(lines), flush=True)
             return 0
-        check_logins(plan.hosts, {configuration.launcher for configuration in plan.members()})
+        launchers = {configuration.launcher for configuration in plan.members()}
+        check_logins(max(plan.workers), plan.hosts, launchers)
         if options.tune is not None:
             signal.signal(signal.SIGTERM, raise_interrupt)
             with locked(folder := tune_folder(options)):
@@ -277,7 +278,8 @@ def make_missing(
         durations.append((run, outcome.seconds))
         left = seconds_left(durations, waiting[index + 1 :])
         # A speed that is in part one without communication would mislead.
-        show_outcome(label, folder / run.folder, outcome, left, with_speed=run.block > 0)
+        over_hosts, with_speed = run.leaves_this_host, run.block > 0
+        show_outcome(label, folder / run.folder, outcome, left, over_hosts, with_speed)
         if outcome.status != "completed":
             failed.append(run)
     return failed
@@ -359,10 +361,15 @@ def warm_up(plan: Plan, folder: Path) -> bool:
         target = folder / "warm-up" / run.cell
         label = f"warm-up  {run_label(run, plan)}"
         outcome = start_and_wait(
-            run, folder, 600, label, log_dir=target.parent, end_after_steps=WARM_UP_STEPS
+            run,
+            folder,
+            plan.warm_up_timeout,
+            label,
+            log_dir=target.parent,
+            end_after_steps=WARM_UP_STEPS,
         )
         if outcome.status != "completed":
-            show_outcome(label, target, outcome, None)
+            show_outcome(label, target, outcome, None, run.leaves_this_host)
             print("nothing was measured: what fails in the warm-up fails in every run")
             return False
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")

@@ -201,7 +201,8 @@ def show_run(run: Run, runs: list[Run], plan: Plan, folder: Path, left: float | 
         outcome = read_json(folder / run.folder / "outcome.json")
         outcome.pop("ended_utc")
         place = folder / run.folder
-        show_outcome(label(run, runs, plan), place, Outcome(**outcome), left, run.block > 0)
+        name, over_hosts = label(run, runs, plan), True  # the job knows its hosts, not this host
+        show_outcome(name, place, Outcome(**outcome), left, over_hosts, run.block > 0)
 
 
 def label(run: Run, runs: list[Run], plan: Plan) -> str:

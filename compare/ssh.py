@@ -7,11 +7,14 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from compare.errors import UserError
-from compare.hosts import is_here, read_hosts
+from compare.hosts import is_here, placement
 
 MPIRUN_VARIABLE = "OMPI_MCA_plm_rsh_args"
 # No password prompt, at which a launcher would wait for ever, and an end behind a firewall.
 NEVER_ASKING = "-o BatchMode=yes -o ConnectTimeout=10"
+# Where one of these is set, mpirun starts its daemons without ssh: by Slurm, PBS or LSF, or by an
+# agent that the user names, who then knows how hosts are reached.
+WITHOUT_SSH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_plm_rsh_agent")
 LOGIN_SECONDS = 30  # ConnectTimeout does not limit a login that hangs
 
 
@@ -26,14 +29,15 @@ def ssh_words(host: str, command: str) -> list[str]:
     return ["ssh", *shlex.split(ssh_flags()), host, command]
 
 
-def check_logins(hosts: str | None, launchers: Collection[str]) -> None:
-    """Raise UserError if a host cannot be reached by ssh that one of the launchers reaches so."""
-    away = [name for name in read_hosts(hosts) if not is_here(name)] if hosts else []
-    # Inside a Slurm allocation mpirun starts its daemons by srun; horovodrun asks for ssh there,
-    # too. A user who names another agent than ssh knows how hosts are reached.
-    uses_srun = "SLURM_JOB_ID" in os.environ or "OMPI_MCA_plm_rsh_agent" in os.environ
-    if not away or set(launchers) <= {"srun"} | ({"mpirun", "torchrun"} if uses_srun else set()):
+def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) -> None:
+    """Raise UserError if a host that gets some of the workers cannot be reached by ssh, and one of
+    the launchers reaches it so."""
+    without_ssh = {"srun"}
+    if any(name in os.environ for name in WITHOUT_SSH):
+        without_ssh |= {"mpirun", "torchrun"}  # horovodrun asks for ssh there, too
+    if hosts is None or set(launchers) <= without_ssh:
         return
+    away = [name for name in placement(workers, hosts) if not is_here(name)]
     if problems := unreachable(away):
         lines = [f"{host}: {said}; {ssh_remedy(host, said)}" for host, said in problems.items()]
         raise UserError(

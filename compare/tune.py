@@ -470,7 +470,12 @@ def warm_up(configuration: Configuration, plan: Plan, folder: Path) -> None:
     if is_complete(log_dir / run.name) or (folder / configuration.engine).exists():
         return
     outcome = start_and_wait(
-        run, folder, 600, "    warm-up", log_dir=log_dir, end_after_steps=WARM_UP_STEPS
+        run,
+        folder,
+        plan.warm_up_timeout,
+        "    warm-up",
+        log_dir=log_dir,
+        end_after_steps=WARM_UP_STEPS,
     )
     if outcome.status != "completed":
         print_tail(log_dir / run.name / "output.log")

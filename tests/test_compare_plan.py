@@ -324,6 +324,13 @@ def test_a_run_on_several_hosts_is_started_there_with_its_variables(here, monkey
     assert exported(tuned) - exported(ddp) == {"MY_KNOB"}
 
 
+@pytest.mark.parametrize("launcher", ["horovod-mpi", "horovod-gloo", "horovod-mpirun"])
+def test_launchers_log_in_to_hosts_with_workers_only(launcher):
+    """They start a helper on each host that is named to them, whether it gets a worker or not."""
+    words = CONFIGURATIONS[launcher].launch_words(2, "a:2,b:2")
+    assert words[words.index("-H") + 1] == "a:2"
+
+
 def test_threads_are_those_of_the_fullest_host(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     words = ("--configurations", "ddp-mpirun", "--workers", "4", "--hosts")

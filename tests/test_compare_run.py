@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import pty
 import shlex
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -308,16 +310,45 @@ def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path, capsy
 
 def test_a_time_limit_during_the_training_is_said(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1200}\n')
-    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path)
+    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path, True)
 
 
-def test_workers_that_do_not_meet_are_ended_long_before_the_time_limit(tmp_path):
-    line = launch.LiveLine("", tmp_path, None)
-    with subprocess.Popen(["sleep", "2"]) as process:
-        assert launch.wait(process, tmp_path, 60, line, None, meeting=0.2) == "timed out"
+def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(tmp_path):
+    alone, over_hosts = (timeout_sentence(tmp_path, answer) for answer in (False, True))
+    assert alone.endswith("before its first step: give a larger --timeout")
+    assert "--timeout; or do its workers reach each other? `python compare/doctor" in over_hosts
+
+
+def test_workers_that_have_not_met_are_asked_for_once_and_not_ended(tmp_path, capsys):
+    """A first listing of the data may take longer: --timeout alone ends a run."""
+    line = launch.LiveLine("a run", tmp_path, None)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert launch.wait(process, tmp_path, 1.0, line, None, meeting=0.1) == "timed out"
+        told = capsys.readouterr().out
+        assert told.startswith("a run   not training after 0 s: large data take long to open")
+        assert told.count("do its workers reach each other") == 1
         (tmp_path / "environment.json").touch()
-        assert launch.wait(process, tmp_path, 60, line, None, meeting=0.2) == "ended"
-    assert "do its workers reach each other" in timeout_sentence(tmp_path)
+        assert launch.wait(process, tmp_path, 1.0, line, None, meeting=0.1) == "timed out"
+        assert capsys.readouterr().out == ""
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("hosts", "meeting"), [(None, math.inf), ("elsewhere:2", 300.0)])
+def test_only_workers_on_other_hosts_may_not_have_met(hosts, meeting, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "wait", lambda *words: asked.append(words[-1]) or "ended")
+    monkeypatch.setattr(Configuration, "launcher_words", lambda *_: ["true"])
+    run = replace(Plan().runs()[0], hosts=hosts)
+    launch.start_and_wait(run, tmp_path, 60, "a run")
+    assert asked == [meeting]
+
+
+def test_a_larger_time_limit_is_that_of_the_warm_up_too():
+    assert Plan(timeout=1).warm_up_timeout == 600
+    assert Plan(timeout=7200).warm_up_timeout == 7200
 
 
 def test_a_run_without_a_summary_has_failed(comparing):
@@ -332,7 +363,7 @@ def test_a_run_that_takes_too_long_is_ended(comparing):
     )
     assert code == 1
     assert "TIMED OUT after" in output
-    assert "ended by its time limit before its first step" in output
+    assert "ended by its time limit before its first step: give a larger --timeout\n" in output
     assert len(comparing.starts()) == 4
     assert not comparing.processes()
 

@@ -19,6 +19,7 @@ from compare.doctor import (
     host_findings,
     network_findings,
 )
+from compare.launch import Outcome
 from compare.plan import ROOT
 
 NETWORK = [
@@ -88,6 +89,12 @@ BROKEN = {
 }
 
 
+def test_a_clock_that_is_far_off_is_no_failure_without_horovod() -> None:
+    found = host_findings("node0", facts(clock_skew=31.0, horovod=None))
+    (clock,) = [f for f in found if f.subject == "clock"]
+    assert clock.status == "warning" and "horovodrun" not in clock.found
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_thing_that_is_broken_is_told_with_its_remedy(name: str) -> None:
     broken, status, remedy = BROKEN[name]
@@ -129,6 +136,7 @@ def test_networks_that_hosts_have_in_common() -> None:
     docker = {"a": network("172.17.0.1"), "b": network("172.17.0.1")}
     (found,) = network_findings(docker, None)
     assert found.status == "warning" and "no subnet in common" in found.found
+    assert "--network-interface" in found.remedy
     assert agreement(two, "eth1")[-1].status == "ok"
     (found,) = [f for f in agreement(two, "ib0") if f.host == "b" and f.status != "ok"]
     assert (found.status, found.found) == ("failed", "b has no ib0, but eth0, eth1")
@@ -153,6 +161,65 @@ def test_a_network_fails_that_carries_no_connections(monkeypatch: pytest.MonkeyP
     assert (live.status, dead.status) == ("ok", "failed")
     assert dead.found == "127.0.1.0/24: a -> b (127.0.1.2): Connection refused"
     assert "--network-interface" in dead.remedy and "127.0.0.0/24" in dead.remedy
+
+
+def test_addresses_that_routers_connect_are_tested_if_they_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = {"a": network("127.0.0.1", "10.0.0.1"), "b": network("127.0.1.1", "10.0.1.1")}
+    assert common_networks(two, None) == common_networks(two, "eth2") == {}
+    monkeypatch.setattr(doctor, "is_here", lambda host: True)
+    (found,) = network_findings(two, "eth0")
+    assert found.status == "ok" and found.found.startswith("eth0, routed: every host connects")
+
+
+def test_a_host_that_does_not_answer_is_not_laid_on_the_firewall_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert doctor.NETWORK_SECONDS >= doctor.PROBE_SECONDS
+    two = {"a": network("127.0.0.1"), "b": network("127.0.0.2")}
+    monkeypatch.setattr(
+        doctor,
+        "there",
+        lambda host, words: ["true"] if host == "b" else [sys.executable, *words[1:]],
+    )
+    (found,) = network_findings(two, None)
+    assert found.status == "failed" and found.found.endswith(f"b: {doctor.ABSENT}")
+    assert "slow login" in found.remedy and "firewall" not in found.remedy
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_host_that_hangs_is_told_in_the_end(
+    is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "is_here", lambda host: is_here)
+    monkeypatch.setattr(doctor, "there", lambda host, words: ["sleep", "60"])
+    monkeypatch.setattr(Path, "resolve", None)  # which asks the file system: it may hang, too
+    monkeypatch.setattr(doctor, "LOCAL_SECONDS" if is_here else "PROBE_SECONDS", 0.1)
+    answer, (found,) = doctor.ask("node0", tmp_path)
+    assert answer is None and found.status == "failed" and "within 0.1 s" in found.found
+    assert "a dead mount under --data" in found.remedy and ("ssh" in found.remedy) != is_here
+
+
+@pytest.mark.parametrize(
+    ("hosts", "remedies"),
+    [
+        (None, ("`top`", "for ever")),
+        ("localhost:2", ("`top`", "for ever")),
+        ("localhost:1,elsewhere:1", ("a firewall", "--network-interface")),
+    ],
+)
+def test_an_allreduce_that_hangs_has_failed(
+    hosts: str | None, remedies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(words: list[str], folder: Path, wait: object) -> Outcome:
+        (folder / "output.log").touch()
+        return Outcome("timed out", None, 180.0, 0, None)
+
+    monkeypatch.setattr(doctor, "start_command", hangs)
+    found = doctor.measured_allreduce(doctor.parse_options(["--hosts", hosts] if hosts else []))
+    assert found.status == "failed" and "not done within" in found.found
+    assert all(words in found.remedy for words in remedies)
 
 
 def test_data_folders(tmp_path: Path) -> None:

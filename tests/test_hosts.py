@@ -1,17 +1,22 @@
 """Hosts and their slots, however the user names them."""
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from compare.errors import UserError
 from compare.hosts import (
+    is_here,
     is_only_here,
     most_on_a_host,
     placement,
     read_allocation,
     read_hostfile,
     read_hosts,
+    used_hosts,
 )
 from compare.plan import ROOT
 
@@ -60,6 +65,8 @@ def test_hosts_are_filled_in_their_order() -> None:
     assert read_hosts("a:4, b:2") == {"a": 4, "b": 2}
     assert placement(5, "a:4,b:2") == {"a": 4, "b": 1}
     assert placement(4, "a:4,b:2") == {"a": 4}
+    assert used_hosts(4, "a:4,b:2") == "a:4"
+    assert used_hosts(5, "a:4,b:2") == "a:4,b:2"
     assert most_on_a_host(5, "a:4,b:2") == 4
     assert most_on_a_host(3, "a:4,b:2") == 3
     assert most_on_a_host(3, None) == 3
@@ -69,6 +76,35 @@ def test_what_runs_here() -> None:
     assert is_only_here(8, None)
     assert is_only_here(2, "localhost:2,elsewhere:2")
     assert not is_only_here(3, "localhost:2,elsewhere:2")
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("node0.cluster", True),
+        ("node0", True),  # its short name
+        ("login", True),  # another name for its address
+        ("192.0.2.7", True),
+        ("127.0.1.1", True),
+        ("node0.elsewhere", False),
+        ("node1", False),
+        ("192.0.2.8", False),
+        ("nowhere", False),
+        ("a..b", False),
+    ],
+)
+def test_this_host_by_each_of_its_names(
+    host: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0.cluster")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node0.cluster")
+    own = [SimpleNamespace(address="192.0.2.7")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": own})
+    known = {"login": "192.0.2.7", "node0.elsewhere": "192.0.2.8", "node1": "192.0.2.8"}
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: real(known.get(name, name), port))
+    assert is_here.__wrapped__(host) is here
 
 
 def write_scontrol(folder: Path, script: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from compare import run as run_module
 from compare.errors import UserError
 from compare.plan import set_variables
-from compare.ssh import check_logins, ssh_flags, ssh_remedy, ssh_words
+from compare.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
 
 # Says what OpenSSH says, by the name of the host.
 SSH = r"""#!/bin/sh
@@ -29,20 +29,24 @@ def made_up_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(SSH)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-    for name in ("OMPI_MCA_plm_rsh_args", "OMPI_MCA_plm_rsh_agent", "SLURM_JOB_ID"):
+    for name in ("OMPI_MCA_plm_rsh_args", *WITHOUT_SSH):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_every_host_that_ssh_does_not_reach_is_named_with_its_remedy() -> None:
     with pytest.raises(UserError) as raised:
-        check_logins("localhost:1,nowhere:1,sound:1,locked:1", ["mpirun"])
+        check_logins(4, "localhost:1,nowhere:1,sound:1,locked:1", ["mpirun"])
     first, *others = str(raised.value).splitlines()
     assert first == "nothing was started, because ssh does not reach all hosts:"
     assert [line.split(":")[0].strip() for line in others] == ["nowhere", "locked"]
     assert "not known; write nowhere into /etc/hosts" in others[0]
     assert "Permission denied (publickey,password); `ssh-copy-id locked`" in others[1]
-    check_logins("localhost:1,sound:1", ["mpirun", "horovodrun"])
-    check_logins(None, ["mpirun"])
+    check_logins(2, "localhost:1,sound:1", ["mpirun", "horovodrun"])
+    check_logins(2, None, ["mpirun"])
+
+
+def test_hosts_without_workers_are_not_asked() -> None:
+    check_logins(2, "localhost:1,sound:1,locked:1", ["mpirun", "horovodrun"])
 
 
 def test_a_comparison_asks_before_it_starts_anything(
@@ -58,12 +62,15 @@ def test_a_comparison_asks_before_it_starts_anything(
     assert not (tmp_path / "runs").exists()
 
 
-def test_hosts_that_are_not_reached_by_ssh_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_logins("locked:2", ["srun"])
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    check_logins("locked:2", ["srun", "mpirun", "torchrun"])
+@pytest.mark.parametrize("name", WITHOUT_SSH)
+def test_hosts_that_are_not_reached_by_ssh_are_not_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_logins(2, "locked:2", ["srun"])
+    monkeypatch.setenv(name, "7")
+    check_logins(2, "locked:2", ["srun", "mpirun", "torchrun"])
     with pytest.raises(UserError, match="ssh-copy-id locked"):  # horovodrun asks by ssh there, too
-        check_logins("locked:2", ["horovodrun"])
+        check_logins(2, "locked:2", ["horovodrun"])
 
 
 def test_mpirun_never_asks_for_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
