@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.watch import engine_timeout
+from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 # Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
-# shared file system; how long whoever is at a port may take to answer; what a rank says for it.
-MEETING_SECONDS, ANSWER_SECONDS, THANKS = 600.0, 2.0, b"thanks"
+# shared file system, or to list its data; how long whoever is at a port may take to answer; what a
+# rank says for it.
+MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
 
 
 def meeting_point(world: World) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from recipe.config import Config
 from recipe.data import Data
 from recipe.device import NAME_BYTES, own_row
 from recipe.errors import UserError
+from recipe.watch import goes_on
 from recipe.world import World
 
 # What may differ between hosts: where files are (what is in them is compared), and what depends on
@@ -77,6 +78,7 @@ def check_same_training(
     text = json.dumps(facts).encode()
     head = hashlib.sha256(text).digest() + _gpu(device) + len(text).to_bytes(8, "big")
     rows = gather(head, world, sum_over_ranks)
+    goes_on()  # all ranks have met: from now on none may be late
     if len({row[:DIGEST_BYTES] for row in rows}) > 1:
         longest = max(int.from_bytes(row[-8:], "big") for row in rows)
         texts = gather(text.ljust(longest + -longest % 8), world, sum_over_ranks)

@@ -75,7 +75,6 @@ def open_data(config: Config, world: World | None = None) -> Data:
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
     if config.data == "synthetic" and not config.train_dir:
-        goes_on()
         return Data(
             None,
             None,
@@ -102,7 +101,6 @@ def open_data(config: Config, world: World | None = None) -> Data:
     if world is not None and world.is_first and not config.evaluate:
         _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)
-    goes_on()  # to meet the other ranks
     return Data(train, val, len(train), len(val), len(train.classes), suspects)
 
 
@@ -356,11 +354,13 @@ def _in_shared_memory(batch: Any) -> Any:
         for tensor in batch:
             tensor.share_memory_()
     except RuntimeError as error:
-        room = os.statvfs("/dev/shm")
+        room, size = os.statvfs("/dev/shm"), sum(tensor.nbytes for tensor in batch)
+        if room.f_bavail * room.f_frsize >= size:
+            raise  # such as for want of file descriptors
         raise UserError(
             f"loader workers hand over their batches in /dev/shm, which is full "
             f"({room.f_blocks * room.f_frsize / 1e6:,.0f} MB in all, and a batch takes "
-            f"{sum(tensor.nbytes for tensor in batch) / 1e6:,.1f} MB): make it larger (docker run "
+            f"{size / 1e6:,.1f} MB): make it larger (docker run "
             "--shm-size 8g, or --ipc host), or give fewer --workers, or --workers 0"
         ) from error
     return batch

@@ -23,9 +23,9 @@ LARGEST_INT = 2**31 - 1
 def choose_device(config: Config, world: World) -> torch.device:
     """The GPU of this rank among those that it sees, else the CPU.
 
-    A rank may see all GPUs of its host, or those alone that Slurm or a script has given it. Which
-    of the two it is no count tells: that no two ranks have taken the same GPU, which would fail
-    inside NCCL or train at half speed without a word, is for `agreement` to see.
+    A rank may see all GPUs of its host, or only those that Slurm or a script has given it, and
+    their number does not show which. So two ranks may take the same GPU, which would fail inside
+    NCCL, or train at half speed without a message: `agreement` checks that none do.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start

@@ -95,10 +95,11 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
     leave(exit_code)
 
 
-def leave(exit_code: int, at_once: bool = False) -> NoReturn:
-    """End this process when what it must not leave half done is finished, or after FINISH_S.
+def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
+    """End this process when what it must not leave half done is finished, or after `within_s`.
 
-    With `at_once`, for a launcher that kills in a moment, or is gone, another process finishes it.
+    Less than FINISH_S is for a launcher that kills sooner, or is gone: what is not finished by
+    then another process does once more, which has FINISH_S for it.
 
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins.
@@ -108,10 +109,9 @@ def leave(exit_code: int, at_once: bool = False) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         for future, again in UNFINISHED:
-            if at_once and not future.done():
+            concurrent.futures.wait([future], within_s)
+            if within_s < FINISH_S and not future.done():
                 _in_another_process(again)
-            else:
-                concurrent.futures.wait([future], FINISH_S)
     finally:
         os._exit(exit_code)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.errors import RESUME_HINT, fail, job_on_host, leave
+from recipe.errors import FINISH_S, RESUME_HINT, fail, job_on_host, leave
 from recipe.world import LAUNCHERS, World
 
 POLL_S = 1.0
@@ -37,8 +37,9 @@ LAUNCHER_PROGRAMS = {
     "torch.distributed.run",
     "torchrun",
 }
-# They give their ranks 30 s between SIGTERM and SIGKILL; mpirun one second, and horovodrun five.
-PATIENT_LAUNCHERS = ("none", "torchrun", "slurm")
+# How long a rank may take for its checkpoint after a signal: torchrun kills it 30 s after SIGTERM,
+# horovodrun after 5 s, mpirun after one. Slurm, after 30 s, kills what the rank has started, too.
+PATIENCE_S = {"none": FINISH_S, "slurm": FINISH_S, "torchrun": 25}
 
 # Engines give up by themselves, with a traceback that blames a rank that waits: later than this
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
@@ -48,7 +49,8 @@ _signs_of_life = 0
 
 
 def goes_on() -> None:
-    """Tell the watch that this rank goes on; from the first time on it looks for the next."""
+    """Tell the watch that this rank goes on; from the first time on, when all ranks have met, it
+    looks for the next."""
     global _signs_of_life
     _signs_of_life += 1
 
@@ -142,7 +144,7 @@ def _watch(
         if any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             _remove_shared_memory()
-            leave(1, at_once=True)
+            leave(1, within_s=0)
         # Counted in ticks: to a job that was suspended as a whole no time has passed.
         silent = silent + POLL_S if _signs_of_life == seen else 0.0
         seen = _signs_of_life
@@ -153,7 +155,7 @@ def _watch(
 def _end_by_signal(world: World, number: signal.Signals) -> None:
     what = "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
     _say(world, what)
-    leave(128 + number, at_once=world.launcher not in PATIENT_LAUNCHERS)
+    leave(128 + number, PATIENCE_S.get(world.launcher, 0))
 
 
 def _say(world: World, what: str) -> None:

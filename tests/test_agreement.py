@@ -13,7 +13,7 @@ import torch
 from launching import SMALL, TRAINERS, launch, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
 
-from recipe import agreement
+from recipe import agreement, watch
 from recipe.agreement import check_same_training, check_same_weights, facts_of
 from recipe.data import Data, open_data
 from recipe.errors import UserError
@@ -53,6 +53,24 @@ def disagreement(*facts: dict[str, str]) -> str:
     told = messages(lambda world, total: check_same_training(facts[world.rank], world, CPU, total))
     assert len(set(told)) == 1, "all ranks say the same, and one of them prints it"
     return told[0]
+
+
+def test_a_rank_may_be_late_until_all_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host lists its data anew, or reads it into memory, while another has long done so."""
+    monkeypatch.setattr(watch, "_signs_of_life", 0)
+    root = str(write_images(tmp_path / "images", 1))
+    cache = str(tmp_path / "cache")
+    open_data(a_config(data="synthetic"))
+    open_data(a_config(train_dir=root, val_dir=root, cache_dir=cache))
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        assert watch._signs_of_life == 0
+        return values
+
+    check_same_training(facts(), a_world(), CPU, sum_over_ranks)
+    assert watch._signs_of_life == 1
 
 
 def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:

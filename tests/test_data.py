@@ -359,6 +359,17 @@ if __name__ == "__main__":
         psutil.Process().children(recursive=True)[-1].kill()
         list(batches)
 """
+
+
+def test_other_errors_than_a_full_dev_shm_keep_their_words() -> None:
+    class Unlucky(torch.Tensor):
+        def share_memory_(self) -> torch.Tensor:
+            raise RuntimeError("unable to open shared memory object: Too many open files (24)")
+
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        data_module._in_shared_memory((torch.zeros(3).as_subclass(Unlucky),))
+
+
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {python} {script}"
 
 

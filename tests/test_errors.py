@@ -1,16 +1,18 @@
 """One clear message, from one rank, and an exit code that is not 0."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from making import CPU, a_config, a_world, write_images
 
-from recipe import errors
+from recipe import errors, watch
 from recipe.data import open_data, validation_batches
 from recipe.errors import UserError, fail, is_lost_peer, one_message, sentence
 
@@ -152,6 +154,35 @@ def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.Mo
     message = sentence(raised.value)
     assert message.startswith(str(root / "b" / "0.png"))
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("launcher", "finishes_elsewhere"),
+    [("none", False), ("slurm", False), ("torchrun", True), ("mpirun", True)],
+)
+def test_a_checkpoint_has_a_minute(
+    launcher: str, finishes_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process where the launcher kills this one before that."""
+    waits: list[float] = []
+    others: list[object] = []
+    unfinished: Future[None] = Future()
+    monkeypatch.setattr(errors, "UNFINISHED", [(unfinished, print)])
+    monkeypatch.setattr(errors, "_in_another_process", others.append)
+    monkeypatch.setattr(
+        errors.concurrent.futures, "wait", lambda futures, seconds: waits.append(seconds)
+    )
+    rank = a_world(1, 2, launcher=launcher)
+    assert code_of(lambda: watch._end_by_signal(rank, signal.SIGTERM)) == 128 + signal.SIGTERM
+    killed_after = {"torchrun": 30, "mpirun": 1}.get(launcher)
+    if killed_after is None:
+        assert waits == [errors.FINISH_S]
+    else:
+        assert waits[0] < killed_after
+    assert others == ([print] if finishes_elsewhere else [])
+    unfinished.set_result(None)
+    code_of(lambda: watch._end_by_signal(rank, signal.SIGTERM))
+    assert len(others) == finishes_elsewhere
 
 
 def test_the_process_really_ends() -> None:
