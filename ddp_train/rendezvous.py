@@ -67,17 +67,25 @@ def _keep_gloo_off_loopback(first_host: str) -> None:
     own = _address_of(name)
     if not ipaddress.ip_address(own).is_loopback:
         return
+    interfaces = {
+        address.address: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+        and not ipaddress.ip_address(address.address).is_loopback
+    }
     # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
     # by an address that is nobody's (RFC 5737). Nothing is sent to either.
+    found = []
     for other in (first_host, "192.0.2.1"):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.connect((other, 9))
-            here = asking.getsockname()[0]
-            for interface, addresses in psutil.net_if_addrs().items():
-                is_on_it = any(address.address == here for address in addresses)
-                if is_on_it and not ipaddress.ip_address(here).is_loopback:
-                    os.environ["GLOO_SOCKET_IFNAME"] = interface
-                    return
+            found.append(interfaces.get(asking.getsockname()[0]))
+    if len(set(interfaces.values())) == 1:
+        found += interfaces.values()
+    if chosen := next(filter(None, found), None):
+        os.environ["GLOO_SOCKET_IFNAME"] = chosen
+        return
     raise UserError(
         f"{name}: this host's name stands for {own}, where other hosts cannot reach it: let "
         "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "

@@ -143,7 +143,8 @@ def _watch(
             continue
         if any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
-            _remove_shared_memory()
+            with suppress(OSError):
+                _remove_shared_memory()
             leave(1, within_s=0)
         # Counted in ticks: to a job that was suspended as a whole no time has passed.
         silent = silent + POLL_S if _signs_of_life == seen else 0.0
