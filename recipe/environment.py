@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, fields
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,8 @@ NOT_WORK = {item.name for item in fields(RunFlags)} | {
 }
 
 
+# Before this process sets any for its engine, as the two engines need other ones.
+VARIABLES_AT_START = dict(os.environ)
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
 STEERING_PREFIXES = (
     "NCCL_", "TORCH_NCCL_", "PYTORCH_", "KMP_", "MALLOC_", "HOROVOD_AUTOTUNE", "HOROVOD_TORUS",
@@ -116,14 +119,14 @@ def allocator() -> str:
     return next((name for name in ALLOCATORS if f"lib{name}" in loaded), "C library")
 
 
-def steering_variables() -> dict[str, str]:
+def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:
     """The variables that change what an engine does or how fast, as this rank got them.
 
     Without those by which launchers tell ranks who they are, which differ in every run.
     """
     return {
         name: value
-        for name, value in sorted(os.environ.items())
+        for name, value in sorted(environ.items())
         if name in STEERING_NAMES
         or (name.startswith(STEERING_PREFIXES) and name not in SET_BY_LAUNCHERS)
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import fields, replace
@@ -255,12 +256,12 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_that_steer_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = environment.steering_variables()
+    before = environment.steering_variables(os.environ)
     for name in ("HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "HOROVOD_AUTOTUNE_LOG"):
         monkeypatch.setenv(name, "7")
     for name in ("HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "8")  # launchers set these, to other values in each run
-    found = environment.steering_variables()
+    found = environment.steering_variables(os.environ)
     assert set(found) - set(before) == {
         "HOROVOD_CYCLE_TIME",
         "NCCL_DEBUG",

@@ -70,6 +70,10 @@ def test_engines_end_with_equal_weights(variant: str, tmp_path: Path) -> None:
     assert {summary["steps"] for summary in summaries} == {steps}
     assert len({summary["weights_sha256"] for summary in summaries}) == 1
     assert len({str(summary["fingerprint"]) for summary in summaries}) == 1
+    # Nor do they differ in what a comparison of engines takes for a difference in settings.
+    environments = [read_json(path) for path in tmp_path.glob("run*/environment.json")]
+    assert len(environments) == 3
+    assert len({str(environment["variables"]) for environment in environments}) == 1
     assert summaries[0]["weights_sha256"] != summaries[0]["fingerprint"]["initial_weights_sha256"]
     losses = [
         [step["loss"] for step in read_lines(tmp_path / f"run{number}", "step")]
