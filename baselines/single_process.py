@@ -16,14 +16,14 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from recipe.data import open_data, remaining_steps, samples_per_step
-from recipe.data import to_device, training_batches, validation_batches
+from recipe.data.batches import open_data, remaining_steps, samples_per_step
+from recipe.data.batches import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, share_of_cores
-from recipe.environment import weights_sha256
+from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
-from recipe.metrics import evaluate, means
-from recipe.model import autocast, build_model, build_optimizer, build_scaler, seed_step
-from recipe.schedule import learning_rate
+from recipe.training.metrics import evaluate, means
+from recipe.training.model import autocast, build_model, build_optimizer, build_scaler, seed_step
+from recipe.training.schedule import learning_rate
 
 
 def main(config: Config, world: World) -> None:

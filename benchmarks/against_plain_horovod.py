@@ -3,16 +3,16 @@
     python benchmarks/against_plain_horovod.py
 
 ResNet-50 at 224 pixels on two workers (on one GPU: one). Three sides take turns:
-benchmarks/plain_horovod.py, our trainer in the same precision (fp32) with --channels-last, and our
+harness/plain_horovod.py, our trainer in the same precision (fp32) with --channels-last, and our
 trainer with bench.BEST_FLAGS.
 """
 
 import sys
 from dataclasses import replace
 
-from benchmarks import bench
-from benchmarks.blocks import Side, Workload, run_blocks, trainer_side
-from benchmarks.workloads import QUICK
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import Side, Workload, run_blocks, trainer_side
+from benchmarks.harness.workloads import QUICK
 
 GOAL = 1.25
 SIDES = {"fp32": "same precision (fp32, channels_last)", "best": "best precision (bf16)"}
@@ -31,7 +31,7 @@ def measure(options: bench.Options) -> bench.Measured:
         trainer_side(name, "horovod", workload, steps[name], workers=workers, flags=flags[name])
         for name in SIDES
     ]
-    program = ("benchmarks/plain_horovod.py", *workload.words())
+    program = ("benchmarks/harness/plain_horovod.py", *workload.words())
     plain: Side = replace(ours[0], name="plain", program=program, steps=steps["plain"])
     sides = [plain, *ours]
     blocks = run_blocks(sides, options, "9")

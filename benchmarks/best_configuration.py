@@ -9,8 +9,8 @@ processes on the machine move less than images per second; on a GPU of images pe
 
 import sys
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     Workload,
     estimate,
     estimate_value,
@@ -19,7 +19,7 @@ from benchmarks.blocks import (
     trainer_side,
     work_per_cpu_second,
 )
-from benchmarks.workloads import QUICK
+from benchmarks.harness.workloads import QUICK
 
 GOAL = 2.7
 

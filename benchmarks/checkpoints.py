@@ -11,9 +11,9 @@ is also told in seconds, and what it would come to at ResNet-50's step.
 
 import sys
 
-from benchmarks import bench
-from benchmarks.blocks import Block, Workload, estimate_value, run_blocks, trainer_side
-from benchmarks.workloads import QUICK, gpu_workload
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import Block, Workload, estimate_value, run_blocks, trainer_side
+from benchmarks.harness.workloads import QUICK, gpu_workload
 
 GOAL = 0.99
 PERIOD = 100  # steps

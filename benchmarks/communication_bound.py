@@ -14,9 +14,9 @@ Words NAME=VALUE are variables, the others flags of the trainer.
 import os
 import sys
 
-from benchmarks import bench, scaling
-from benchmarks.blocks import Workload
-from benchmarks.workloads import QUICK
+from benchmarks.harness import bench, scaling
+from benchmarks.harness.blocks import Workload
+from benchmarks.harness.workloads import QUICK
 
 GOALS = {"ddp": 0.88, "horovod": 0.75}
 TUNED = {

@@ -4,14 +4,14 @@
 
 Two workers of each engine, started by its launcher, take turns with two independent single workers
 that run at once: ResNet-18 at 224 pixels, 16 images a worker. The ratio is of images per second.
-See benchmarks/scaling.py for why it is against two at once.
+See benchmarks/harness/scaling.py for why it is against two at once.
 """
 
 import sys
 
-from benchmarks import bench, scaling
-from benchmarks.blocks import Workload
-from benchmarks.workloads import QUICK
+from benchmarks.harness import bench, scaling
+from benchmarks.harness.blocks import Workload
+from benchmarks.harness.workloads import QUICK
 
 GOALS = {"ddp": 0.98, "horovod": 0.97}
 

@@ -9,9 +9,9 @@ not a ratio, so that the machine's own speed is in it. Each block is a launch of
 import sys
 from dataclasses import replace
 
-from benchmarks import bench
-from benchmarks.blocks import estimate_value, run_blocks, throughput, trainer_side
-from benchmarks.workloads import gpu_workload
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import estimate_value, run_blocks, throughput, trainer_side
+from benchmarks.harness.workloads import gpu_workload
 
 GOALS = {"H200": 3500.0, "H100": 3200.0}
 NAME = "ResNet-50, synthetic, one GPU"

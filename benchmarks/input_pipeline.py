@@ -5,7 +5,7 @@
 The trainer's pipeline (a JPEG file is read, decoded, cropped, resized, flipped, and is part of a
 uint8 batch) and libjpeg-turbo's bare decoding of the same files (read, simplejpeg.decode_jpeg with
 its defaults, nothing done with the pixels) take short turns in one process, with one thread:
-benchmarks/pipelines.py. A block is a process. The ratio is of images per CPU-second. Files are
+harness/pipelines.py. A block is a process. The ratio is of images per CPU-second. Files are
 those of tools/make_jpegs.py, 500 x 375 pixels of some 100 KB, and are in the page cache.
 
 The goal belongs to the steady state, where decoding ends where the crop ends: all epochs but the
@@ -23,8 +23,8 @@ from dataclasses import asdict
 from os import getloadavg
 from pathlib import Path
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     BenchmarkError,
     Block,
     Side,
@@ -36,9 +36,9 @@ from benchmarks.blocks import (
     tail,
     work_per_cpu_second,
 )
-from benchmarks.pipelines import BATCH_SIZE
+from benchmarks.harness.pipelines import BATCH_SIZE
 from benchmarks.real_data import make_jpegs
-from compare.launch import end_processes
+from compare.running.launch import end_processes
 
 GOAL = 0.80
 RAW = "raw"
@@ -60,7 +60,7 @@ def measure(options: bench.Options) -> bench.Measured:
     images = 40 if options.quick else 640
     rounds = options.turns if options.quick else SHORT_TURNS * options.turns
     jpegs = make_jpegs(Path("runs") / "bench-jpegs", images)
-    program = ["benchmarks/pipelines.py", str(jpegs), "--out", "{folder}/turns.json"]
+    program = ["benchmarks/harness/pipelines.py", str(jpegs), "--out", "{folder}/turns.json"]
     program += ["--rounds", str(rounds), "--batches", str(BATCHES)]
     side = Side("input", ("python",), tuple(program), BATCH_SIZE, BATCHES)
     lot, order = random.Random(options.seed), [RAW, *NAMES]
@@ -112,7 +112,7 @@ def run_block(
     finally:
         end_processes(process, mark)
     if process.returncode:
-        raise BenchmarkError(f"benchmarks/pipelines.py failed:\n{tail(folder)}")
+        raise BenchmarkError(f"benchmarks/harness/pipelines.py failed:\n{tail(folder)}")
     turns = tuple(Turn(**turn) for turn in json.loads((folder / "turns.json").read_text()))
     block = Block(number, order, load, turns)
     (folder / "block.json").write_text(json.dumps(asdict(block), indent=1) + "\n")

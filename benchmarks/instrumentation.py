@@ -9,8 +9,8 @@ only when asked for (--ablation-steps, --trace-steps, --profile-steps) is off on
 
 import sys
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     Workload,
     estimate,
     estimate_value,
@@ -18,7 +18,7 @@ from benchmarks.blocks import (
     trainer_side,
     work_per_cpu_second,
 )
-from benchmarks.workloads import QUICK, gpu_workload
+from benchmarks.harness.workloads import QUICK, gpu_workload
 
 GOAL = 0.995
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     ENGINES,
     BenchmarkError,
     Side,
@@ -29,8 +29,8 @@ from benchmarks.blocks import (
     trainer_side,
 )
 from benchmarks.real_data import make_jpegs
-from compare.launch import end_processes
-from compare.paired import estimate_ratio
+from compare.evidence.paired import estimate_ratio
+from compare.running.launch import end_processes
 
 GOAL = 1.01
 TINY = Workload("squeezenet1_1", 32, 1)
@@ -121,7 +121,7 @@ def watch(runs: list[Watched], first: int, last: int) -> None:
 
 def last_step(metrics: Path) -> int:
     """The step of the last line that a run has written; 0 before the first."""
-    from compare.launch import last_step as last_line
+    from compare.running.launch import last_step as last_line
 
     line = last_line(metrics)
     return int(line["step"]) if line else 0

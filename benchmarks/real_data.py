@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     BenchmarkError,
     Workload,
     estimate_value,
@@ -23,8 +23,8 @@ from benchmarks.blocks import (
     say,
     trainer_side,
 )
-from benchmarks.workloads import QUICK, gpu_workload
-from compare.plan import ROOT
+from benchmarks.harness.workloads import QUICK, gpu_workload
+from compare.plan.plan import ROOT
 
 GOALS = {8: 0.97, 12: 0.95}
 BEST = bench.BEST_FLAGS

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import bench
-from benchmarks.blocks import BenchmarkError, say
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import BenchmarkError, say
 from compare.files import replace_file, write_json
-from compare.launch import utc_now
+from compare.running.launch import utc_now
 
 FAILED = "mending"
 BEGIN, END = "<!-- the table: begin -->", "<!-- the table: end -->"

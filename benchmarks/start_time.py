@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import bench
-from benchmarks.blocks import (
+from benchmarks.harness import bench
+from benchmarks.harness.blocks import (
     ENGINES,
     BenchmarkError,
     Side,
@@ -25,9 +25,9 @@ from benchmarks.blocks import (
     trainer_side,
     wait_for_quiet,
 )
-from benchmarks.workloads import QUICK
-from compare.launch import end_processes
-from compare.paired import estimate_ratio
+from benchmarks.harness.workloads import QUICK
+from compare.evidence.paired import estimate_ratio
+from compare.running.launch import end_processes
 
 GOAL = 2.0
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)

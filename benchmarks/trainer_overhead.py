@@ -2,7 +2,7 @@
 
     python benchmarks/trainer_overhead.py
 
-One worker of each engine, as a user starts it, and benchmarks/bare_loop.py take turns at the same
+One worker of each engine, as a user starts it, and harness/bare_loop.py take turns at the same
 network, batch and threads. Whatever the recipe and the engine add to each step (batches, metrics,
 clocks, the optimizer's wrapper) is in the ratio of their throughputs. What comes every tenth step,
 the record's lines, is in row 6.
@@ -15,8 +15,8 @@ user has who changes from such a loop to them.
 import itertools
 import sys
 
-from benchmarks import bench, phases
-from benchmarks.blocks import (
+from benchmarks.harness import bench, phases
+from benchmarks.harness.blocks import (
     ENGINES,
     Side,
     Workload,
@@ -25,7 +25,7 @@ from benchmarks.blocks import (
     trainer_side,
     work_per_cpu_second,
 )
-from benchmarks.workloads import QUICK, gpu_workload
+from benchmarks.harness.workloads import QUICK, gpu_workload
 
 GOAL = 0.985
 LOOPS = {"bare": "bare loop", "bare-as-trainers": "bare loop with the trainers' settings"}
@@ -38,7 +38,7 @@ def measure(options: bench.Options) -> bench.Measured:
         workload, steps = gpu_workload(), 30
     if options.quick:
         workload, steps = QUICK, 2
-    program = ("benchmarks/bare_loop.py", *workload.words())
+    program = ("benchmarks/harness/bare_loop.py", *workload.words())
     if not options.gpu:
         program = (*program, "--phases", "{folder}/phases.jsonl")
     programs = {"bare": program, "bare-as-trainers": (*program, "--as-trainers")}

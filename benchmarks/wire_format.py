@@ -28,8 +28,8 @@ from os import getloadavg
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bench, namespaces
-from benchmarks.blocks import (
+from benchmarks.harness import bench, namespaces
+from benchmarks.harness.blocks import (
     ENGINES,
     BenchmarkError,
     Block,
@@ -44,9 +44,11 @@ from benchmarks.blocks import (
     trainer_side,
     wait_for_quiet,
 )
-from benchmarks.namespaces import Host, HostsError
-from benchmarks.workloads import QUICK
-from compare.chart import (
+from benchmarks.harness.namespaces import Host, HostsError
+from benchmarks.harness.workloads import QUICK
+from compare.evidence.paired import Estimate
+from compare.files import replace_file
+from compare.page.chart import (
     DASHES,
     INK,
     MARKERS,
@@ -58,9 +60,7 @@ from compare.chart import (
     series_shape,
     standalone,
 )
-from compare.files import replace_file
-from compare.paired import Estimate
-from compare.plan import RUN_MARK
+from compare.plan.plan import RUN_MARK
 
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")

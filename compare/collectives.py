@@ -28,7 +28,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from compare.chart import (
+from compare.errors import UserError
+from compare.evidence.paired import MIN_BLOCKS, Estimate, estimate_ratio
+from compare.files import replace_file, utc_stamp, write_json
+from compare.page.chart import (
     FONT_SIZE,
     MARKERS,
     MUTED,
@@ -40,10 +43,16 @@ from compare.chart import (
     series_colour,
     standalone,
 )
-from compare.errors import UserError
-from compare.files import replace_file, utc_stamp, write_json
-from compare.hosts import most_on_a_host, read_hosts
-from compare.launch import (
+from compare.plan.hosts import most_on_a_host, read_hosts
+from compare.plan.plan import (
+    CONFIGURATIONS,
+    REMOVED_VARIABLES,
+    ROOT,
+    set_variables,
+)
+from compare.plan.plan_file import positive
+from compare.plan.ssh import check_logins
+from compare.running.launch import (
     Outcome,
     duration,
     print_line,
@@ -52,16 +61,12 @@ from compare.launch import (
     utc_now,
     write_outcome,
 )
-from compare.paired import MIN_BLOCKS, Estimate, estimate_ratio
-from compare.plan import (
-    CONFIGURATIONS,
-    REMOVED_VARIABLES,
-    ROOT,
-    set_variables,
+from compare.running.preflight import (
+    LEAST_LOAD,
+    LEAST_LOAD_PER_CORE,
+    busy_cores,
+    other_load_warnings,
 )
-from compare.plan_file import positive
-from compare.preflight import LEAST_LOAD, LEAST_LOAD_PER_CORE, busy_cores, other_load_warnings
-from compare.ssh import check_logins
 
 TABLE_WIDTH = 100
 WIRES = ("fp32", "fp16")
@@ -74,7 +79,7 @@ class Backend:
     """What is measured, and how it is started."""
 
     script: str
-    configuration: str  # of compare/plan.py: its launcher starts the script
+    configuration: str  # of compare/plan/plan.py: its launcher starts the script
     configuration_on_hosts: str  # the one that reaches other hosts
     module: str  # that must be installed
     install: str

@@ -35,7 +35,7 @@ import psutil
 
 from compare.errors import UserError
 from compare.files import write_json
-from compare.hosts import (
+from compare.plan.hosts import (
     SLURM,
     is_here,
     is_only_here,
@@ -43,9 +43,9 @@ from compare.hosts import (
     read_hostfile,
     read_hosts,
 )
-from compare.launch import start_command
-from compare.plan import ROOT, set_variables, trainers_sha256
-from compare.ssh import last_line, ssh_remedy, ssh_words
+from compare.plan.plan import ROOT, set_variables, trainers_sha256
+from compare.plan.ssh import last_line, ssh_remedy, ssh_words
+from compare.running.launch import start_command
 
 WIDTH = 100
 PROBE_SECONDS = 120  # until a host's answer is given up: torch's import over a network is slow

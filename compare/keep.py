@@ -18,8 +18,8 @@ from pathlib import Path
 
 from compare import collectives, report
 from compare.errors import UserError
-from compare.plan import ROOT
-from compare.records import RecordError
+from compare.evidence.records import RecordError
+from compare.plan.plan import ROOT
 
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.

@@ -33,8 +33,7 @@ from tabulate import tabulate
 
 from compare.errors import UserError
 from compare.files import utc_stamp
-from compare.launch import start_and_wait
-from compare.plan import (
+from compare.plan.plan import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
     RESERVED_FLAGS,
@@ -42,8 +41,9 @@ from compare.plan import (
     Run,
     flag_name,
 )
-from compare.plan_file import positive
+from compare.plan.plan_file import positive
 from compare.run import check_tools
+from compare.running.launch import start_and_wait
 
 WIDTH = 100  # columns
 TAIL_LINES = 40  # of a failed run's output that are shown; torchrun's own end takes 30

@@ -17,8 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from compare.files import replace_file
-from compare.records import (
+from compare.evidence.records import (
     Comparison,
     RecordError,
     find_comparison,
@@ -26,6 +25,7 @@ from compare.records import (
     newest_comparison,
     recorded_comparison,
 )
+from compare.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 STDOUT = Path("-")
@@ -73,13 +73,15 @@ def main(argv: list[str] | None = None) -> int:
 def damage_text(comparisons: list[Path], error: Exception) -> str:
     """Say that a record is not as it should be, and where the report stumbled over it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).parent == Path(__file__).parent]
-    at = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}" if ours else "unknown"
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "compare")]
+    at = "unknown"
+    if ours:
+        at = f"{Path(ours[-1].filename).relative_to(ROOT)}, line {ours[-1].lineno}"
     where = " ".join(map(str, comparisons)) or "the newest comparison"
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return (
         f"{where}: a record there is damaged, or of another version of this project: a value is "
-        f"not what it should be ({reason}; compare/{at})"
+        f"not what it should be ({reason}; {at})"
     )
 
 
@@ -154,7 +156,7 @@ def report(options: argparse.Namespace) -> None:
     comparisons, note = load_comparisons(options.comparisons)
     single = comparisons[0] if len(comparisons) == 1 else None
     if not options.to_terminal:
-        from compare.text import side_by_side_report, terminal_report
+        from compare.page.text import side_by_side_report, terminal_report
 
         text = terminal_report(single) if single else side_by_side_report(comparisons)
         print("\n\n".join(filter(None, [note, text])), flush=True)
@@ -166,7 +168,7 @@ def report(options: argparse.Namespace) -> None:
             write(path, format_text(name, comparisons), options)
 
     if page := page_path(options, comparisons, is_recorded=bool(note)):
-        from compare.page import render_page, render_side_by_side
+        from compare.page.html import render_page, render_side_by_side
 
         text = render_page(single) if single else render_side_by_side(comparisons)
         write(page, text, options)
@@ -214,7 +216,7 @@ def page_path(
 
 
 def format_text(name: str, comparisons: list[Comparison]) -> str:
-    from compare import text
+    from compare.page import text
 
     functions: dict[str, Callable[[list[Comparison]], str]] = {
         "markdown": text.as_markdown, "csv": text.as_csv, "json": text.as_json,
@@ -239,8 +241,8 @@ def say(text: str, options: argparse.Namespace) -> None:
 
 def write_plots(folder: Path, comparisons: list[Comparison]) -> str:
     """Write every plot as a file that opens by itself, and return what is to be said of it."""
-    from compare.chart import standalone
-    from compare.plots import all_plots
+    from compare.page.chart import standalone
+    from compare.page.plots import all_plots
 
     if len(comparisons) > 1:
         raise RecordError("--svg takes one comparison: several have no plots in common")

@@ -26,13 +26,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare import preflight
 from compare.errors import UserError
 from compare.files import write_json
-from compare.hosts import is_only_here
-from compare.launch import duration, print_line, start_and_wait, utc_now
-from compare.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan import (
+from compare.plan.hosts import is_only_here
+from compare.plan.options import check_trainers, command_words, make_plan, parse_options
+from compare.plan.plan import (
     REMOVED_VARIABLES,
     Plan,
     Run,
@@ -41,8 +39,11 @@ from compare.plan import (
     set_variables,
     trainers_sha256,
 )
-from compare.plan_file import check_plan, list_plans
-from compare.progress import (
+from compare.plan.plan_file import check_plan, list_plans
+from compare.plan.ssh import check_logins
+from compare.running import preflight
+from compare.running.launch import duration, print_line, start_and_wait, utc_now
+from compare.running.progress import (
     another_plan,
     interval_widths,
     is_finished,
@@ -59,9 +60,8 @@ from compare.progress import (
     wants_block,
     with_blocks_there,
 )
-from compare.slurm import SLURM_FOLDER, submit_and_follow
-from compare.ssh import check_logins
-from compare.tune import dry_tune_lines, tune, tune_folder, tuning_plan
+from compare.running.slurm import SLURM_FOLDER, submit_and_follow
+from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 
 NO_HOROVOD = (
     "Horovod is not installed in this environment. Build it with\n"

@@ -29,21 +29,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_sizes
 from ddp_train.rendezvous import meeting_point, patience
-from recipe.agreement import check_same_training, check_same_weights, facts_of
-from recipe.checkpoint import Trainables, keep_checkpoint, load_weights, resume
-from recipe.data import open_data, remaining_steps, samples_per_step
-from recipe.data import to_device, training_batches
+from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.record.checkpoint import Trainables, keep_checkpoint, load_weights, resume
+from recipe.data.batches import open_data, remaining_steps, samples_per_step
+from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
-from recipe.environment import describe, fingerprint, summarize, usage_row
-from recipe.metrics import batch_sums
-from recipe.model import autocast, build_ema, build_model, build_optimizer, build_scaler
-from recipe.model import replace_batch_norm, seed_step
-from recipe.phases import exchanges_gradients
-from recipe.record import Recorder
-from recipe.run_folder import open_run_folder
-from recipe.schedule import learning_rate
-from recipe.validation import align_batch_norm, validate
-from recipe.wire_format import settle_wire_format
+from recipe.record.environment import describe, fingerprint, summarize, usage_row
+from recipe.training.metrics import batch_sums
+from recipe.training.model import autocast, build_ema, build_model, build_optimizer, build_scaler
+from recipe.training.model import replace_batch_norm, seed_step
+from recipe.training.phases import exchanges_gradients
+from recipe.record.recorder import Recorder
+from recipe.record.run_folder import open_run_folder
+from recipe.training.schedule import learning_rate
+from recipe.training.validation import align_batch_norm, validate
+from recipe.training.wire_format import settle_wire_format
 
 
 def main(config: Config, world: World) -> None:

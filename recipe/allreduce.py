@@ -161,7 +161,9 @@ def measure(backend: Backend, world: World, options: Options) -> None:
     copied_bytes = max((message.bytes for message in messages), default=0)
     lines.append(time_copies(backend, world, copied_bytes))
     if world.is_first:
-        from recipe.environment import cpu_model  # slow to import, and nothing waits for it here
+        from recipe.record.environment import (
+            cpu_model,  # slow to import, and nothing waits for it here
+        )
 
         gpu = backend.device.type == "cuda"
         lines[0]["device_name"] = torch.cuda.get_device_name(backend.device) if gpu else cpu_model()

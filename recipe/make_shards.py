@@ -27,11 +27,11 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.config import DataFlags, cache_folder
-from recipe.damage import SuspectImages
+from recipe.data.damage import SuspectImages
+from recipe.data.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
+from recipe.data.images import decode_and_look, image_size
+from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 from recipe.errors import UserError
-from recipe.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
-from recipe.images import decode_and_look, image_size
-from recipe.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 
 PARTS = ("train", "val")
 IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards

@@ -19,8 +19,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipe.data.image_folder import first_few
 from recipe.errors import UserError
-from recipe.image_folder import first_few
 
 CLASS_NAME = re.compile(r"n\d{8}")
 IMAGE_NAME = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)

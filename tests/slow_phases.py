@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import recipe.data
+import recipe.data.batches
 
 CYCLE = ("data", "forward", "backward", "exchange", "optimizer")
 DELAY_SECONDS = 0.2
@@ -35,7 +35,7 @@ def delayed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return slower
 
 
-recipe.data.to_device = delayed("data", recipe.data.to_device)
+recipe.data.batches.to_device = delayed("data", recipe.data.batches.to_device)
 nn.CrossEntropyLoss.forward = delayed("forward", nn.CrossEntropyLoss.forward)  # type: ignore
 torch.Tensor.backward = delayed("backward", torch.Tensor.backward)  # type: ignore
 torch.optim.SGD.step = delayed("optimizer", torch.optim.SGD.step)  # type: ignore

@@ -13,10 +13,11 @@ import torch
 from launching import SMALL, TRAINERS, launch, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
 
-from recipe import agreement, watch
-from recipe.agreement import check_same_training, check_same_weights, facts_of
-from recipe.data import Data, open_data
+from recipe import watch
+from recipe.data.batches import Data, open_data
 from recipe.errors import UserError
+from recipe.training import agreement
+from recipe.training.agreement import check_same_training, check_same_weights, facts_of
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 HOSTS = ["node0", "node0", "node1"]
@@ -124,8 +125,8 @@ def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         f"version: {version('torch')} on rank 0 (node0) and 1 more, 9.9 on rank 2 (node1)."
     ) in disagreement(here, here, facts())
     monkeypatch.undo()
-    for name in ("recipe/order.py", "recipe/new.py", "ddp_train/train.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("recipe/data/order.py", "recipe/new.py", "ddp_train/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("other")
     monkeypatch.setattr(agreement, "ROOT", tmp_path)
     message = disagreement(here, here, facts())
@@ -278,10 +279,10 @@ if "1" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):
     real_import = builtins.__import__
     def patched(name, *args, **kwargs):
         module = real_import(name, *args, **kwargs)
-        if name == "recipe.phases" and not hasattr(module, "drifts"):
+        if name == "recipe.training.phases" and not hasattr(module, "drifts"):
             import torch
             module.drifts = True
-            from recipe import record
+            from recipe.record import recorder as record
             real_trace = record.Recorder.trace
             def trace(self, model, loss):  # called after each step of the optimizer
                 real_trace(self, model, loss)

@@ -14,10 +14,11 @@ import psutil
 import pytest
 from launching import ROOT, run
 
-from benchmarks import bench, namespaces, wire_format
-from benchmarks.bench import Row
-from benchmarks.blocks import BenchmarkError, Block, Options, Turn
-from benchmarks.namespaces import Host
+from benchmarks import wire_format
+from benchmarks.harness import bench, namespaces
+from benchmarks.harness.bench import Row
+from benchmarks.harness.blocks import BenchmarkError, Block, Options, Turn
+from benchmarks.harness.namespaces import Host
 from benchmarks.wire_format import AtRate, Rate
 
 

@@ -13,21 +13,22 @@ import torch
 from launching import ROOT, run
 from PIL import Image
 
-from benchmarks import (
-    bench,
-    blocks,
-    communication_bound,
-    images_per_second,
-    input_pipeline,
-    phases,
-    pipelines,
-)
+from benchmarks import communication_bound, images_per_second, input_pipeline
 from benchmarks import run as bench_run
-from benchmarks.bench import Measured, Row
-from benchmarks.blocks import BenchmarkError, Block, Side, Turn, Workload, make_turn, trainer_side
+from benchmarks.harness import bench, blocks, phases, pipelines
+from benchmarks.harness.bench import Measured, Row
+from benchmarks.harness.blocks import (
+    BenchmarkError,
+    Block,
+    Side,
+    Turn,
+    Workload,
+    make_turn,
+    trainer_side,
+)
 from compare import keep
 from recipe.config import Config
-from recipe.image_folder import Listing, list_images
+from recipe.data.image_folder import Listing, list_images
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
@@ -297,7 +298,7 @@ def test_goals_of_gpus() -> None:
 COUNTS = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from benchmarks import turns
+from benchmarks.harness import turns
 while True:
     time.sleep(0.01)
     turns.step_ended()

@@ -21,8 +21,11 @@ from hypothesis import strategies as st
 from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
-from recipe import checkpoint
-from recipe.checkpoint import (
+from recipe.config import Config
+from recipe.data.batches import Data
+from recipe.errors import UserError
+from recipe.record import checkpoint
+from recipe.record.checkpoint import (
     Progress,
     Trainables,
     checkpoints_in,
@@ -38,11 +41,8 @@ from recipe.checkpoint import (
     set_aside,
     step_path,
 )
-from recipe.config import Config
-from recipe.data import Data
-from recipe.errors import UserError
-from recipe.model import build_ema, build_optimizer, build_scaler
-from recipe.run_folder import partial_name
+from recipe.record.run_folder import partial_name
+from recipe.training.model import build_ema, build_optimizer, build_scaler
 
 CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")
 DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)

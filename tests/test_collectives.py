@@ -30,8 +30,8 @@ from compare.collectives import (
     time_text,
     verdict,
 )
-from compare.paired import estimate_ratio
-from compare.plan import UserError as PlanError
+from compare.evidence.paired import estimate_ratio
+from compare.plan.plan import UserError as PlanError
 from recipe import allreduce
 from recipe.allreduce import Backend, Message, fill, first_difference, own_pattern, sum_pattern
 from recipe.errors import UserError
@@ -429,7 +429,8 @@ def test_it_starts_without_torch():
 
 DRIVER = """
 import os, subprocess, sys, time
-from compare import collectives, launch
+from compare import collectives
+from compare.running import launch
 LAUNCHER = '''
 import os, subprocess, sys, time
 if os.environ["DEED"] == "fail":

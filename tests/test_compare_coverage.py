@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 import pytest
 
-from compare.paired import (
+from compare.evidence.paired import (
     MIN_BLOCKS_TO_STOP,
     Estimate,
     estimate_ratio,

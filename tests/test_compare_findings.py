@@ -12,8 +12,7 @@ import torch
 from making import CPU, a_config, a_world
 from test_compare_records import TWO_CASES, edit, edit_fingerprint, make_comparison
 
-from compare.context import page_title
-from compare.findings import (
+from compare.evidence.findings import (
     DECIDED_BY,
     EQUAL_IN_ENVIRONMENT,
     EQUAL_IN_SUMMARY,
@@ -34,16 +33,17 @@ from compare.findings import (
     table_rows,
     troubles,
 )
-from compare.page import render_page
-from compare.plan import Case, Configuration, Plan
-from compare.plots import plot_phases
-from compare.records import Comparison, load_comparison
-from compare.text import terminal_report
+from compare.evidence.records import Comparison, load_comparison
+from compare.page.context import page_title
+from compare.page.html import render_page
+from compare.page.plots import plot_phases
+from compare.page.text import terminal_report
+from compare.plan.plan import Case, Configuration, Plan
 from recipe.config import Config
-from recipe.data import open_data
+from recipe.data.batches import open_data
 from recipe.device import core_row
-from recipe.environment import describe, fingerprint
-from recipe.model import build_model
+from recipe.record.environment import describe, fingerprint
+from recipe.training.model import build_model
 
 HOROVOD_TUNED = Configuration(
     "horovod-tuned", "horovod", "horovodrun", "mpi", environment={"HOROVOD_CYCLE_TIME": "1"}

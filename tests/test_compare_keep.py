@@ -7,7 +7,7 @@ import pytest
 from test_compare_records import edit, make_comparison
 
 from compare import keep, report
-from compare.plan import ROOT
+from compare.plan.plan import ROOT
 
 
 @pytest.fixture

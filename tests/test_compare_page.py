@@ -13,10 +13,10 @@ import pytest
 from test_compare_records import edit, make_comparison
 
 from compare import report
-from compare.chart import standalone
-from compare.plan import Case, Plan
-from compare.plots import all_plots
-from compare.records import load_comparison
+from compare.evidence.records import load_comparison
+from compare.page.chart import standalone
+from compare.page.plots import all_plots
+from compare.plan.plan import Case, Plan
 
 WIDTHS = (390, 1440)
 CHROMIUM = next(

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from compare.paired import (
+from compare.evidence.paired import (
     MIN_BLOCKS_OF_RANKS,
     MIN_BLOCKS_TO_STOP,
     Estimate,

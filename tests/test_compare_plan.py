@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from compare import run as run_module
-from compare.options import make_plan, parse_options
-from compare.plan import (
+from compare.plan.options import make_plan, parse_options
+from compare.plan.plan import (
     CONFIGURATIONS,
     FLAG_ALIASES,
     Plan,
@@ -21,10 +21,10 @@ from compare.plan import (
     varied_fields,
     without_flag,
 )
-from compare.plan_file import PLANS, read_percentage
+from compare.plan.plan_file import PLANS, read_percentage
 from compare.run import main
 from recipe.config import parse_args
-from recipe.schedule import learning_rate
+from recipe.training.schedule import learning_rate
 from recipe.world import World
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from compare.plan import Case, Plan, Run, plan_record
-from compare.records import (
+from compare.evidence.records import (
     RecordError,
     find_comparison,
     load_comparison,
     newest_comparison,
     recorded_comparison,
 )
+from compare.plan.plan import Case, Plan, Run, plan_record
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.

@@ -17,11 +17,11 @@ import pytest
 from test_compare_records import edit, edit_fingerprint, make_comparison
 
 from compare import report
-from compare.context import plan_words
-from compare.findings import compare_facts, judge, table_rows
-from compare.options import make_plan, parse_options
-from compare.plan import Case, Configuration, Plan, plan_record
-from compare.records import load_comparison
+from compare.evidence.findings import compare_facts, judge, table_rows
+from compare.evidence.records import load_comparison
+from compare.page.context import plan_words
+from compare.plan.options import make_plan, parse_options
+from compare.plan.plan import Case, Configuration, Plan, plan_record
 
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = (

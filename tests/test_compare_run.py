@@ -19,14 +19,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compare import launch
 from compare import run as run_module
-from compare.launch import last_step
-from compare.options import with_defaults
-from compare.paired import MIN_BLOCKS_TO_STOP
-from compare.plan import REMOVED_VARIABLES, Configuration, Plan
-from compare.progress import seconds_left, timeout_sentence
+from compare.evidence.paired import MIN_BLOCKS_TO_STOP
+from compare.plan.options import with_defaults
+from compare.plan.plan import REMOVED_VARIABLES, Configuration, Plan
 from compare.run import main
+from compare.running import launch
+from compare.running.launch import last_step
+from compare.running.progress import seconds_left, timeout_sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,7 +76,9 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 
 DRIVER = """
 import sys
-from compare import launch, plan, run
+from compare import run
+from compare.running import launch
+from compare.plan import plan
 plan.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 run.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs

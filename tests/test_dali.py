@@ -11,7 +11,13 @@ from making import CPU, a_config, a_world, folder_config, write_images
 from PIL import Image
 
 from recipe.config import Config, check
-from recipe.data import InputMeter, open_data, to_device, training_batches, validation_batches
+from recipe.data.batches import (
+    InputMeter,
+    open_data,
+    to_device,
+    training_batches,
+    validation_batches,
+)
 from recipe.errors import UserError
 
 

@@ -8,8 +8,8 @@ import pytest
 from making import CPU, a_world, folder_config, write_images
 from PIL import Image
 
-from recipe import damage
-from recipe.data import Data, open_data, training_batches, validation_batches
+from recipe.data import damage
+from recipe.data.batches import Data, open_data, training_batches, validation_batches
 from recipe.errors import UserError, sentence
 from recipe.make_shards import make_shards, verify_shards
 

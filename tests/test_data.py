@@ -17,9 +17,9 @@ import pytest
 import torch
 from making import CPU, a_config, a_world, folder_config, write_images
 
-from recipe import data as data_module
 from recipe.config import Config
-from recipe.data import (
+from recipe.data import batches as data_module
+from recipe.data.batches import (
     SYNTHETIC_CLASSES,
     Batch,
     Data,
@@ -33,8 +33,8 @@ from recipe.data import (
     training_batches,
     validation_batches,
 )
+from recipe.data.order import SampleStream
 from recipe.errors import UserError
-from recipe.order import SampleStream
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ LOADING = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
 from making import *
-from recipe.data import open_data, training_batches
+from recipe.data.batches import open_data, training_batches
 if __name__ == "__main__":
     root = {root!r}
     config = a_config(train_dir=root + "/train", val_dir=root + "/val", cache_dir=root + "/cache")
@@ -345,7 +345,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import psutil
 from making import *
-from recipe.data import open_data, training_batches
+from recipe.data.batches import open_data, training_batches
 from recipe.errors import one_message
 if __name__ == "__main__":
     root = {root!r}

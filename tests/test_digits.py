@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipe import digits
+from recipe.data import digits
+from recipe.data.image_folder import check_train_and_val, list_images
 from recipe.errors import UserError
-from recipe.image_folder import check_train_and_val, list_images
 
 
 @pytest.fixture(scope="module")

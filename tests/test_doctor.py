@@ -19,8 +19,8 @@ from compare.doctor import (
     host_findings,
     network_findings,
 )
-from compare.launch import Outcome
-from compare.plan import ROOT
+from compare.plan.plan import ROOT
+from compare.running.launch import Outcome
 
 NETWORK = [
     {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from making import CPU
 
-from recipe.energy import EnergyMeter, energy_summary, open_energy_meter
+from recipe.record.energy import EnergyMeter, energy_summary, open_energy_meter
 
 CUDA = torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"

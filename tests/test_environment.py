@@ -15,12 +15,12 @@ import torch
 from making import CPU, TinyNet, a_config, a_world, write_images
 from torch import nn
 
-from recipe import environment
 from recipe.config import Config, RunFlags
-from recipe.data import open_data
+from recipe.data.batches import open_data
 from recipe.device import core_row, own_row
-from recipe.energy import open_energy_meter
-from recipe.environment import (
+from recipe.record import environment
+from recipe.record.energy import open_energy_meter
+from recipe.record.environment import (
     cpu_model,
     describe,
     fingerprint,
@@ -30,8 +30,8 @@ from recipe.environment import (
     usage_row,
     weights_sha256,
 )
-from recipe.model import build_model
-from recipe.phases import PhaseSums
+from recipe.training.model import build_model
+from recipe.training.phases import PhaseSums
 
 CONFIG = a_config(
     data="synthetic", synthetic_images=40, arch="squeezenet1_1",

@@ -13,7 +13,7 @@ import pytest
 from making import CPU, a_config, a_world, write_images
 
 from recipe import errors, watch
-from recipe.data import open_data, validation_batches
+from recipe.data.batches import open_data, validation_batches
 from recipe.errors import UserError, fail, is_lost_peer, one_message, sentence
 
 

@@ -14,11 +14,17 @@ from making import TinyNet, a_config, a_world
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from recipe import data
-from recipe.data import Data, to_device, training_batches, validation_batches
-from recipe.metrics import batch_sums, evaluate
-from recipe.model import build_ema, build_model, build_optimizer, copy_buffers, flat_batch_norm
-from recipe.validation import align_batch_norm
+from recipe.data import batches as data
+from recipe.data.batches import Data, to_device, training_batches, validation_batches
+from recipe.training.metrics import batch_sums, evaluate
+from recipe.training.model import (
+    build_ema,
+    build_model,
+    build_optimizer,
+    copy_buffers,
+    flat_batch_norm,
+)
+from recipe.training.validation import align_batch_norm
 
 CUDA = torch.device("cuda", 0)
 SYNTHETIC = Data(None, None, 20, 10, 1000)

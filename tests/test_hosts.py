@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from compare.errors import UserError
-from compare.hosts import (
+from compare.plan.hosts import (
     is_here,
     is_only_here,
     most_on_a_host,
@@ -18,7 +18,7 @@ from compare.hosts import (
     read_hosts,
     used_hosts,
 )
-from compare.plan import ROOT
+from compare.plan.plan import ROOT
 
 READY = sorted((ROOT / "hostfiles").glob("*.txt"))
 

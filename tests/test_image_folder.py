@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe import image_folder
+from recipe.data import image_folder
+from recipe.data.image_folder import Listing, check_train_and_val, list_images, read_ahead
 from recipe.errors import UserError
-from recipe.image_folder import Listing, check_train_and_val, list_images, read_ahead
 
 
 def make(root: Path, *files: str) -> Path:
@@ -154,7 +154,7 @@ def test_order_does_not_depend_on_the_file_system_or_the_locale(
     assert expected.classes == ("A", "_", "a", "b", "Ä")
     program = (
         "import locale, sys; from pathlib import Path; locale.setlocale(locale.LC_ALL, '');"
-        "from recipe.image_folder import list_images;"
+        "from recipe.data.image_folder import list_images;"
         "print(list_images(Path(sys.argv[1]), Path(sys.argv[2])).paths.tolist())"
     )
     output = subprocess.run(

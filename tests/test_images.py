@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from recipe import images
-from recipe.errors import UserError
-from recipe.images import (
+from recipe.data import images
+from recipe.data.images import (
     AUTO_AUGMENTS,
     INTERPOLATIONS,
     MEAN_COLOR,
@@ -36,6 +35,7 @@ from recipe.images import (
     image_size,
     resize,
 )
+from recipe.errors import UserError
 
 WIDTH, HEIGHT = 61, 47
 

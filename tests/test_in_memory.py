@@ -15,12 +15,12 @@ import pytest
 import torch
 from making import CPU, a_config, a_world, folder_config, write_images
 
-from recipe import in_memory
 from recipe.config import Config
-from recipe.data import data_order_sha256, open_data, training_batches, validation_batches
+from recipe.data import in_memory
+from recipe.data.batches import data_order_sha256, open_data, training_batches, validation_batches
+from recipe.data.image_folder import Listing, list_images
+from recipe.data.in_memory import InMemory, available_memory, keep_in_memory
 from recipe.errors import UserError, is_lost_peer
-from recipe.image_folder import Listing, list_images
-from recipe.in_memory import InMemory, available_memory, keep_in_memory
 from recipe.make_shards import make_shards
 
 
@@ -110,7 +110,7 @@ RANK = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
 from making import *
-from recipe.data import open_data, training_batches
+from recipe.data.batches import open_data, training_batches
 if __name__ == "__main__":
     rank = int(sys.argv[1])
     time.sleep(float(sys.argv[2]))

@@ -147,7 +147,7 @@ def test_variables_are_set_and_written_down(
     ring = {"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
     assert config.knob_variables == {"HOROVOD_CYCLE_TIME": "0.5"} | ring
     assert os.environ["HOROVOD_CYCLE_TIME"] == "0.5" and "NCCL_ALGO" not in os.environ
-    from recipe.environment import steering_variables
+    from recipe.record.environment import steering_variables
 
     assert steering_variables(os.environ).items() >= config.knob_variables.items()
 
@@ -172,8 +172,8 @@ def test_set_variables_leaves_others_alone() -> None:
 
 
 def test_every_knob_is_a_setting_and_none_is_work() -> None:
-    from compare import findings
-    from recipe.environment import NOT_WORK
+    from compare.evidence import findings
+    from recipe.record.environment import NOT_WORK
 
     assert sorted(findings.KNOBS) == sorted(n for names in SETTINGS.values() for n in names)
     for settings in SETTINGS.values():

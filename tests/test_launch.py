@@ -97,7 +97,7 @@ if "1" in map(os.environ.get, ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")):
     def patched(name, *args, **kwargs):
         module = real_import(name, *args, **kwargs)
         done = hasattr(module, "real_seed_step")
-        if name == "recipe.model" and "seed_step" in vars(module) and not done:
+        if name == "recipe.training.model" and "seed_step" in vars(module) and not done:
             module.real_seed_step = module.seed_step
             def seed_step(config, step, rank):
                 if step == 5:

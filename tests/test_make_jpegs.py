@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from compare.plan import ROOT
+from compare.plan.plan import ROOT
 
 
 def make(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from making import CPU, TinyNet, a_config
 from torch import nn
 
-from recipe.metrics import batch_sums, evaluate, means
+from recipe.training.metrics import batch_sums, evaluate, means
 
 
 def sums_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

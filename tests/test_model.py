@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.config import is_resnet
-from recipe.environment import weights_sha256
 from recipe.errors import UserError
-from recipe.model import (
+from recipe.record.environment import weights_sha256
+from recipe.training.model import (
     NORMS,
     autocast,
     batch_norm_buffers,
@@ -119,7 +119,7 @@ def test_checking_sizes_changes_no_model(monkeypatch: pytest.MonkeyPatch) -> Non
     config = a_config(arch="resnet18", **sizes(8))
     model = build_model(config, 10, download=True)
     drawn = torch.rand(5)
-    monkeypatch.setattr("recipe.model._check_image_sizes", lambda model, config: None)
+    monkeypatch.setattr("recipe.training.model._check_image_sizes", lambda model, config: None)
     unchecked = build_model(config, 10, download=True)
     assert torch.equal(torch.rand(5), drawn)
     assert weights_sha256(unchecked) == weights_sha256(model)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.order import Sample, SampleStream, permutation, validation_indices
+from recipe.data.order import Sample, SampleStream, permutation, validation_indices
 
 images = st.integers(1, 200)
 small = st.integers(1, 8)

@@ -11,8 +11,8 @@ import pytest
 from launching import LAUNCHERS, TRAINERS, read_json, read_lines, run
 from making import CPU, a_config
 
-from recipe import phases
-from recipe.phases import (
+from recipe.training import phases
+from recipe.training.phases import (
     PHASES,
     PhaseMeans,
     PhaseSums,

@@ -7,9 +7,9 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from compare import preflight
-from compare.options import make_plan, parse_options
-from compare.plan import REMOVED_VARIABLES, Plan
+from compare.plan.options import make_plan, parse_options
+from compare.plan.plan import REMOVED_VARIABLES, Plan
+from compare.running import preflight
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.io
 
+from recipe.data.image_folder import list_images
 from recipe.errors import UserError
-from recipe.image_folder import list_images
 from recipe.prepare_val import main, make_plan, read_labels
 
 CLASSES = ["n01440764", "n01443537", "n01484850"]

@@ -12,9 +12,9 @@ from torch import nn
 from torchvision.ops._utils import split_normalization_params
 
 from recipe.config import PRESETS, Config
-from recipe.digits import NUM_TRAIN_IMAGES
-from recipe.model import build_model, parameter_groups
-from recipe.schedule import learning_rate
+from recipe.data.digits import NUM_TRAIN_IMAGES
+from recipe.training.model import build_model, parameter_groups
+from recipe.training.schedule import learning_rate
 
 GOYAL = "arXiv 1706.02677, "
 KERAS = "horovod, examples/keras/keras_imagenet_resnet50.py: "

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from making import TinyNet, a_config, a_world
 
-from recipe.phases import WARM_UP_STEPS
-from recipe.probes import StepProfiler, write_trace
+from recipe.record.probes import StepProfiler, write_trace
+from recipe.training.phases import WARM_UP_STEPS
 
 
 def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:

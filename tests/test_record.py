@@ -13,13 +13,14 @@ import torch
 from making import CPU, TinyNet, a_config, a_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipe import checkpoint, record
-from recipe.checkpoint import Progress
 from recipe.config import Config
-from recipe.data import Data
+from recipe.data.batches import Data
 from recipe.errors import UserError
-from recipe.phases import WARM_UP_STEPS
-from recipe.record import Recorder, replace_file
+from recipe.record import checkpoint
+from recipe.record import recorder as record
+from recipe.record.checkpoint import Progress
+from recipe.record.recorder import Recorder, replace_file
+from recipe.training.phases import WARM_UP_STEPS
 from recipe.world import World
 
 NUM_TRAIN = 20  # five steps an epoch

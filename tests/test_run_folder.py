@@ -16,10 +16,10 @@ import pytest
 import torch
 from making import a_config, a_world
 
-from recipe import run_folder
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.run_folder import open_run_folder, partial_name, utc_now
+from recipe.record import run_folder
+from recipe.record.run_folder import open_run_folder, partial_name, utc_now
 
 
 def opened(config: Config, host: str = "here") -> Path:
@@ -84,7 +84,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from test_run_folder import a_config, opened
 from recipe import errors
-from recipe.run_folder import partial_name
+from recipe.record.run_folder import partial_name
 
 folder = opened(a_config(log_dir=sys.argv[1], name="run"))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from making import a_config
 
-from recipe.schedule import learning_rate
+from recipe.training.schedule import learning_rate
 
 STEP = a_config(
     lr_scheduler="step",

@@ -16,18 +16,18 @@ import pytest
 import torch
 from making import CPU, a_world, folder_config, write_images
 
-from recipe import shards as shards_module
-from recipe.data import (
+from recipe.data import shards as shards_module
+from recipe.data.batches import (
     data_order_sha256,
     open_data,
     open_images,
     training_batches,
     validation_batches,
 )
+from recipe.data.image_folder import Listing, list_images
+from recipe.data.shards import INDEX, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError
-from recipe.image_folder import Listing, list_images
 from recipe.make_shards import main, make_shards, verify_shards
-from recipe.shards import INDEX, UNFINISHED, Shards, open_shards
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_killed_and_started_again(folder: Path, made: Path, cache: Path, tmp_pat
     """At any moment, by a signal that nothing can catch."""
     target = tmp_path / "killed"
     slow = (
-        "import sys, time; from recipe.image_folder import Listing; "
+        "import sys, time; from recipe.data.image_folder import Listing; "
         "from recipe.make_shards import main; read = Listing.read; "
         "Listing.read = lambda *args: (time.sleep(0.03), read(*args))[1]; "
         "sys.exit(main(sys.argv[1:]))"

@@ -8,7 +8,7 @@ from launching import SMALL, launch, read_json, read_lines
 from test_dali import needs_dali
 
 from recipe.config import DataFlags
-from recipe.digits import prepare_digits
+from recipe.data.digits import prepare_digits
 from recipe.make_shards import make_shards
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]

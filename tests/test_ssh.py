@@ -7,8 +7,8 @@ import pytest
 
 from compare import run as run_module
 from compare.errors import UserError
-from compare.plan import set_variables
-from compare.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
+from compare.plan.plan import set_variables
+from compare.plan.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
 
 # Says what OpenSSH says, by the name of the host.
 SSH = r"""#!/bin/sh

@@ -11,15 +11,15 @@ from launching import SMALL, read_json
 from test_compare_plan import plan_of
 
 from compare import run as run_module
-from compare import tune as tune_module
 from compare.errors import UserError
-from compare.launch import Outcome
-from compare.options import parse_options
-from compare.paired import estimate_ratio
-from compare.plan import CONFIGURATIONS, Run
+from compare.evidence.paired import estimate_ratio
+from compare.plan.options import parse_options
+from compare.plan.plan import CONFIGURATIONS, Run
 from compare.run import main
-from compare.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
-from compare.tune import (
+from compare.running import tune as tune_module
+from compare.running.launch import Outcome
+from compare.running.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
+from compare.running.tune import (
     Found,
     comparison_command,
     ddp_knobs,
@@ -405,7 +405,7 @@ def test_rounds_are_of_a_search(starts: Starts, capsys: pytest.CaptureFixture[st
 
 
 def test_a_changed_file_of_knobs_makes_another_plan(starts: Starts, tmp_path: Path) -> None:
-    from compare.plan import plan_differences, plan_record
+    from compare.plan.plan import plan_differences, plan_record
 
     path = tmp_path / "knobs.toml"
     path.write_text("[ddp]\nstatic_graph = true\n")
@@ -432,8 +432,8 @@ def test_tuning_and_training_with_the_file(
     knobs = {"ddp": STATIC, "horovod": variable_knob("HOROVOD_CYCLE_TIME", "0.5")}
     monkeypatch.setattr(tune_module, "knobs_for", lambda c, plan: [knobs[c.engine]])
     monkeypatch.setattr(tune_module, "is_gain", lambda estimate: True)
-    monkeypatch.setattr("compare.search.is_gain", lambda estimate: True)
-    monkeypatch.setattr("compare.search.TELLING_ROUNDS", 9)
+    monkeypatch.setattr("compare.running.search.is_gain", lambda estimate: True)
+    monkeypatch.setattr("compare.running.search.TELLING_ROUNDS", 9)
     monkeypatch.setattr(tune_module, "LEAST_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "warm_up", lambda *_: None)
     path, runs = tmp_path / "k.toml", tmp_path / "runs"

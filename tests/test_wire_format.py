@@ -10,7 +10,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.device import own_row
-from recipe.wire_format import FORMATS, ROUNDS, settle_wire_format
+from recipe.training.wire_format import FORMATS, ROUNDS, settle_wire_format
 
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
 AUTO = a_config(wire_format="auto", train_crop_size=8, batches_per_allreduce=3)

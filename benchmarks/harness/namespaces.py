@@ -1,0 +1,239 @@
+"""Two or three real hosts on one machine: a network namespace each, with an sshd, behind a bridge.
+
+Each host has its own network (eth0 behind one bridge), host name, /etc/hosts and ssh keys, all of
+them invisible outside; files, processors and processes are the machine's. Needs root, iproute2 and
+OpenSSH's server. `limit_rate` makes slow links of fast ones.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from compare.plan.plan import ROOT
+
+TOOLS = ("ip", "sshd", "ssh", "ssh-keygen")
+SUBNET = "10.213.7"  # of addresses that no one routes
+SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+# What the login shell of a user who trains there would set.
+LOGIN_VARIABLES = {
+    "PATH": SEARCH_PATH,
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # Else ranks on other hosts would run the tree that is installed, which may not be this one.
+    "PYTHONPATH": str(ROOT),
+}
+SSHD_CONFIG = """
+Port 22
+ListenAddress 0.0.0.0
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+StrictModes no
+UsePAM no
+MaxStartups 100
+SetEnv {variables}
+"""
+SSH_CONFIG = """
+IdentityFile {folder}/key
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
+# The .bashrc of whoever runs this might set another PATH. /run is a place of its own so that sshd
+# finds its folder there.
+INIT = """
+set -e
+hostname {name}
+mount --make-rprivate /
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/ssh_config /etc/ssh/ssh_config
+if [ -e {home}/.bashrc ]; then mount --bind {folder}/bashrc {home}/.bashrc; fi
+mount -t tmpfs none /run
+mkdir /run/sshd
+exec {sshd} -D -e -f {folder}/sshd_config
+"""
+START_SECONDS = 30.0  # for an sshd to let someone in
+# A token bucket of a millisecond: it lets through what came late, and is small beside a step's
+# bytes. Not less than two of the largest pieces in which the kernel hands TCP's data on.
+BUCKET_SECONDS, MIN_BUCKET_BYTES = 0.001, 128 << 10
+QUEUE = "50ms"  # of data may wait before the link drops some
+
+
+class HostsError(Exception):
+    """Hosts could not be made, or not be reached."""
+
+
+class MissingTools(HostsError):
+    """Something that hosts need is not on this machine."""
+
+
+@dataclass
+class Host:
+    """A host that is up."""
+
+    name: str
+    address: str
+    namespace: str
+    sshd: subprocess.Popen[bytes]
+
+    def inside(self, *command: str) -> list[str]:
+        """A command as it is started there, in the project's folder."""
+        enter = ["nsenter", f"--target={self.sshd.pid}", "--net", "--uts", "--mount"]
+        return [*enter, "env", f"--chdir={ROOT}", *command]
+
+    def processes(self) -> list[psutil.Process]:
+        """What runs in this host's network, its sshd aside."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
+        found = []
+        for pid in map(int, pids.stdout.split()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if pid != self.sshd.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator[list[Host]]:
+    """Make the hosts, and remove all of it at the end, also when something failed.
+
+    `folder`, for keys and settings, must not be there yet. HostsError if they cannot be made.
+    """
+    if needed := missing_tools():
+        raise MissingTools(f"hosts in network namespaces need {', '.join(needed)}")
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    write_configuration(folder, names)
+    mark = uuid.uuid4().hex[:6]
+    bridge = f"br-{mark}"
+    made: list[Host] = []
+    namespaces: list[str] = []
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for number, name in enumerate(names):
+            namespace = f"{name}-{mark}"
+            namespaces.append(namespace)
+            address = f"{SUBNET}.{10 + number}"
+            outside = f"v{number}-{mark}"
+            ip("netns", "add", namespace)
+            ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("link", "set", outside, "master", bridge, "up")
+            ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+            made.append(Host(name, address, namespace, start_sshd(folder, name, namespace)))
+        for host in made:
+            wait_until_reachable(host, made[0], folder)
+        yield made
+    finally:
+        for namespace in namespaces:
+            end_all_in(namespace)
+            ip("netns", "delete", namespace, check=False)  # and its veth pair with it
+        ip("link", "delete", bridge, check=False)
+        for host in made:
+            host.sshd.wait(10)
+
+
+def missing_tools(*others: str) -> list[str]:
+    """What hosts need and this machine or user lacks, `others` included."""
+    missing = ["root"] if os.geteuid() != 0 else []
+    return missing + [tool for tool in (*TOOLS, *others) if shutil.which(tool) is None]
+
+
+def limit_rate(made: Sequence[Host], gigabits: float | None) -> None:
+    """Let each host send at most so many 10^9 bits per second; None: as fast as it can.
+
+    The connections that are open stay. HostsError if the kernel cannot do it.
+    """
+    for host in made:
+        words = ["-n", host.namespace, "qdisc"]
+        if gigabits is None:
+            call("tc", *words, "delete", "dev", "eth0", "root", check=False)  # none there: fine
+            continue
+        bucket = max(MIN_BUCKET_BYTES, int(gigabits * 1e9 / 8 * BUCKET_SECONDS))
+        words += ["replace", "dev", "eth0", "root", "tbf", "rate", f"{gigabits * 1000:g}mbit"]
+        call("tc", *words, "burst", str(bucket), "latency", QUEUE)
+
+
+def ip(*words: str, check: bool = True) -> None:
+    """Call iproute2's ip; HostsError if it fails."""
+    call("ip", *words, check=check)
+
+
+def call(*words: str, check: bool = True) -> None:
+    """Call a program; HostsError with its words if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    if check and done.returncode:
+        raise HostsError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def write_configuration(folder: Path, names: tuple[str, ...]) -> None:
+    """Write keys, and what ssh, sshd and the hosts read."""
+    for key in ("key", "host_key"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    lines = [f"{SUBNET}.{10 + number} {name}" for number, name in enumerate(names)]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+    variables = " ".join(f'"{name}={value}"' for name, value in LOGIN_VARIABLES.items())
+    (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder, variables=variables))
+    (folder / "bashrc").write_text("")
+    (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+
+
+def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[bytes]:
+    """Start a host's sshd in namespaces of its own; returns at once."""
+    script = INIT.format(name=name, folder=folder, home=Path.home(), sshd=shutil.which("sshd"))
+    with (folder / f"{name}-sshd.log").open("wb") as log:
+        return subprocess.Popen(
+            # Not `ip netns exec`, which puts a /sys without cgroups in the place of the machine's.
+            ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "--mount", "--uts", "sh", "-c",
+             script],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:
+    """Wait until one can log in there from the first host: a machine's own rules for packets (such
+    as Docker's) may drop what goes from host to host."""
+    deadline, told = time.monotonic() + START_SECONDS, "no answer"
+    command = first.inside("ssh", "-o", "ConnectTimeout=2", host.name, "hostname")
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
+            )
+            told = done.stdout + done.stderr
+            if done.returncode == 0 and done.stdout.strip() == host.name:
+                return
+        time.sleep(0.2)
+    log = (folder / f"{host.name}-sshd.log").read_text()
+    raise HostsError(f"{host.name} cannot be reached: {told}\n{log}")
+
+
+def end_all_in(namespace: str) -> None:
+    """Kill whatever runs in a network namespace, until nothing does."""
+    for _ in range(20):
+        pids = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, text=True
+        ).stdout.split()
+        if not pids:
+            return
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        time.sleep(0.1)

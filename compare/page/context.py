@@ -1,0 +1,184 @@
+"""What stands around the figures of a report: what was trained on what, what may not be concluded
+from it, and how to do it again."""
+
+import datetime
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from compare.evidence.findings import Verdict, all_workers, count
+from compare.evidence.paired import Estimate
+from compare.evidence.records import Comparison, RunRecord
+from compare.plan.plan import CONFIGURATIONS, Plan
+
+MANY_VERDICTS = 4
+ENGINES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
+
+
+def page_title(comparison: Comparison) -> str:
+    engines = {run.engine for run in comparison.complete}
+    if comparison.plan["null"]:
+        return "A null test: each configuration against itself"
+    if engines == {"ddp", "horovod"}:
+        return "PyTorch DDP and Horovod, the same training side by side"
+    if len(comparison.plan["configurations"]) == 1:
+        return f"The training under {ENGINES[engines.pop()]} alone"
+    return "One training, started in several ways"
+
+
+def subtitle(comparison: Comparison) -> str:
+    """Say what was trained on what: the figures mean nothing without it."""
+    run = comparison.complete[0]
+    environment = run.environment
+    data = all_values(comparison, lambda run: run.config.get("data") or run.config.get("train_dir"))
+    models = all_values(comparison, lambda run: run.config.get("arch"))
+    batches = all_values(comparison, lambda run: run.config.get("batch_size"))
+    precisions = all_values(comparison, lambda run: run.config.get("precision"))
+    device = environment["device_name"] or environment["cpu_model"]
+    hosts = len(environment["hosts"])
+    parts = [
+        f"{models or 'A model'} on {data or 'the given images'}",
+        f"batch {batches} a worker" if batches else "",
+        precisions,
+        f"{device}, {count(environment['cores'], 'core')}" + (f", {hosts} hosts" * (hosts > 1)),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def all_values(comparison: Comparison, value_of: Callable[[RunRecord], Any]) -> str:
+    """Name the values that a setting has in the comparison."""
+    values = dict.fromkeys(value_of(run) for run in comparison.complete)
+    return " and ".join(str(value) for value in values if value is not None)
+
+
+def created_text(comparison: Comparison) -> str:
+    created = datetime.datetime.fromisoformat(comparison.plan["created_utc"])
+    return f"{created.day} {created:%B %Y, %H:%M} UTC"
+
+
+def reproduce_lines(comparison: Comparison) -> list[str]:
+    """Return the commands that make this comparison again."""
+    plan = comparison.plan
+    commit = comparison.complete[0].environment["git_commit"]
+    inherited = plan["environment"].get("inherited", {})
+    lines = [f"git checkout {commit}"] if commit else []
+    lines += ["make setup", ". .venv/bin/activate"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
+    if plan["plan_file"]:
+        lines.append(f"# in flags, what {plan['plan_file']} asked for:")
+    return [*lines, shlex.join(plan_words(plan)), "python compare/report.py"]
+
+
+def plan_words(plan: dict[str, Any]) -> list[str]:
+    """Return the command that makes a plan's runs, in flags; those that would say what run.py does
+    anyway are left out."""
+    names = [name for name in plan["configurations"] if not plan["null"] or not is_again(name)]
+    words = ["python", "compare/run.py", "--configurations", *names]
+    for name in names:
+        if name not in CONFIGURATIONS and (details := plan["configuration_details"].get(name)):
+            words += ["--define", f"{name}={definition(details)}"]
+    for case in plan["cases"]:
+        if case["name"]:
+            words += ["--case", f"{case['name']}={shlex.join(case['flags'])}"]
+    if plan["null"]:
+        words.append("--null")
+    elif plan["pairs"] != [[names[0], other] for other in names[1:]]:
+        words += ["--pairs", *(":".join(pair) for pair in plan["pairs"])]
+    words += ["--workers", *map(str, plan["workers"])]
+    words += ["--blocks", str(plan["blocks"]), "--seed", str(plan["seed"])]
+    if plan["until_interval"] is not None:
+        words += ["--until-interval", f"{100 * plan['until_interval']:g}%"]
+    default = Plan()
+    for field in ("hosts", "network_interface", "global_batch_size", "global_learning_rate",
+                  "max_blocks", "phase_steps", "timeout"):  # fmt: skip
+        value = plan.get(field)
+        if value is not None and value != getattr(default, field):
+            flag = f"--{field.replace('_', '-')}"
+            words += (
+                ["--no-phases"] if (flag, value) == ("--phase-steps", 0) else [flag, str(value)]
+            )
+    return [*words, "--", *plan["trainer_arguments"]] if plan["trainer_arguments"] else words
+
+
+def is_again(name: str) -> bool:
+    return name.endswith("-again")
+
+
+def definition(details: dict[str, Any]) -> str:
+    """Return a configuration of a plan's own as `run.py --define` reads it."""
+    start = ("engine", "launcher", "controller")
+    base = next(
+        (
+            ready.name
+            for ready in CONFIGURATIONS.values()
+            if all(getattr(ready, field) == details[field] for field in start)
+        ),
+        "",
+    )
+    words = [f"{name}={value}" for name, value in details["environment"].items()]
+    return shlex.join([base, *words, *details["flags"]])
+
+
+def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
+    """Say what the comparison does not show."""
+    run = comparison.complete[0]
+    measured = all_workers(comparison)
+    numbers = " and ".join(filter(None, [", ".join(map(str, measured[:-1])), str(measured[-1])]))
+    lines = []
+    if run.environment["device"] == "cpu":
+        lines.append(
+            "GPUs. This was measured on a CPU: on a GPU a step computes many times faster and the "
+            "gradients travel through NCCL, so that neither the ratio nor its direction carries "
+            "over."
+        )
+    else:
+        lines.append(f"Other devices than {run.environment['device_name']}.")
+    lines.append(
+        f"Other numbers of workers. {numbers} {'was' if len(measured) == 1 else 'were'} measured; "
+        "the lines in the plots end there because the knowledge does."
+    )
+    if len(run.environment["hosts"]) == 1:
+        lines.append(
+            "Networks. All workers ran on one host, where messages pass through its memory or its "
+            "loopback. Between hosts, latency and bandwidth decide, and the engines may differ in "
+            "other ways."
+        )
+    threads = {run.workers: run.environment["threads"] for run in comparison.complete}
+    if run.environment["device"] == "cpu" and len(set(threads.values())) > 1:
+        told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
+        lines.append(
+            f"Scaling to more machines. All workers share {count(run.environment['cores'], 'core')}"
+            f" ({told}): the column “scaling” tells how well those cores were used, not "
+            "what a second machine would bring."
+        )
+    lines.append(
+        f"Other models and batches. {run.config.get('arch', 'The model')} at this batch has its "
+        "own ratio of computing to communicating; a model with more weights, or a smaller batch, "
+        "waits longer for its gradients."
+    )
+    estimates = [(v, v.speed) for v in verdicts if v.speed and v.speed.low and v.speed.high]
+    halves = [(verdict, half_width(speed)) for verdict, speed in estimates]
+    if len(halves) > MANY_VERDICTS:
+        least, most = min(half for _, half in halves), max(half for _, half in halves)
+        lines.append(
+            f"Small differences. Depending on the case, two configurations would have to differ by "
+            f"more than about {percent_text(least)} to {percent_text(most)} % to be told apart."
+        )
+    else:
+        lines += [
+            f"Small differences. {verdict.place} with "
+            f"{count(len(verdict.equal_weights), 'block')}, {verdict.first} and {verdict.second} "
+            f"would have to differ by more than about {percent_text(half)} % to be told apart."
+            for verdict, half in halves
+        ]
+    return lines
+
+
+def half_width(speed: Estimate) -> float:
+    """Return half the width of a ratio's interval, in per cent of the ratio."""
+    assert speed.low is not None and speed.high is not None
+    return 100 * ((speed.high / speed.low) ** 0.5 - 1)
+
+
+def percent_text(percent: float) -> str:
+    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"

@@ -1,0 +1,86 @@
+"""Several comparisons beside each other: before and after a change, or two machines.
+
+Their runs were not made in the same blocks. Whatever the machines did meanwhile is in a ratio of
+the two, and no interval could be trusted: there are ratios here, but no verdicts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from compare.evidence.findings import Row, short, table_rows
+from compare.evidence.records import Comparison
+
+# What environment.json says that may explain a difference, the seed's and the clock's aside.
+ENVIRONMENT = (
+    "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
+    "transport", "kernel", "python", "torch", "torchvision", "horovod", "mpi", "cuda", "git_commit",
+)  # fmt: skip
+NOT_SETTINGS = {"log_dir", "name", "seed"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cell of the comparisons: its row in each of them, None where one lacks it."""
+
+    case: str
+    workers: int
+    configuration: str
+    rows: tuple[Row | None, ...]
+
+    def ratios(self, value_of: Callable[[Row], float]) -> list[float | None]:
+        """Return the medians of the second and all others over the first's: unpaired ratios."""
+        first, *others = self.rows
+        return [
+            None if first is None or other is None else value_of(other) / value_of(first)
+            for other in others
+        ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting or a fact that is not the same in all comparisons."""
+
+    field: str
+    values: tuple[str, ...]  # comparison by comparison; several values of one are joined
+
+
+def names_of(comparisons: Sequence[Comparison]) -> list[str]:
+    """Name comparisons by their folders, with as much of the path as tells them apart."""
+    paths = [comparison.folder.resolve() for comparison in comparisons]
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
+    """Return the cells of all comparisons, those of the first in its table's order."""
+    found: dict[tuple[str, int, str], list[Row | None]] = {}
+    for at, comparison in enumerate(comparisons):
+        for row in table_rows(comparison):
+            cell = (row.case, row.workers, row.configuration)
+            found.setdefault(cell, [None] * len(comparisons))[at] = row
+    return [Line(*cell, tuple(rows)) for cell, rows in found.items()]
+
+
+def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
+    """Return in what the comparisons differ, beside the order and the noise of their runs."""
+    settings = dict.fromkeys(
+        field for comparison in comparisons for run in comparison.complete for field in run.config
+    )
+    told = [("environment", field) for field in ENVIRONMENT]
+    told += [("config", field) for field in settings if field not in (*NOT_SETTINGS, *ENVIRONMENT)]
+    differences = []
+    for record, field in told:
+        values = tuple(values_text(comparison, record, field) for comparison in comparisons)
+        if len(set(values)) > 1:
+            differences.append(Difference(field, values))
+    return differences
+
+
+def values_text(comparison: Comparison, record: str, field: str) -> str:
+    """Return the values that a field has in a comparison, in the order of the cells."""
+    runs = sorted(comparison.complete, key=lambda run: run.cell)
+    values = (getattr(run, record).get(field, "not recorded") for run in runs)
+    return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

@@ -1,0 +1,46 @@
+"""The trainers' sources: what they import of this project, and its digest."""
+
+import ast
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("recipe", "ddp_train", "horovod_train")
+
+
+def trainers_sha256() -> str:
+    """Return the digest of all that a trainer runs: runs of different code are not mixed.
+
+    By what is imported, not by folder: a tool beside the recipe is no part of a training.
+    """
+    digest = hashlib.sha256()
+    for path in trainers_sources():
+        digest.update(f"{path.relative_to(ROOT)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def trainers_sources() -> list[Path]:
+    """Return both train.py and each module of this project that they import, at whatever depth."""
+    found = set[Path]()
+    waiting = [ROOT / "ddp_train/train.py", ROOT / "horovod_train/train.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in found and path.is_file():
+            found.add(path)
+            waiting += [
+                (ROOT / name.replace(".", "/")).with_suffix(".py")
+                for node in ast.walk(ast.parse(path.read_bytes()))
+                for name in imported_names(node)
+                if name.split(".")[0] in OURS
+            ]
+    return sorted(found)
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """Return what a node imports: modules, and names of modules that may be modules themselves."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []

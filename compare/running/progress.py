@@ -1,0 +1,207 @@
+"""How far a plan has come, from the files that its runs leave, and the lines that tell it."""
+
+import datetime
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compare.errors import UserError
+from compare.evidence.paired import Estimate, estimate_ratio, is_narrow
+from compare.plan.plan import Plan, Run
+from compare.running.launch import (
+    REACH_QUESTION,
+    Outcome,
+    duration,
+    last_step,
+    print_line,
+    print_tail,
+)
+
+
+def new_folder(runs: Path) -> Path:
+    """Return a name for a new comparison: its date and time, so that names sort by age."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    while folder.exists():  # two comparisons begun within a second
+        now += datetime.timedelta(seconds=1)
+        folder = runs / now.strftime("compare-%Y%m%d-%H%M%S")
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
+    if not (folder / "summary.json").exists():
+        return False
+    outcome = folder / "outcome.json"
+    return not outcome.exists() or read_json(outcome).get("status") == "completed"
+
+
+def missing(runs: list[Run], folder: Path) -> list[Run]:
+    return [run for run in runs if not is_complete(folder / run.folder)]
+
+
+def with_blocks_there(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with the blocks that --until-interval has already added in this folder."""
+    path = folder / "plan.json"
+    if plan.until_interval is None or not path.exists():
+        return plan
+    return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Tell whether nothing of the plan is left to be run in this folder."""
+    runs = [*plan.runs(), *plan.phase_runs()]
+    return all(is_complete(folder / run.folder) for run in runs) and not wants_block(plan, folder)
+
+
+def wants_block(plan: Plan, folder: Path) -> bool:
+    """Tell whether --until-interval asks for a block beyond those of the plan."""
+    if plan.until_interval is None or plan.blocks >= plan.max_blocks:
+        return False
+    target = plan.until_interval
+    return not all(is_narrow(estimate, target) for estimate, _ in interval_widths(plan, folder))
+
+
+def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
+    """Return the estimated ratio of speeds of each pair in each case at each number of workers,
+    widest interval first, with its name. Blocks count in which both runs are complete."""
+    speeds: dict[tuple[str, int, str], dict[int, float]] = {}
+    for run in plan.runs():
+        if is_complete(folder / run.folder):
+            cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
+            cell[run.block] = images_per_second(folder / run.folder)
+    found = []
+    for case in plan.cases:
+        for workers in plan.workers:
+            for first, second in plan.pairs():
+                a = speeds.get((case.name, workers, first), {})
+                b = speeds.get((case.name, workers, second), {})
+                both = sorted(a.keys() & b.keys())
+                if not both:
+                    continue
+                estimate = estimate_ratio([a[i] for i in both], [b[i] for i in both])
+                name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
+                found.append((estimate, f"{case.name}: {name}" if case.name else name))
+    return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
+
+
+def images_per_second(folder: Path) -> float:
+    path = folder / "summary.json"
+    speed = read_json(path).get("images_per_second")
+    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
+        raise UserError(f"{path}: images_per_second is {speed!r}, which is not a number above 0")
+    return float(speed)
+
+
+def reach(estimate: Estimate) -> float:
+    """Return how far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
+
+    Half its width on the logarithmic scale, on which it was computed; `is_narrow` asks for this.
+    """
+    if estimate.low is None or estimate.high is None:
+        return math.inf
+    return math.sqrt(estimate.high / estimate.low) - 1
+
+
+def another_plan(folder: Path, differences: list[str]) -> UserError:
+    """Return the error of a folder that holds another plan than the one that is asked for."""
+    lines = "\n".join(f"    {line}" for line in differences)
+    return UserError(
+        f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
+        "another --out DIR"
+    )
+
+
+def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
+    """Return how long the runs took that an earlier start of run.py has made."""
+    return [
+        (run, read_json(folder / run.folder / "outcome.json")["seconds"])
+        for run in runs
+        if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
+    ]
+
+
+def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float | None:
+    """Estimate the time of the waiting runs by those of the same cell, else by all; None as long
+    as there is none."""
+    if not durations:
+        return None
+    average = sum(seconds for _, seconds in durations) / len(durations)
+    left = 0.0
+    for run in waiting:
+        same = [seconds for done, seconds in durations if done.cell == run.cell]
+        left += sum(same) / len(same) if same else average
+    return left
+
+
+def run_label(run: Run, plan: Plan) -> str:
+    width = max(len(configuration.name) for configuration in plan.members())
+    workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
+    case_width = max(len(case.name) for case in plan.cases)
+    case = f"{run.case:{case_width}}  " if case_width else ""
+    return f"{case}{run.configuration.name:{width}}  {workers:>10}"
+
+
+def numbered_label(run: Run, runs: list[Run], plan: Plan) -> str:
+    """Return what stands in front of a run's line: its number among `runs`, its block, itself."""
+    number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
+    place = f"block {run.block}" if run.block else "phases"
+    return f"{number} {place}  {run_label(run, plan)}"
+
+
+def show_outcome(
+    label: str,
+    folder: Path,
+    outcome: Outcome,
+    left: float | None,
+    over_hosts: bool,
+    with_speed: bool = True,
+) -> None:
+    """Print a run's line, and the end of its output if it failed; `over_hosts`: the run may have
+    been one over several hosts."""
+    ending = f"   about {duration(left)} left" if left else ""
+    if outcome.status == "completed":
+        speed = read_json(folder / "summary.json").get("images_per_second")
+        shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
+        shown = f"   {shown}" if with_speed else ""
+        print_line(f"{label}{shown}   {duration(outcome.seconds):>6}{ending}")
+    else:
+        code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
+        if outcome.status == "failed" and outcome.exit_code == 0:
+            code = " (exit code 0, but no summary.json)"
+        after = duration(outcome.seconds)
+        print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
+        if outcome.status == "timed out":
+            print(f"        {timeout_sentence(folder, over_hosts)}")
+        print_tail(folder / "output.log")
+    if outcome.leftover_processes:
+        number = outcome.leftover_processes
+        noun = "process was" if number == 1 else "processes were"
+        print(f"        {number} {noun} left behind and killed")
+
+
+def timeout_sentence(folder: Path, over_hosts: bool) -> str:
+    """Say what a run that took too long was doing, and what to do about it."""
+    if step := last_step(folder / "metrics.jsonl"):
+        return (
+            f"ended by its time limit at step {step['step']:,}: give a larger --timeout, or the "
+            "trainers fewer steps"
+        )
+    sentence = "ended by its time limit before its first step: give a larger --timeout"
+    return f"{sentence}; or {REACH_QUESTION}" if over_hosts else sentence
+
+
+def number_of(things: Any, noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value

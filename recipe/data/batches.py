@@ -1,0 +1,438 @@
+"""From images to batches: what each rank reads, in which order, and how it reaches the device."""
+
+import functools
+import hashlib
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from recipe.config import Config
+from recipe.data.dali import EncodedImages, check_dali, dali_batches
+from recipe.data.damage import SuspectImages
+from recipe.data.digits import prepare_digits
+from recipe.data.image_folder import Listing, check_train_and_val, list_images
+from recipe.data.images import TrainTransform, ValTransform, empty_batch
+from recipe.data.in_memory import keep_in_memory
+from recipe.data.order import SampleStream, permutation, validation_indices
+from recipe.data.shards import holds_shards, open_shards
+from recipe.device import keep_freed_memory
+from recipe.errors import UserError
+from recipe.watch import goes_on
+from recipe.world import World
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
+SYNTHETIC_CLASSES = 1000
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run; `train` and `val` are None for synthetic data."""
+
+    train: Listing | None
+    val: Listing | None
+    num_train: int
+    num_val: int
+    num_classes: int
+    suspects: tuple[SuspectImages, ...] = ()  # of train and val
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether batches are made up once, on the device."""
+        return self.train is None
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a run must find again to go on: how many images, and a digest of their names, labels
+        and classes, the same whether they are files, shards or in memory."""
+        digest = hashlib.sha256()
+        for listing in (self.train, self.val):
+            if listing is not None:
+                digest.update(os.fsencode("\0".join(listing.classes)))
+                digest.update(listing.paths.tobytes())
+                digest.update(listing.labels.tobytes())
+        counts = {"num_train": self.num_train, "num_val": self.num_val}
+        return {**counts, "sha256": digest.hexdigest()}
+
+
+def open_data(config: Config, world: World | None = None) -> Data:
+    """List and check the folders; writes the embedded digits on first use. With --in-memory, reads
+    all images into memory, which the ranks of this host in `world` share (None: this process is
+    alone).
+
+    Raises UserError for everything that is wrong with a folder, before any training starts.
+    """
+    if config.data == "synthetic" and not config.train_dir:
+        return Data(
+            None,
+            None,
+            config.synthetic_images,
+            min(config.synthetic_images, 1000),
+            SYNTHETIC_CLASSES,
+        )
+    if config.dali:
+        check_dali()
+    cache = Path(config.cache_dir)
+    if config.train_dir and config.val_dir:
+        train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
+    else:
+        digits = prepare_digits(cache)
+        train_dir, val_dir = digits / "train", digits / "val"
+    train, val = open_images(train_dir, cache), open_images(val_dir, cache)
+    check_train_and_val(train, val)
+    if config.in_memory:
+        world = world or World(0, 1, 0, 1, "none", socket.gethostname())
+        if config.evaluate:
+            (val,) = keep_in_memory([val], world)
+        else:
+            train, val = keep_in_memory([train, val], world)
+    if world is not None and world.is_first and not config.evaluate:
+        _warn_of_a_large_batch(len(train), samples_per_step(config, world))
+    suspects = SuspectImages(train), SuspectImages(val)
+    return Data(train, val, len(train), len(val), len(train.classes), suspects)
+
+
+def _warn_of_a_large_batch(num_train: int, step_samples: int) -> None:
+    if step_samples > num_train:
+        print(
+            f"warning: a step takes {step_samples:,} images over all workers, and there are "
+            f"{num_train:,}: each step sees images several times, and an epoch has less than one "
+            "step; lower --batch-size",
+            file=sys.stderr,
+        )
+
+
+def open_images(folder: Path, cache: Path) -> Listing:
+    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
+    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
+
+
+def samples_per_step(config: Config, world: World) -> int:
+    """The global batch: images between two optimizer steps, over all ranks."""
+    return config.batch_size * config.batches_per_allreduce * world.size
+
+
+def remaining_steps(config: Config, world: World, data: Data, step: int, samples_seen: int) -> int:
+    """Optimizer steps until all epochs have been seen whole, or --max-steps is reached."""
+    if config.evaluate:
+        return 0
+    left = config.epochs * data.num_train - samples_seen
+    steps = math.ceil(left / samples_per_step(config, world))
+    return max(0, steps if config.max_steps is None else min(steps, config.max_steps - step))
+
+
+class InputMeter:
+    """Images and their encoded bytes that this rank has read for training so far, here or in
+    `workers` loader processes, wherever they came from.
+
+    They count when they are read: what the loader has read ahead is in it, at most two batches a
+    worker. Each process adds to its own slot of the shared memory, so that none waits for another;
+    on its way into a worker a meter may only travel as part of what starts the worker.
+    """
+
+    def __init__(self, workers: int) -> None:
+        slots = max(1, workers)
+        self._files, self._bytes = RawArray("q", slots), RawArray("q", slots)
+
+    def count(self, num_bytes: int) -> None:
+        """Add a file of `num_bytes` that this process has read."""
+        worker = get_worker_info()
+        slot = worker.id if worker is not None else 0
+        self._files[slot] += 1
+        self._bytes[slot] += num_bytes
+
+    @property
+    def files(self) -> int:
+        """Files read so far."""
+        return sum(self._files)
+
+    @property
+    def bytes(self) -> int:
+        """Their sizes added up."""
+        return sum(self._bytes)
+
+
+def open_input_meter(data: Data, workers: int) -> InputMeter | None:
+    """A meter for `training_batches`; None for synthetic data, of which nothing is read."""
+    return None if data.is_synthetic else InputMeter(workers)
+
+
+class TrainImages(Dataset):
+    """Augmented training images, in batches; an image's key is (epoch, index), which alone decides
+    its pixels."""
+
+    def __init__(
+        self,
+        listing: Listing,
+        config: Config,
+        meter: InputMeter | None = None,
+        suspects: SuspectImages | None = None,
+    ) -> None:
+        self.listing, self.seed, self.meter = listing, config.seed, meter
+        self.suspects = suspects or SuspectImages(listing)
+        self.transform = train_transform(config)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
+        images = empty_batch(len(keys), self.transform.size, self.transform.size)
+        for out, (epoch, index) in zip(images, keys, strict=True):
+            content, name = self.listing.read(index), self.listing.name(index)
+            if left_over := self.transform(content, name, (self.seed, epoch, index), out):
+                self.suspects.add(index, left_over)
+            if self.meter is not None:
+                self.meter.count(len(content))
+        return images, labels_of(self.listing, [index for _, index in keys])
+
+
+class ValImages(Dataset):
+    """Validation images, in batches: resized, and their centre cropped."""
+
+    def __init__(self, listing: Listing, config: Config, suspects: SuspectImages) -> None:
+        self.listing, self.suspects = listing, suspects
+        self.transform = ValTransform(
+            config.val_resize_size, config.val_crop_size, config.interpolation
+        )
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        images = empty_batch(len(indices), self.transform.crop, self.transform.crop)
+        for out, index in zip(images, indices, strict=True):
+            if left_over := self.transform(self.listing.read(index), self.listing.name(index), out):
+                self.suspects.add(index, left_over)
+        return images, labels_of(self.listing, indices)
+
+
+def train_transform(config: Config) -> TrainTransform:
+    """What is done to the training images."""
+    return TrainTransform(
+        config.train_crop_size,
+        scale=config.random_crop_scale,
+        interpolation=config.interpolation,
+        flip_probability=config.hflip_prob,
+        auto_augment=config.auto_augment,
+        erase_probability=config.random_erase,
+    )
+
+
+def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
+    """The labels of these images: int64 [N]."""
+    return torch.from_numpy(listing.labels[indices])
+
+
+def training_batches(
+    data: Data,
+    config: Config,
+    world: World,
+    device: torch.device,
+    workers: int,
+    start: int,
+    stop: int,
+    meter: InputMeter | None = None,
+) -> Iterator[Batch]:
+    """This rank's batches from stream position `start` until `stop`, both in samples over all
+    ranks.
+
+    One iterator for the whole of training: the loader's workers start once, and read ahead across
+    epochs. `meter` counts the files that are read.
+    """
+    stream = SampleStream(data.num_train, config.seed)
+    batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
+    if data.train is None:
+        yield from _synthetic_batches(
+            config.batch_size, config.train_crop_size, map(len, batches), device
+        )
+    elif config.dali:
+        count = meter.count if meter is not None else None
+        encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
+        # DALI takes plain memory, and works ahead by itself.
+        yield from dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
+    else:
+        images = TrainImages(data.train, config, meter, data.suspects[0])
+        loaded = _loaded(images, batches, device, workers)
+        yield from _on_device(loaded, config, device)
+
+
+def validation_batches(
+    data: Data, config: Config, world: World, device: torch.device, workers: int
+) -> Iterator[Batch]:
+    """This rank's share of the validation images; over all ranks each image comes exactly once."""
+    indices = validation_indices(data.num_val, world.rank, world.size)
+    size = config.val_batch_size
+    batches = [list(indices[first : first + size]) for first in range(0, len(indices), size)]
+    if data.val is None:
+        yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
+    else:
+        loaded = _loaded(ValImages(data.val, config, data.suspects[1]), batches, device, workers)
+        yield from _on_device(loaded, config, device)
+
+
+def _loaded(
+    dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
+) -> Iterator[Any]:
+    context = None
+    if workers:
+        # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
+        # torch once forks each worker in a moment, the many of each evaluation, too.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["recipe.data.batches"])
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context=context,
+        collate_fn=_in_shared_memory if workers else _as_it_is,
+        worker_init_fn=_begin_worker if workers else None,
+    )
+    reading = iter(loader)
+    try:
+        yield from reading
+    except (RuntimeError, OSError, EOFError) as error:  # as of what the worker was about to do
+        sentinels = [worker.sentinel for worker in getattr(reading, "_workers", [])]
+        if not multiprocessing.connection.wait(sentinels, timeout=1.0):
+            raise
+        raise UserError(
+            "a loader worker was killed, most often by the system for want of memory: give fewer "
+            "--workers, or --workers 0, or let the job have more memory"
+        ) from error
+
+
+def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    return _one_ahead(batches, config, device) if device.type == "cuda" else iter(batches)
+
+
+def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
+    """Batches on a GPU, normalised, each copied there while the step before it computes.
+
+    The copy has a stream of its own, and is asked for before the batch that it follows is handed
+    out: also a host that waits for the GPU in each step, as loss scaling lets it, is in time.
+    """
+    side = _copying_stream(device)
+    coming: tuple[Batch, torch.cuda.Event] | None = None
+
+    def arrived(batch: Batch, on_device: torch.cuda.Event) -> Batch:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(on_device)
+        for tensor in batch:
+            # Its memory belongs to the side stream, which must not take it again before this
+            # stream, too, is through with it.
+            tensor.record_stream(current)
+        return batch
+
+    for batch in batches:
+        with torch.cuda.stream(side):
+            following = to_device(batch, config, device), side.record_event()
+        if coming is not None:
+            yield arrived(*coming)
+        coming = following
+    if coming is not None:
+        yield arrived(*coming)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """The data sets above hand out whole batches: there is nothing to collate."""
+    return batch
+
+
+def _in_shared_memory(batch: Any) -> Any:
+    """A whole batch, a tuple of tensors, in memory that the trainer can read.
+
+    Here, because a worker's thread that sends would put it there as well, but where there is no
+    room it would lose the batch without a word, and the trainer would wait for it for ever.
+    """
+    try:
+        for tensor in batch:
+            tensor.share_memory_()
+    except RuntimeError as error:
+        room, size = os.statvfs("/dev/shm"), sum(tensor.nbytes for tensor in batch)
+        if room.f_bavail * room.f_frsize >= size:
+            raise  # such as for want of file descriptors
+        raise UserError(
+            f"loader workers hand over their batches in /dev/shm, which is full "
+            f"({room.f_blocks * room.f_frsize / 1e6:,.0f} MB in all, and a batch takes "
+            f"{size / 1e6:,.1f} MB): make it larger (docker run "
+            "--shm-size 8g, or --ipc host), or give fewer --workers, or --workers 0"
+        ) from error
+    return batch
+
+
+def _begin_worker(worker: int) -> None:
+    """Set a loader worker up, to end as soon as the trainer is gone, however that ended.
+
+    torch's workers look for the end of their parent process; a forkserver's never ends before them,
+    and so they would stay for good after a trainer that was killed or left by os._exit.
+    """
+    keep_freed_memory()
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def wait() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _synthetic_batches(
+    batch_size: int, image_size: int, counts: Iterable[int], device: torch.device
+) -> Iterator[Batch]:
+    """The same random batch again and again, or the first images of it, already on the device:
+    training speed without any input."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch_size, 3, image_size, image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
+    targets = torch.randint(0, SYNTHETIC_CLASSES, (batch_size,), generator=generator).to(device)
+    for count in counts:
+        yield images[:count], targets[:count]
+
+
+@functools.cache  # each stream has memory of its own, which others do not get back
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of `device` on which batches are copied there, in training and evaluation."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """ImageNet's channel means and standard deviations on a scale of 0 to 255, float [3, 1, 1]."""
+    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1) * 255
+    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
+    return mean.to(device), std.to(device)  # waits for the copies: any stream may use them
+
+
+def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
+    """Move a batch as uint8, then normalise it there: float [N, 3, H, W] and int64 [N].
+
+    With --channels-last only the images change their layout: the convolutions then run in NHWC and
+    still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
+    Batches of files are there already on a GPU, and come back as they are. Every batch of a run
+    comes this way, which shows the watch that this rank goes on.
+    """
+    goes_on()
+    if batch[0].is_floating_point():
+        return batch
+    images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+    mean, std = _mean_and_std(device)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    images = images.contiguous(memory_format=layout)
+    return images.float().sub_(mean).div_(std), targets
+
+
+def data_order_sha256(data: Data, config: Config) -> str:
+    """Digest of which images are trained on in which order, pixels aside: names, labels, and epoch
+    0's permutation."""
+    digest = hashlib.sha256(permutation(data.num_train, config.seed, 0).tobytes())
+    if data.train is not None:
+        digest.update(data.train.paths.tobytes())
+        digest.update(data.train.labels.tobytes())
+    return digest.hexdigest()

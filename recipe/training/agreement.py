@@ -1,0 +1,173 @@
+"""Whether the ranks train the same thing: asked before the first step, and at each checkpoint.
+
+Each rank lists its own disk, reads its own command line and runs its own installation. Where these
+differ, training looks normal for hours and is worth nothing, or hangs. So the ranks exchange
+digests of all that decides what is computed, and if they differ, the values themselves.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recipe.config import Config
+from recipe.data.batches import Data
+from recipe.device import NAME_BYTES, own_row
+from recipe.errors import UserError
+from recipe.watch import goes_on
+from recipe.world import World
+
+# What may differ between hosts: where files are (what is in them is compared), and what depends on
+# the host's cores. `cuda` shows as the type of device.
+OF_A_HOST = {
+    "data", "train_dir", "val_dir", "cache_dir", "log_dir", "knobs", "threads", "workers", "cuda",
+}  # fmt: skip
+# Rank 0 alone reads these files; the others wait for what is in them.
+READ_BY_RANK_0 = {"resume", "weights"}
+PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
+ROOT = Path(__file__).parents[2]
+MOST_FIELDS = 4  # in a message
+DIGEST_BYTES = 32
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+
+
+def facts_of(engine: str, config: Config, data: Data, device: torch.device) -> dict[str, str]:
+    """All that the ranks must share to train the same thing: a name, as messages call it, and a
+    value that can be printed."""
+    facts = {"type of device": device.type, "Python": platform.python_version()}
+    for package in PACKAGES:
+        if engine == package or package != "horovod":
+            facts[f"{package}'s version"] = metadata.version(package)
+    for name, value in asdict(config).items():
+        if name in READ_BY_RANK_0:
+            facts[f"--{name}"] = "given" if value else "not given"
+        elif name not in OF_A_HOST:
+            facts["--" + name.replace("_", "-")] = str(value)
+    facts["training images"], facts["validation images"] = str(data.num_train), str(data.num_val)
+    for name, listing in {"training": data.train, "validation": data.val}.items():
+        facts[f"{name} data"] = "files" if listing is not None else "synthetic"
+        if listing is not None:
+            facts[f"names of the {name} images"] = _digest(listing.paths.tobytes())
+            facts[f"labels of the {name} images"] = _digest(listing.labels.tobytes())
+            facts["number of classes"] = str(len(listing.classes))
+            facts["names of the classes"] = _digest("\0".join(listing.classes).encode())
+    for folder in ("recipe", f"{engine}_train"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            facts[f"the source {file.relative_to(ROOT)}"] = _digest(file.read_bytes())
+    return facts
+
+
+def _digest(content: bytes) -> str:
+    return "digest " + hashlib.sha256(content).hexdigest()[:12]
+
+
+def check_same_training(
+    facts: dict[str, str], world: World, device: torch.device, sum_over_ranks: SumOverRanks
+) -> None:
+    """Raise UserError, on all ranks alike, if their `facts` differ or if two have one GPU.
+
+    Messages of one length first, so that also ranks of different sources understand each other;
+    and in the CPU's memory, so that it works where one rank found no GPU.
+    """
+    text = json.dumps(facts).encode()
+    head = hashlib.sha256(text).digest() + _gpu(device) + len(text).to_bytes(8, "big")
+    rows = gather(head, world, sum_over_ranks)
+    goes_on()  # all ranks have met: from now on none may be late
+    if len({row[:DIGEST_BYTES] for row in rows}) > 1:
+        longest = max(int.from_bytes(row[-8:], "big") for row in rows)
+        texts = gather(text.ljust(longest + -longest % 8), world, sum_over_ranks)
+        hosts = _hosts(world, sum_over_ranks)
+        raise UserError(differences([json.loads(text) for text in texts], hosts))
+    gpus = [row[DIGEST_BYTES:-8] for row in rows if any(row[DIGEST_BYTES:-8])]
+    if len(set(gpus)) < len(gpus):
+        raise UserError(shared_gpu(gpus, _hosts(world, sum_over_ranks)))
+
+
+def check_same_weights(
+    model: nn.Module, step: int, world: World, sum_over_ranks: SumOverRanks
+) -> None:
+    """Raise UserError, on all ranks alike, if their weights differ: an engine, a library or a
+    machine is at fault then. BatchNorm's statistics may be each rank's own.
+
+    A sum over the bits of each parameter, taken where it lies: one pass over the memory, while a
+    cryptographic digest would copy all from the GPU first. (The end of a run has one.)
+    """
+    sums = [
+        weight.detach().contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64)
+        for weight in model.parameters()
+    ]
+    digest = hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).digest()
+    digests = [f"digest {row[:6].hex()}" for row in gather(digest, world, sum_over_ranks)]
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"after step {step} the ranks hold different weights: "
+            f"{_groups(digests, _hosts(world, sum_over_ranks))}. A machine, a library or the "
+            "engine computes wrongly: check it. No checkpoint of this step is kept: --resume auto "
+            "goes on from the one before"
+        )
+
+
+def gather(content: bytes, world: World, sum_over_ranks: SumOverRanks) -> list[bytes]:
+    """Every rank's `content`, of the same length on all, a multiple of 8, in the order of the
+    ranks."""
+    values = torch.frombuffer(bytearray(content), dtype=torch.int64)  # Horovod adds no bytes
+    return [row.numpy().tobytes() for row in sum_over_ranks(own_row(world, values))]
+
+
+def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
+    """The message for ranks whose `facts` differ: which do, and who has which value."""
+    names = dict.fromkeys(name for rank in facts for name in rank)
+    told = [
+        f"{name}: {_groups(values, hosts)}"
+        for name in names
+        if len(set(values := [rank.get(name, "missing") for rank in facts])) > 1
+    ]
+    more = f"; and {len(told) - MOST_FIELDS} more" if len(told) > MOST_FIELDS else ""
+    return (
+        f"the ranks would not train the same thing: {'; '.join(told[:MOST_FIELDS])}{more}. Start "
+        "all ranks by one command, and give all hosts the same data, sources and packages"
+    )
+
+
+def shared_gpu(gpus: list[bytes], hosts: list[str]) -> str:
+    """The message for ranks of which two have the same of `gpus`."""
+    second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
+    return (
+        f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
+        "start at most as many ranks on a host as it has GPUs, show each rank another one "
+        "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
+    )
+
+
+def _gpu(device: torch.device) -> bytes:
+    """A digest of the UUID of this rank's GPU; zeros without one."""
+    if device.type != "cuda":
+        return bytes(DIGEST_BYTES)
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return hashlib.sha256(str(uuid).encode()).digest()
+
+
+def _hosts(world: World, sum_over_ranks: SumOverRanks) -> list[str]:
+    """The name of each rank's host."""
+    own = world.host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    return [
+        row.rstrip(b"\0").decode(errors="replace") for row in gather(own, world, sum_over_ranks)
+    ]
+
+
+def _groups(values: list[str], hosts: list[str]) -> str:
+    """Who has which of `values` (one a rank): those of most ranks first, of equally many those of
+    the lowest rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{value} on rank {first} ({hosts[first]})" + (f" and {len(others)} more" if others else "")
+        for value, (first, *others) in sorted(ranks.items(), key=lambda item: -len(item[1]))
+    )

@@ -1,0 +1,98 @@
+"""`--wire-format auto`: gradients travel in the number format that is faster on this network.
+
+fp16 halves the bytes and costs two casts: it pays on slow links, and on a CPU with fast ones it
+does not. Which it is depends on the network, the engine, how much of the exchange hides behind the
+backward pass, and whether the casts take cores from it. So it is measured, once, before training:
+both formats train copies of the network, by the engine itself, on made-up images.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from recipe.config import Config
+from recipe.data.batches import to_device
+from recipe.device import own_row
+from recipe.training.model import autocast, compile_blocks
+from recipe.world import World
+
+LEAST_GAIN = 1.02  # of fp16, which rounds what it sends; less is within what timing can tell
+ROUNDS = 5  # that count; a first one pays for connections, buckets and page faults
+WireFormat = Literal["fp32", "fp16"]
+FORMATS: tuple[WireFormat, ...] = ("fp32", "fp16")
+Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def settle_wire_format(
+    config: Config,
+    world: World,
+    model: nn.Module,
+    device: torch.device,
+    distribute: Distribute,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> Config:
+    """Return `config` with the faster of fp32 and fp16 for `auto`; as it is for all else.
+
+    `distribute` makes of a network what the engine trains, and the optimizer for it. All ranks come
+    to the same choice, since all of them see all the times. Rank 0 prints it.
+    """
+    if config.wire_format != "auto":
+        return config
+    if world.size == 1 or config.evaluate:
+        return replace(config, wire_format="fp32")  # no gradients are sent
+    steps = [
+        trial(replace(config, wire_format=name), model, device, distribute) for name in FORMATS
+    ]
+
+    def seconds(step: Callable[[], None]) -> float:
+        """How long a training step takes on this rank."""
+        step()  # after the other format's, Horovod agrees anew on what it sends
+        sum_over_ranks(torch.zeros(1)).item()  # the ranks begin together
+        started = time.perf_counter()
+        step()
+        return time.perf_counter() - started
+
+    own = [[seconds(step) for step in steps] for _ in range(1 + ROUNDS)]
+    row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
+    rows = sum_over_ranks(row).cpu()
+    slowest = rows.view(world.size, 1 + ROUNDS, len(FORMATS)).amax(dim=0)
+    fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
+    chosen: WireFormat = "fp16" if LEAST_GAIN * fp16 < fp32 else "fp32"
+    if world.is_first:
+        times = f"fp32 {1000 * fp32:.3g} ms, fp16 {1000 * fp16:.3g} ms a step"
+        print(f"wire format: {chosen} ({times})", flush=True)
+    del steps
+    gc.collect()  # the engines' hooks and their networks hold each other
+    return replace(config, wire_format=chosen)
+
+
+def trial(
+    config: Config, model: nn.Module, device: torch.device, distribute: Distribute
+) -> Callable[[], None]:
+    """A training step of a copy of the network, which exchanges gradients as `config` says."""
+    config = replace(config, batches_per_allreduce=1)  # only the exchange makes a difference
+    replica = copy.deepcopy(model)
+    if config.compile:
+        compile_blocks(replica)  # which is not copied
+    network, optimizer = distribute(replica, config)
+    size = config.train_crop_size
+    pixels = torch.randint(0, 256, (config.batch_size, 3, size, size), dtype=torch.uint8)
+    batch = pixels, torch.zeros(config.batch_size, dtype=torch.int64)
+    images, targets = to_device(batch, config, device)
+    criterion = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        with autocast(config, device):
+            loss = criterion(network(images), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+
+    return step
