@@ -170,7 +170,7 @@ def main(config: Config, world: World) -> None:
         if epoch_ended or finished:
             recorder.end_epoch(epoch, complete=epoch_ended)
             figures = validate(epoch, *validation)
-            finished = finished or figures["top1"] >= (config.desired_acc or math.inf)
+            finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
             align_batch_norm(model, config, world, *collectives)
             check_same_weights(model, progress.step, world, sum_over_ranks)

@@ -26,9 +26,9 @@ class DataFlags:
     """Where the images come from and what is done to their pixels."""
 
     data: str = "digits"
-    """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed),
-    or a folder with train/ and val/ in ImageNet's layout, or as shards (python -m
-    recipe.make_shards)."""
+    """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed;
+    evaluated only with --evaluate or --desired-acc), or a folder with train/ and val/ in ImageNet's
+    layout, or as shards (python -m recipe.make_shards)."""
     train_dir: str | None = None
     """Training folder, one sub-folder a class, or shards; overrides --data."""
     val_dir: str | None = None

@@ -213,6 +213,8 @@ def test_summary() -> None:
     assert summary["suspect_images"] == {"count": 4, "names": []}
     assert summarize(RECORDER, {**FIGURES, "top1": 30.0}, usage, TinyNet())["best_top1"] == 40.0
     assert json.loads(json.dumps(summary)) == summary
+    not_evaluated = summarize(RECORDER, {}, usage, TinyNet())
+    assert {not_evaluated[name] for name in ("loss", "top1", "top5", "best_top1")} == {None}
 
 
 def test_ranks_that_drifted_apart() -> None:

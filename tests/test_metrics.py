@@ -1,15 +1,19 @@
 """Sums that add up to the same figures however the images are split."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import CPU, TinyNet, a_config
+from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
+from recipe.data.batches import open_data
 from recipe.training.metrics import batch_sums, evaluate, means
+from recipe.training.validation import validate
 
 
 def sums_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -112,3 +116,18 @@ def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sums[3].item() == 8
+
+
+def test_synthetic_data_is_evaluated_only_when_asked() -> None:
+    config = a_config(data="synthetic", synthetic_images=10, batch_norm="sync", val_crop_size=8)
+    parts = SimpleNamespace(model=TinyNet(1000), ema=None)
+    recorder = SimpleNamespace(
+        config=config, world=a_world(), data=open_data(config), evaluation=lambda *_: {"top1": 0.0}
+    )
+
+    def validated() -> dict[str, float]:
+        return validate(0, parts, recorder, CPU, 0, lambda sums: sums, lambda values: values)
+
+    assert validated() == {}
+    recorder.config = replace(config, desired_acc=75.0)
+    assert validated() == {"top1": 0.0}

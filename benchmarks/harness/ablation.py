@@ -23,9 +23,6 @@ def measure(side: Side, folder: Path) -> dict[str, Any]:
     say(f"what binds {side.name}? {STEPS} steps with --ablation-steps {STRETCH}")
     command = side.command(folder.resolve(), 0)
     command += ["--ablation-steps", str(STRETCH), "--max-steps", str(STEPS)]
-    # One epoch: no evaluation comes between the steps, and the one at the end is short.
-    at = command.index("--synthetic-images")
-    command[at + 1] = str(side.images_per_step * STEPS)
     process, mark = start_process(side, command, folder)
     try:
         process.wait(SECONDS)

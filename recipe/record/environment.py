@@ -251,8 +251,8 @@ def summarize(
             "count": int(usage[:, 11].sum()),  # one that two ranks have met counts twice
             "names": [name for images in recorder.data.suspects for name in images.names],
         },
-        **figures,
-        "best_top1": max(progress.best_top1, figures["top1"]),
+        **{name: figures.get(name) for name in ("loss", "top1", "top5")},  # None: not evaluated
+        "best_top1": max(progress.best_top1, figures["top1"]) if figures else None,
         "weights_sha256": weights_sha256(model),
         "fingerprint": recorder.fingerprint,
         "ended_utc": utc_now(),

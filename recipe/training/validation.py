@@ -44,9 +44,12 @@ def validate(
     from_rank_0: Collective,
 ) -> dict[str, float]:
     """Loss, top-1 and top-5 over all validation images, of the better of model and EMA; `epoch`
-    (0-based) is what the record calls it by."""
+    (0-based) is what the record calls it by. Nothing for synthetic data, whose labels are random,
+    unless a flag asks for it."""
     config, world, model, ema = recorder.config, recorder.world, parts.model, parts.ema
     align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
+    if recorder.data.is_synthetic and not (config.evaluate or config.desired_acc):
+        return {}
     results = []
     if ema is not None:
         copy_buffers(model, ema.module)
