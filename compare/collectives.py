@@ -29,6 +29,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from compare.errors import UserError
+from compare.evidence import packed
 from compare.evidence.paired import MIN_BLOCKS, Estimate, estimate_ratio
 from compare.files import replace_file, utc_stamp, write_json
 from compare.page.chart import (
@@ -433,13 +434,13 @@ def read_measurement(folder: Path) -> Measurement:
         for block in range(1, plan["blocks"] + 1):
             place = folder / f"block-{block}" / name
             with contextlib.suppress(OSError, ValueError):
-                outcome = json.loads((place / "outcome.json").read_text())
+                outcome = json.loads(packed.read_text(place / "outcome.json"))
                 if outcome["status"] != "completed":
                     failed.append(name)
                     break
                 if outcome["other_load"] is not None:
                     loads.append(outcome["other_load"])
-                text = (place / "measurements.jsonl").read_text()
+                text = packed.read_text(place / "measurements.jsonl")
                 launches.setdefault(name, {})[block] = [*map(json.loads, text.splitlines())]
         if name in failed:
             launches.pop(name, None)

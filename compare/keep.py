@@ -2,8 +2,9 @@
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
 
-Copies what the trainers and run.py (or collectives.py, or `make bench`) wrote into
-results/MACHINE/DATE-QUESTION/, and its report beside it. Left out: warm-ups, TensorBoard's files
+Writes results/MACHINE/DATE-QUESTION/: the plan, the report, and runs.jsonl, which holds the small
+files that the trainers and run.py (or collectives.py, or `make bench`) wrote, a line for each
+folder. All commands read it as they read the folders. Left out: warm-ups, TensorBoard's files
 (metrics.jsonl holds the same), checkpoints, traces and profiles. The home directory becomes ~, and
 the project's own folder a dot.
 """
@@ -18,22 +19,16 @@ from pathlib import Path
 
 from compare import collectives, report
 from compare.errors import UserError
+from compare.evidence import packed
 from compare.evidence.records import RecordError
 from compare.plan.plan import ROOT
 
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.
-LEFT_OUT = (
-    "warm-up",
-    "tensorboard",
-    "checkpoints",
-    "trace",
-    "profile",
-    "lock",
-    "plots",
-    "*.draft",
-)
-KEPT = {".json", ".jsonl", ".txt", ".log", ".md", ".html", ".svg", ".csv"}
+LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
+LEFT_OUT_OF_BENCH = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
+OPEN = {".md", ".html", ".svg", ".txt"}  # beside the plan
+PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -63,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(folder: Path, machine: Path, question: str) -> Path:
-    """Copy a measurement with its report and return the copy's folder; nothing is overwritten."""
+    """Keep a measurement with its report and return the record's folder; nothing is overwritten."""
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
@@ -73,19 +68,21 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
     target = machine / f"{date[1]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: take another --question, or delete it")
-    left_out: tuple[str, ...] = LEFT_OUT
-    if plan.name == "bench.json":
-        left_out = (*LEFT_OUT, "run", "phases.jsonl", "output.log")  # its blocks say it all
+    left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name == "bench.json" else set())
     workshop = machine / ".draft"
     draft = workshop / target.name  # the report says what folder it is of
     shutil.rmtree(workshop, ignore_errors=True)
     try:
-        shutil.copytree(folder, draft, ignore=shutil.ignore_patterns(*left_out))
-        for path in sorted(p for p in draft.rglob("*") if p.is_file()):
-            if path.suffix not in KEPT:
-                path.unlink()
-            else:
-                path.write_text(without_paths(path.read_text(errors="replace")))
+        draft.mkdir(parents=True)
+        texts = {}
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder)
+            if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
+                texts[name] = without_paths(path.read_text(errors="replace"))
+        for name in [name for name in texts if len(name.parts) == 1]:
+            if name.suffix in OPEN or name.name == plan.name:
+                (draft / name).write_text(texts.pop(name))
+        (draft / packed.PACKED).write_text(packed.lines_of(texts))
         if plan.name != "bench.json":  # which has its table beside it
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)

@@ -27,6 +27,7 @@ from benchmarks.harness.blocks import (
     trainer_side,
 )
 from compare import keep
+from compare.evidence import packed
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
 
@@ -219,8 +220,10 @@ def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
     assert keep.main([str(out), *words]) == 0
     (kept,) = (tmp_path / "results" / "m").iterdir()
     assert kept.name.endswith("-bench") and "verdict" in (kept / "table.md").read_text()
-    assert (kept / "blocks" / "6" / "block-1" / "block.json").exists()
-    assert not list(kept.rglob("metrics.jsonl"))
+    assert {path.name for path in kept.iterdir()} == {"bench.json", "table.md", packed.PACKED}
+    assert packed.exists(kept / "blocks" / "6" / "block-1" / "block.json")
+    assert "metrics.jsonl" not in (kept / packed.PACKED).read_text()
+    assert bench_run.main(["--table", str(kept)]) == 0  # the rows are read from there
 
 
 def test_what_was_in_need_of_something_is_measured_again(

@@ -1,12 +1,15 @@
 """What is kept in results/: whole, small, and free of this machine's paths."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from test_compare_records import edit, make_comparison
 
 from compare import keep, report
+from compare.evidence import packed
+from compare.evidence.records import load_comparison
 from compare.plan.plan import ROOT
 
 
@@ -36,19 +39,37 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
     kept = tmp_path / "results/m/2026-11-21-engines"
     assert capsys.readouterr().out == f"kept: {kept}\n"
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
-    files = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}
-    assert {"plan.json", "report.md", "report.html"} <= files
-    assert not [name for name in files if name.startswith(("warm-up", "lock"))]
-    assert not [name for name in files if "tensorboard" in name or "trace/" in name]
-    assert not [name for name in files if name.endswith(".pt")]
-    run = kept / "block-1/ddp-torchrun-1"
-    assert json.loads((run / "config.json").read_text())["cache_dir"] == "~/.cache/x"
-    assert (run / "output.log").read_text() == f"./ddp_train/train.py in ., not {ROOT}2\n"
+    files = {path.name for path in kept.iterdir()}
+    assert files == {"plan.json", "report.md", "report.html", packed.PACKED}
+    runs = [json.loads(line) for line in (kept / packed.PACKED).read_text().splitlines()]
+    assert [run["folder"] for run in runs] == sorted(
+        str(path.parent.relative_to(comparison)) for path in comparison.glob("*/*/summary.json")
+    )  # without the warm-up's and the trace's
+    run = next(run for run in runs if run["folder"] == "block-1/ddp-torchrun-1")
+    assert set(run) == {"folder", "command.txt", "config.json", "environment.json",
+                        "metrics.jsonl", "outcome.json", "output.log", "summary.json"}  # fmt: skip
+    assert run["config.json"]["cache_dir"] == "~/.cache/x"
+    assert run["output.log"] == f"./ddp_train/train.py in ., not {ROOT}2\n"
     assert "draft" not in (kept / "report.html").read_text()
-    # The copy says what the original says.
-    assert report.main([str(comparison), "--markdown"]) == 0
-    original = capsys.readouterr().out.replace(f"{Path.home()}/", "~/")
-    assert original.strip() == (kept / "report.md").read_text().strip()
+    # The record says what the original says.
+    original = shutil.copytree(comparison, tmp_path / kept.name)
+    said = []
+    for folder in (original, kept):
+        assert report.main([str(folder), "--json"]) == 0
+        said.append(keep.without_paths(capsys.readouterr().out.replace(str(folder), "FOLDER")))
+    assert said[0] == said[1] and "block-2/horovod-mpi-2" in said[0]
+
+
+def test_an_earlier_failure_stays_one_and_half_a_line_a_text(comparison, tmp_path):
+    attempt = comparison / "block-1/ddp-torchrun-1.failed-1"
+    attempt.mkdir()
+    (attempt / "metrics.jsonl").write_text('{"kind": "step"}\n{"ki')
+    assert keep.main(words(comparison, tmp_path / "results")) == 0
+    kept = tmp_path / "results/m/2026-11-21-engines"
+    assert load_comparison(kept).earlier_failures == [kept / "block-1/ddp-torchrun-1.failed-1"]
+    lost = kept / "block-1/ddp-torchrun-1.failed-1/metrics.jsonl"
+    assert packed.read_text(lost) == '{"kind": "step"}\n{"ki'
+    assert not packed.exists(lost.with_name("summary.json"))
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, capsys):

@@ -25,6 +25,7 @@ from benchmarks.harness.blocks import (
     estimate,
     throughput,
 )
+from compare.evidence import packed
 from compare.evidence.paired import Estimate
 from compare.files import utc_stamp, write_json
 from compare.keep import without_paths
@@ -244,10 +245,10 @@ def read_rows(folder: Path, name: str, options: Options | None = None) -> list[R
     other way round.
     """
     path = record_path(folder, name)
-    if not path.exists():
+    if not packed.exists(path):
         return None
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(packed.read_text(path))
         rows = [row_from(values) for values in record["rows"]]
         measured = record.get("options", {})
     except (ValueError, KeyError, TypeError) as error:

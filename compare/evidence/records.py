@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from compare.evidence import packed
+
 
 class RecordError(Exception):
     """A run folder that cannot be read; the message names file and field."""
@@ -208,13 +210,14 @@ def load_comparison(folder: Path) -> Comparison:
     plan = read_plan(plan_path)
     runs = [load_run(folder / planned["folder"], planned) for planned in plan["runs"]]
     phase_runs = [load_run(folder / planned["folder"], planned) for planned in plan["phase_runs"]]
-    earlier = sorted(
+    earlier = {
         path
         for pattern in ("block-*/*.failed-*", "block-*/*/*.failed-*", "phases/*.failed-*",
                         "phases/*/*.failed-*")
         for path in folder.glob(pattern)
-    )  # fmt: skip
-    comparison = Comparison(folder, plan, runs, phase_runs, earlier)
+    }  # fmt: skip
+    earlier |= {folder / name for name in packed.folders(folder) if ".failed-" in name}
+    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier))
     if not comparison.complete:
         ended = [run for run in runs if run.status != "not run"]
         reason = f"{len(ended)} failed" if ended else "none was started"
@@ -264,8 +267,8 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
     """Read one run folder. RecordError if it is broken, or another run than the planned one."""
     outcome_path, summary_path = folder / "outcome.json", folder / "summary.json"
     # A trainer started by hand, with a pasted command, has no outcome.json.
-    outcome = read_object(outcome_path) if outcome_path.exists() else {}
-    complete = summary_path.exists() and outcome.get("status", "completed") == "completed"
+    outcome = read_object(outcome_path) if packed.exists(outcome_path) else {}
+    complete = packed.exists(summary_path) and outcome.get("status", "completed") == "completed"
     status = "completed" if complete else outcome.get("status", "not run")
     if status == "completed" and not complete:
         raise RecordError(f"{summary_path} is missing, though the run was completed")
@@ -284,7 +287,7 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         {},
         {},
         {},
-        command_path.read_text().strip() if command_path.exists() else "",
+        packed.read_text(command_path).strip() if packed.exists(command_path) else "",
     )
     if complete:
         run.summary = read_object(summary_path)
@@ -360,7 +363,7 @@ def check_measured(summary: dict[str, Any], path: Path) -> None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return packed.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RecordError(f"{path} cannot be read: {reason}") from None

@@ -1,0 +1,70 @@
+"""The small files of a record in one that a person can open: runs.jsonl, a line for each folder.
+
+    {"folder": "block-1/ddp-torchrun-1", "command.txt": "torchrun ...", "summary.json": {...},
+     "metrics.jsonl": [{...}, ...]}
+
+Runs write open folders; keep.py packs them for results/. `read_text` reads a file of either.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKED = "runs.jsonl"
+
+
+def lines_of(texts: dict[Path, str]) -> str:
+    """Return the lines of files, given their texts by their paths within the record."""
+    folders: dict[str, dict[str, Any]] = {}
+    for path, text in sorted(texts.items()):
+        folder = path.parent.as_posix()
+        folders.setdefault(folder, {"folder": folder})[path.name] = content(path.suffix, text)
+    return "".join(f"{json.dumps(files, ensure_ascii=False)}\n" for files in folders.values())
+
+
+def content(suffix: str, text: str) -> Any:
+    """Return what a file holds: the value of JSON, and of all else (or of half a file) the text."""
+    try:
+        if suffix == ".jsonl":
+            return [json.loads(line) for line in text.splitlines()]
+        return json.loads(text) if suffix == ".json" else text
+    except ValueError:
+        return text
+
+
+def exists(path: Path) -> bool:
+    """Tell whether a record has this file, open or packed."""
+    return path.exists() or value_of(path) is not None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a record's file, open or packed; OSError if there is none."""
+    value = None if path.exists() else value_of(path)
+    if value is None:
+        return path.read_text(encoding="utf-8")
+    if isinstance(value, str):
+        return value
+    lines = value if path.suffix == ".jsonl" else [value]
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def value_of(path: Path) -> Any:
+    """Return what a packed file holds; None if there is none."""
+    for record in path.parents:
+        if files := folders(record).get(path.parent.relative_to(record).as_posix()):
+            return files.get(path.name)
+    return None
+
+
+def folders(record: Path) -> dict[str, dict[str, Any]]:
+    """Return the packed files of a record: by folder, and there by name."""
+    path = record / PACKED
+    return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {}
+
+
+@lru_cache(maxsize=4)
+def read_lines(path: Path, changed_ns: int) -> dict[str, dict[str, Any]]:
+    """Read a packed file; `changed_ns` is there for the cache, which is not to outlive a change."""
+    with path.open(encoding="utf-8") as lines:
+        return {files["folder"]: files for files in map(json.loads, lines)}
