@@ -20,8 +20,8 @@ from pathlib import Path
 
 from benchmarks.harness import bench
 from benchmarks.harness.blocks import BenchmarkError, say
-from compare.files import replace_file, write_json
 from compare.running.launch import utc_now
+from recipe.files import replace_file, write_json
 
 FAILED = "mending"
 BEGIN, END = "<!-- the table: begin -->", "<!-- the table: end -->"
@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--again", action="store_true", help="also what this folder has a record of")
     add("--table", type=Path, metavar="DIR", help="measure nothing, show this record")
     add("--markdown", type=Path, metavar="FILE", help="write the table between this file's marks")
-    arguments = parser.parse_args(argv)
-    return bench.guarded(lambda: answer(arguments))
+    return bench.guarded(lambda: answer(parser.parse_args(argv)))
 
 
 def answer(arguments: argparse.Namespace) -> int:

@@ -47,7 +47,6 @@ from benchmarks.harness.blocks import (
 from benchmarks.harness.namespaces import Host, HostsError
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import Estimate
-from compare.files import replace_file
 from compare.page.chart import (
     DASHES,
     INK,
@@ -61,6 +60,7 @@ from compare.page.chart import (
     standalone,
 )
 from compare.plan.plan import RUN_MARK
+from recipe.files import replace_file
 
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")

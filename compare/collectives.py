@@ -28,10 +28,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from compare.errors import UserError
+from compare.errors import UserError, run_main
 from compare.evidence import packed
 from compare.evidence.paired import MIN_BLOCKS, Estimate, estimate_ratio
-from compare.files import replace_file, utc_stamp, write_json
 from compare.page.chart import (
     FONT_SIZE,
     MARKERS,
@@ -60,6 +59,7 @@ from compare.running.launch import (
     print_tail,
     start_command,
     utc_now,
+    utc_stamp,
     write_outcome,
 )
 from compare.running.preflight import (
@@ -68,6 +68,7 @@ from compare.running.preflight import (
     busy_cores,
     other_load_warnings,
 )
+from recipe.files import replace_file, write_json
 
 TABLE_WIDTH = 100
 WIRES = ("fp32", "fp16")
@@ -195,30 +196,29 @@ class Measurement:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        if options.show is not None:
-            return report(read_measurement(options.show), options)
-        options.backends, missing = installed(options.backends)
-        folder = options.out or Path("runs") / f"collectives-{utc_stamp()}"
-        if options.dry_run:
-            print("\n".join(dry_run_lines(options, folder)))
-            return 0
-        check_logins(options.workers, options.hosts, ["mpirun"])
-        for line in missing:
-            print(line)
-        print(flush=True)
-        measure(options, folder, missing)
-        measurement = read_measurement(folder)
-        status = report(measurement, options)
-        print(f"\nraw figures and commands: {folder}")
-        return status
-    except UserError as error:
-        print(f"compare/collectives.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: all processes were ended", file=sys.stderr)
-        return 130
+    argv = sys.argv[1:] if argv is None else argv
+    ended = "interrupted: all processes were ended"
+    return run_main(
+        "compare/collectives.py", lambda: measure_or_show(parse_options(argv)), interrupted=ended
+    )
+
+
+def measure_or_show(options: argparse.Namespace) -> int:
+    if options.show is not None:
+        return report(read_measurement(options.show), options)
+    options.backends, missing = installed(options.backends)
+    folder = options.out or Path("runs") / f"collectives-{utc_stamp()}"
+    if options.dry_run:
+        print("\n".join(dry_run_lines(options, folder)))
+        return 0
+    check_logins(options.workers, options.hosts, ["mpirun"])
+    for line in missing:
+        print(line)
+    print(flush=True)
+    measure(options, folder, missing)
+    status = report(read_measurement(folder), options)
+    print(f"\nraw figures and commands: {folder}")
+    return status
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:

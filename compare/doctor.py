@@ -33,8 +33,7 @@ from typing import Any
 
 import psutil
 
-from compare.errors import UserError
-from compare.files import write_json
+from compare.errors import UserError, run_main
 from compare.plan.hosts import (
     SLURM,
     is_here,
@@ -46,6 +45,7 @@ from compare.plan.hosts import (
 from compare.plan.plan import ROOT, set_variables, trainers_sha256
 from compare.plan.ssh import last_line, ssh_remedy, ssh_words
 from compare.running.launch import start_command
+from recipe.files import write_json
 
 WIDTH = 100
 PROBE_SECONDS = 120  # until a host's answer is given up: torch's import over a network is slow
@@ -83,22 +83,22 @@ class Finding:
 
 def main(argv: list[str] | None = None) -> int:
     """Look, tell, and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_main("compare/doctor.py", lambda: look(parse_options(argv)))
+
+
+def look(options: argparse.Namespace) -> int:
+    if options.probe:
+        print(json.dumps(probe(options.data)))
+        return 0
+    if options.reach is not None:
+        reach(options.reach)
+        return 0
     findings: list[Finding] = []
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        if options.probe:
-            print(json.dumps(probe(options.data)))
-            return 0
-        if options.reach is not None:
-            reach(options.reach)
-            return 0
-        for title, found in examine(options):  # a host may take a minute: each as it is known
-            text = "\n".join(block_lines(title, found))
-            print(text if findings else text.lstrip("\n"), flush=True)
-            findings += found
-    except UserError as error:
-        print(f"compare/doctor.py: {error}", file=sys.stderr)
-        return 2
+    for title, found in examine(options):  # a host may take a minute: each as it is known
+        text = "\n".join(block_lines(title, found))
+        print(text if findings else text.lstrip("\n"), flush=True)
+        findings += found
     counts = Counter(finding.status for finding in findings)
     print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
     if options.json is not None:
@@ -151,8 +151,8 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
     title = "between the hosts"
     facts = {name: answers[name] for name in names if name in answers}
     if len(facts) > 1:
-        for look in (agreement, network_findings):
-            found = look(facts, options.network_interface)
+        for examined in (agreement, network_findings):
+            found = examined(facts, options.network_interface)
             has_failure |= has_failed(found)
             yield title, found
             title = ""

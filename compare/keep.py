@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from compare import collectives, report
-from compare.errors import UserError
+from compare.errors import UserError, run_main
 from compare.evidence import packed
 from compare.evidence.records import RecordError
 from compare.plan.plan import ROOT
@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--machine", required=True, metavar="NAME", help="short, such as 2-core-xeon")
     add("--question", required=True, metavar="NAME", help="what it answers, such as wire-format")
     add("--results", type=Path, default=ROOT / "results", metavar="DIR", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    try:
+
+    def body() -> int:
+        options = parser.parse_args(argv)
         for flag in ("machine", "question"):
             if not NAME.fullmatch(name := getattr(options, flag)):
                 raise UserError(f"--{flag} {name}: write small letters, digits, dots and hyphens")
         kept = keep(options.folder, options.results / options.machine, options.question)
-    except (UserError, RecordError, OSError) as error:
-        print(f"compare/keep.py: {error}", file=sys.stderr)
-        return 2
-    print(f"kept: {kept}")
-    return 0
+        print(f"kept: {kept}")
+        return 0
+
+    return run_main("compare/keep.py", body, errors=(UserError, RecordError, OSError))
 
 
 def keep(folder: Path, machine: Path, question: str) -> Path:

@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from compare.errors import UserError
-from compare.files import utc_stamp
+from compare.errors import UserError, run_main
 from compare.plan.plan import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -43,7 +42,7 @@ from compare.plan.plan import (
 )
 from compare.plan.plan_file import positive
 from compare.run import check_tools
-from compare.running.launch import start_and_wait
+from compare.running.launch import start_and_wait, utc_stamp
 
 WIDTH = 100  # columns
 TAIL_LINES = 40  # of a failed run's output that are shown; torchrun's own end takes 30
@@ -792,20 +791,17 @@ def json_report(parity: Parity) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare what the command line asks for and return the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        tolerance = (options.max_ulps, options.relative)
-        if options.ranks:
-            parity = compare_ranks(options.ranks, *tolerance)
-        else:
-            run_a, run_b = options.runs or run_both(options)
-            parity = compare_runs(run_a, run_b, *tolerance)
-    except UserError as error:
-        print(f"compare/parity.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("compare/parity.py: interrupted", file=sys.stderr)
-        return 130
+    argv = sys.argv[1:] if argv is None else argv
+    return run_main("compare/parity.py", lambda: compare(parse_options(argv)))
+
+
+def compare(options: argparse.Namespace) -> int:
+    tolerance = (options.max_ulps, options.relative)
+    if options.ranks:
+        parity = compare_ranks(options.ranks, *tolerance)
+    else:
+        run_a, run_b = options.runs or run_both(options)
+        parity = compare_runs(run_a, run_b, *tolerance)
     print(json_report(parity) if options.json else text_report(parity))
     return 1 if parity.diverged else 0
 

@@ -11,12 +11,12 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 """
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from compare.errors import UserError, run_main
 from compare.evidence.records import (
     Comparison,
     RecordError,
@@ -25,7 +25,7 @@ from compare.evidence.records import (
     newest_comparison,
     recorded_comparison,
 )
-from compare.files import replace_file
+from recipe.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 STDOUT = Path("-")
@@ -35,38 +35,37 @@ TEXT_FORMATS = ("markdown", "csv", "json")
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that the command line asks for and return the exit code."""
-    options = parse_options(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
         sys.stdout.reconfigure(errors="replace")
+    return run_main(
+        "compare/report.py",
+        lambda: guarded_report(parse_options(argv)),
+        errors=(RecordError, UserError),
+        exit_code=1,
+    )
+
+
+def guarded_report(options: argparse.Namespace) -> int:
+    """Make the report; UserError for whatever can be expected to go wrong."""
     try:
         report(options)
-        sys.stdout.flush()
-    except RecordError as error:
-        print(f"compare/report.py: {error}", file=sys.stderr)
-        return 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
-        print(
-            f"compare/report.py: this needs {error.name}: pip install tabulate jinja2 (--no-html "
-            "does without jinja2)",
-            file=sys.stderr,
-        )
-        return 1
-    except BrokenPipeError:  # `report.py | head`: whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        raise UserError(
+            f"this needs {error.name}: pip install tabulate jinja2 (--no-html does without jinja2)"
+        ) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # records.py checks what it reads, field by field; this is what it did not think of.
-        print(f"compare/report.py: {damage_text(options.comparisons, error)}", file=sys.stderr)
-        return 1
+        raise UserError(damage_text(options.comparisons, error)) from None
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        print(
-            f"compare/report.py: {error.filename}: {error.strerror}; --html FILE writes the page "
-            "elsewhere, --no-html none",
-            file=sys.stderr,
-        )
-        return 1
+        raise UserError(
+            f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, --no-html "
+            "none"
+        ) from None
     return 0
 
 

@@ -26,8 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
-from compare.files import write_json
+from compare.errors import UserError, run_main
 from compare.plan.hosts import is_only_here
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import (
@@ -62,6 +61,7 @@ from compare.running.progress import (
 )
 from compare.running.slurm import SLURM_FOLDER, submit_and_follow
 from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
+from recipe.files import write_json
 
 NO_HOROVOD = (
     "Horovod is not installed in this environment. Build it with\n"
@@ -73,46 +73,43 @@ WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        options = parse_options(argv, __doc__ or "")
-        if options.list_plans:
-            print(list_plans())
-            return 0
-        plan = leave_out_horovod(make_plan(options), options)
+    stopped = "stopped before the first run"
+    return run_main("compare/run.py", lambda: answer(argv), interrupted=stopped)
+
+
+def answer(argv: list[str]) -> int:
+    options = parse_options(argv, __doc__ or "")
+    if options.list_plans:
+        print(list_plans())
+        return 0
+    plan = leave_out_horovod(make_plan(options), options)
+    if options.tune is not None:
+        plan = tuning_plan(plan, options)
+    check_trainers(plan)
+    check_tools(plan)
+    if options.slurm is not None:
+        return submit_and_follow(plan, options, argv)
+    if options.dry_run:
         if options.tune is not None:
-            plan = tuning_plan(plan, options)
-        check_trainers(plan)
-        check_tools(plan)
-        if options.slurm is not None:
-            return submit_and_follow(plan, options, argv)
-        if options.dry_run and options.tune is not None:
-            print("\n".join(dry_tune_lines(plan, options.rounds)))
-            return 0
-        if options.dry_run:
+            lines = dry_tune_lines(plan, options.rounds)
+        else:
             folder = options.out or new_folder(options.runs)
             lines = dry_run_lines(plan, folder, options.warm_up, options.block)
-            with contextlib.suppress(BrokenPipeError):  # `--dry-run | head` has seen enough
-                print("\n".join(lines), flush=True)
-            return 0
-        launchers = {configuration.launcher for configuration in plan.members()}
-        check_logins(max(plan.workers), plan.hosts, launchers)
-        if options.tune is not None:
-            signal.signal(signal.SIGTERM, raise_interrupt)
-            with locked(folder := tune_folder(options)):
-                return tune(plan, folder, options, argv)
-        folder = options.out
-        if folder is None and not options.new:
-            folder = unfinished_folder(options.runs, plan)
-        if folder is None:
-            folder = new_folder(options.runs)
-        with locked(folder):
-            return run_plan(plan, folder, options, argv)
-    except UserError as error:
-        print(f"compare/run.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped before the first run")
-        return 130
+        with contextlib.suppress(BrokenPipeError):  # `--dry-run | head` has seen enough
+            print("\n".join(lines), flush=True)
+        return 0
+    launchers = {configuration.launcher for configuration in plan.members()}
+    check_logins(max(plan.workers), plan.hosts, launchers)
+    signal.signal(signal.SIGTERM, raise_interrupt)
+    if options.tune is not None:
+        with locked(folder := tune_folder(options)):
+            return tune(plan, folder, options, argv)
+    folder = options.out
+    if folder is None and not options.new:
+        folder = unfinished_folder(options.runs, plan)
+    folder = folder or new_folder(options.runs)
+    with locked(folder):
+        return run_plan(plan, folder, options, argv)
 
 
 def has_horovod() -> bool:
@@ -205,7 +202,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
-    signal.signal(signal.SIGTERM, raise_interrupt)
     plan = with_blocks_there(plan, folder)
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):

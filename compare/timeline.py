@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
-from compare.files import replace_file
+from compare.errors import UserError, run_main
+from recipe.files import replace_file
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
 # What a trace's phase letters mean here (Trace Event Format): complete spans, instants, counters,
@@ -309,25 +309,24 @@ def metadatum(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
 
 def main(argv: list[str] | None = None) -> int:
     """Merge what the command line names and return the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        names = run_names(options.runs)
-        profiles = [read_run(run, name) for run, name in zip(options.runs, names, strict=True)]
-        for profile in profiles:
-            if not any(lane.events for lane in profile.lanes):
-                raise UserError(f"{profile.name}: its profile holds no event; profile more steps")
-        out = options.out or Path(os.path.commonpath([r.resolve() for r in options.runs])).joinpath(
-            "timeline.json"
-        )
-        if out.suffix != ".json":
-            raise UserError(f"{out}: the merged file is JSON; give it a name that ends in .json")
-        if out.resolve().parent in [(run / "profile").resolve() for run in options.runs]:
-            raise UserError(f"{out} would lie among the profiles; take another -o FILE")
-        align = len(profiles) > 1 and options.align == "first-step"
-        write_trace(out, merge(profiles, align))
-    except UserError as error:
-        print(f"compare/timeline.py: {error}", file=sys.stderr)
-        return 2
+    argv = sys.argv[1:] if argv is None else argv
+    return run_main("compare/timeline.py", lambda: merge_runs(parse_options(argv)))
+
+
+def merge_runs(options: argparse.Namespace) -> int:
+    names = run_names(options.runs)
+    profiles = [read_run(run, name) for run, name in zip(options.runs, names, strict=True)]
+    for profile in profiles:
+        if not any(lane.events for lane in profile.lanes):
+            raise UserError(f"{profile.name}: its profile holds no event; profile more steps")
+    folder = Path(os.path.commonpath([run.resolve() for run in options.runs]))
+    out = options.out or folder / "timeline.json"
+    if out.suffix != ".json":
+        raise UserError(f"{out}: the merged file is JSON; give it a name that ends in .json")
+    if out.resolve().parent in [(run / "profile").resolve() for run in options.runs]:
+        raise UserError(f"{out} would lie among the profiles; take another -o FILE")
+    align = len(profiles) > 1 and options.align == "first-step"
+    write_trace(out, merge(profiles, align))
     for profile in profiles:
         print("\n".join(summary(profile)))
     if align:

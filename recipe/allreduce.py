@@ -19,6 +19,7 @@ import torch
 from recipe.config import Config
 from recipe.device import choose_device, core_row, host_names, own_row
 from recipe.errors import UserError
+from recipe.files import replace_file
 from recipe.world import World
 
 FP32_BYTES = 4
@@ -325,6 +326,4 @@ def write_lines(lines: list[dict[str, Any]], out: Path | None) -> None:
     if out is None:
         print(text, end="", flush=True)
         return
-    draft = out.with_name(f"{out.name}.draft")
-    draft.write_text(text)
-    draft.replace(out)
+    replace_file(out, text)

@@ -32,6 +32,7 @@ from recipe.data.image_folder import Listing, check_train_and_val, list_images, 
 from recipe.data.images import decode_and_look, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 from recipe.errors import UserError
+from recipe.files import whole_file
 
 PARTS = ("train", "val")
 IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
@@ -135,7 +136,8 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
         if _read_plan(work / PLAN) != plan:
             raise UserError(_of_others(folder))
     else:
-        _write_whole(work / PLAN, json.dumps(plan).encode())
+        with whole_file(work / PLAN, sync=True) as file:
+            file.write(json.dumps(plan).encode())
     starts = range(0, len(listing), images_per_shard)
     names = [f"{folder.name}-{number:06d}.tar" for number in range(len(starts))]
     parts = []
@@ -148,21 +150,20 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             else:
                 bar.update(len(indices))
             parts.append(part)
-    content = io.BytesIO()
-    np.savez(
-        content,
-        version=np.int64(INDEX_VERSION),
-        classes=np.array([os.fsencode(name) for name in listing.classes]),
-        paths=listing.paths,
-        labels=listing.labels,
-        shards=np.array([name.encode() for name in names]),
-        shard_bytes=np.array([part.shard_bytes for part in parts], dtype=np.int64),
-        images_per_shard=np.int64(images_per_shard),
-        offsets=np.concatenate([part.offsets for part in parts]),
-        sizes=np.concatenate([part.sizes for part in parts]),
-        checksums=np.concatenate([part.checksums for part in parts]),
-    )
-    _write_whole(folder / INDEX, content.getvalue())
+    with whole_file(folder / INDEX, sync=True) as file:
+        np.savez(
+            file,
+            version=np.int64(INDEX_VERSION),
+            classes=np.array([os.fsencode(name) for name in listing.classes]),
+            paths=listing.paths,
+            labels=listing.labels,
+            shards=np.array([name.encode() for name in names]),
+            shard_bytes=np.array([part.shard_bytes for part in parts], dtype=np.int64),
+            images_per_shard=np.int64(images_per_shard),
+            offsets=np.concatenate([part.offsets for part in parts]),
+            sizes=np.concatenate([part.sizes for part in parts]),
+            checksums=np.concatenate([part.checksums for part in parts]),
+        )
     shutil.rmtree(work)
     return open_shards(folder)
 
@@ -196,9 +197,8 @@ def _write_shard(listing: Listing, indices: range, folder: Path, name: str, bar:
         checksums=np.array(checksums, dtype=np.uint32),
         shard_bytes=shard_bytes,
     )
-    content = io.BytesIO()
-    np.savez(content, **vars(part))
-    _write_whole(_part_file(folder, name), content.getvalue())
+    with whole_file(_part_file(folder, name), sync=True) as file:
+        np.savez(file, **vars(part))
     os.replace(temporary, folder / name)
     return part
 
@@ -252,15 +252,6 @@ def _of_others(folder: Path) -> str:
         f"{folder}: holds shards of other images than the folder has now, or with another "
         "--images-per-shard. Choose another folder for the shards, or remove this one."
     )
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.partial")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -59,7 +59,8 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
     for launcher, (rank, size, local_rank, local_size) in (whole or left).items():
         local = environ.get(local_size, environ[size])
         if launcher == "slurm":
-            local = _slurm_local_size(local, int(environ.get("SLURM_NODEID", "0")))
+            counts = tasks_per_node(local)
+            local = str(counts[min(int(environ.get("SLURM_NODEID", "0")), len(counts) - 1)])
         return World(
             rank=int(environ[rank]),
             size=int(environ[size]),
@@ -71,13 +72,13 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
     return World(0, 1, 0, 1, "none", host)
 
 
-def _slurm_local_size(tasks_per_node: str, node_id: int) -> str:
-    """Tasks on node `node_id` from Slurm's run-length form: "4(x2),2" means 4, 4 and 2."""
-    counts: list[str] = []
-    for part in tasks_per_node.split(","):
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's tasks of each node, from its run-length form: "4(x2),2" means 4, 4 and 2."""
+    counts: list[int] = []
+    for part in text.split(","):
         count, _, repeat = part.partition("(x")
-        counts += [count] * int(repeat.rstrip(")") or 1)
-    return counts[min(node_id, len(counts) - 1)]
+        counts += [int(count)] * int(repeat.rstrip(")") or 1)
+    return counts
 
 
 def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:

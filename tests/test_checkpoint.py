@@ -24,6 +24,7 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
+from recipe.files import partial_name
 from recipe.record import checkpoint
 from recipe.record.checkpoint import (
     Progress,
@@ -41,7 +42,6 @@ from recipe.record.checkpoint import (
     set_aside,
     step_path,
 )
-from recipe.record.run_folder import partial_name
 from recipe.training.model import build_ema, build_optimizer, build_scaler
 
 CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")

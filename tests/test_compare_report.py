@@ -397,7 +397,7 @@ def test_formats_go_to_files_beside_the_table(folder, tmp_path, capsys):
     assert "ddp-torchrun" in text and "a.csv" in text
     assert all((tmp_path / name).stat().st_size > 500 for name in names.values())
     assert not (folder / "report.html").exists()  # it was not among what was asked for
-    assert not list(tmp_path.rglob("*.draft"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from recipe.errors import UserError
 from recipe.record import checkpoint
 from recipe.record import recorder as record
 from recipe.record.checkpoint import Progress
-from recipe.record.recorder import Recorder, replace_file
+from recipe.record.recorder import Recorder
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.world import World
 
@@ -573,18 +573,3 @@ def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock:
     assert session.recorder.phases.means().steps == 3
     exchanged = [line["exchanged"] for line in lines(tmp_path / "run", "step")]
     assert exchanged[:12] == [True] * 4 + [False] * 4 + [True] * 4
-
-
-def test_replace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.json"
-    replace_file(path, "old")
-
-    def half(self: Path, text: str) -> None:
-        with self.open("w") as file:
-            file.write(text[:2])
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="disk full"):
-        replace_file(path, "newer")
-    assert path.read_text() == "old"

@@ -19,7 +19,7 @@ from making import a_config, a_world
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.record import run_folder
-from recipe.record.run_folder import open_run_folder, partial_name, utc_now
+from recipe.record.run_folder import open_run_folder, utc_now
 
 
 def opened(config: Config, host: str = "here") -> Path:
@@ -84,7 +84,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from test_run_folder import a_config, opened
 from recipe import errors
-from recipe.record.run_folder import partial_name
+from recipe.files import partial_name
 
 folder = opened(a_config(log_dir=sys.argv[1], name="run"))
 
@@ -205,11 +205,6 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
         opened(a_config(log_dir=str(tmp_path / "file"), name="run"))
-
-
-def test_a_partial_file_is_this_process_s_own(tmp_path: Path) -> None:
-    name = partial_name(tmp_path / "best.pt").name
-    assert name.startswith(".best.pt.") and name.endswith(f"-{os.getpid()}.partial")
 
 
 def test_utc_now() -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,11 +24,12 @@ from benchmarks.harness.blocks import (
     estimate,
     throughput,
 )
+from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.paired import Estimate
-from compare.files import utc_stamp, write_json
 from compare.keep import without_paths
-from compare.running.launch import utc_now
+from compare.running.launch import utc_now, utc_stamp
+from recipe.files import write_json
 
 REACHED, MISSED, OPEN = "reached", "not reached", "not shown"
 NO_GOAL = "for reference"
@@ -168,8 +168,7 @@ def main(name: str, doc: str | None, measure: Measure) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
-    arguments = parser.parse_args()
-    return guarded(lambda: alone(name, measure, options_from(arguments)))
+    return guarded(lambda: alone(name, measure, options_from(parser.parse_args())))
 
 
 def alone(name: str, measure: Measure, options: Options) -> int:
@@ -187,14 +186,8 @@ def guarded(body: Callable[[], int]) -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    try:
-        return body()
-    except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command with this --out goes on", file=sys.stderr)
-        return 130
+    goes_on = "interrupted: the same command with this --out goes on"
+    return run_main("error", body, interrupted=goes_on)
 
 
 # ---------------------------------------------------------------------------------- the record

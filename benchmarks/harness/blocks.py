@@ -36,10 +36,11 @@ from typing import Any
 
 import psutil
 
+from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.files import write_json
 from compare.plan.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
 from compare.running.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
+from recipe.files import write_json
 
 QUIET_CORES = 0.15  # that others may keep busy in a round that counts
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
@@ -56,7 +57,7 @@ TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 LAUNCHED_BY = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}  # in compare's table
 
 
-class BenchmarkError(Exception):
+class BenchmarkError(UserError):
     """Something that keeps a benchmark from being measured; told without a traceback."""
 
 

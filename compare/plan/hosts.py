@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from compare.errors import UserError
+from recipe.world import tasks_per_node
 
 SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in
 
@@ -90,11 +91,8 @@ def read_allocation(environ: Mapping[str, str]) -> str:
     done = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"--hosts slurm: scontrol show hostnames {nodes}: {done.stderr.strip()}")
-    counts: list[str] = []
-    for part in tasks.split(","):
-        count, _, repeat = part.partition("(x")
-        counts += [count] * int(repeat.rstrip(")") or 1)
-    return ",".join(f"{n}:{c}" for n, c in zip(done.stdout.split(), counts, strict=True))
+    nodes_and_tasks = zip(done.stdout.split(), tasks_per_node(tasks), strict=True)
+    return ",".join(f"{node}:{count}" for node, count in nodes_and_tasks)
 
 
 def placement(workers: int, hosts: str) -> dict[str, int]:

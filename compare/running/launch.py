@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from compare.files import write_json
 from compare.plan.plan import RUN_MARK, Run, run_environment
+from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
@@ -340,6 +340,11 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def utc_stamp() -> str:
+    """Return the time as a part of a folder's name: 20260131-120000. Such names sort by age."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from compare.errors import UserError
-from compare.files import write_json
 from compare.plan.options import command_words
 from compare.plan.plan import (
     ROOT,
@@ -41,6 +40,7 @@ from compare.running.progress import (
     show_outcome,
     with_blocks_there,
 )
+from recipe.files import write_json
 
 SLURM_FOLDER = "slurm"  # in the comparison's folder: the job's number, and what the jobs print
 SCRIPT = "slurm/compare.sbatch"

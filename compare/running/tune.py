@@ -24,7 +24,6 @@ from typing import Any
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.files import replace_file, utc_stamp, write_json
 from compare.plan.hosts import SLURM, is_only_here, placement
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
 from compare.plan.plan import (
@@ -41,7 +40,14 @@ from compare.plan.plan import (
     without_flag,
 )
 from compare.running import preflight
-from compare.running.launch import duration, print_line, print_tail, start_and_wait, utc_now
+from compare.running.launch import (
+    duration,
+    print_line,
+    print_tail,
+    start_and_wait,
+    utc_now,
+    utc_stamp,
+)
 from compare.running.progress import another_plan, images_per_second, is_complete, read_json
 from compare.running.search import (
     LEAST_ROUNDS,
@@ -53,6 +59,7 @@ from compare.running.search import (
     most_runs,
     search,
 )
+from recipe.files import replace_file, write_json
 from recipe.knobs import Knobs, knobs_text, read_all_knobs
 
 MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do not count

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.errors import UserError
+from recipe.files import whole_file
 
 # What Pillow reads and what image sets are made of. Compared in lower case.
 SUFFIXES = frozenset(
@@ -370,22 +371,17 @@ def _suffix(name: bytes) -> bytes:
 
 
 def _write_cache(cache: Path, scan: _Scan) -> None:
-    temporary = cache.with_name(f"{cache.name}.{os.uname().nodename}-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(
-                file,
-                version=np.int64(CACHE_VERSION),
-                classes=np.array([os.fsencode(name) for name in scan.listing.classes]),
-                paths=scan.listing.paths,
-                images_per_class=np.bincount(scan.listing.labels),
-                folders=scan.folders,
-                times_ns=scan.times_ns,
-                started_ns=np.int64(scan.started_ns),
-            )
-        os.replace(temporary, cache)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(cache) as file:
+        np.savez(
+            file,
+            version=np.int64(CACHE_VERSION),
+            classes=np.array([os.fsencode(name) for name in scan.listing.classes]),
+            paths=scan.listing.paths,
+            images_per_class=np.bincount(scan.listing.labels),
+            folders=scan.folders,
+            times_ns=scan.times_ns,
+            started_ns=np.int64(scan.started_ns),
+        )
 
 
 def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> Listing | None:

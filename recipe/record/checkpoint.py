@@ -29,7 +29,8 @@ from torch.optim.swa_utils import AveragedModel
 from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UNFINISHED, UserError
-from recipe.record.run_folder import new_folder, partial_name
+from recipe.files import partial_name, whole_file
+from recipe.record.run_folder import new_folder
 from recipe.training.model import without_auxiliary_heads
 from recipe.world import World
 
@@ -92,23 +93,16 @@ def _copied(value: Any) -> Any:
 def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
     the old file whole."""
-    temporary = partial_name(path)  # the next run of this name removes what a killed one leaves
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
         _sync(path.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, (OSError, RuntimeError)):
-            raise UserError(
-                f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
-                "are intact"
-            ) from error
-        raise
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
+            "are intact"
+        ) from error
 
 
 def _reason(error: BaseException) -> str:

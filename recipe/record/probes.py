@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from recipe.config import Config
+from recipe.files import whole_file
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.world import World
 
@@ -28,10 +29,8 @@ def write_trace(folder: Path, rank: int, step: int, model: nn.Module, loss: torc
     arrays: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
     path = folder / "trace" / f"rank-{rank}" / f"step-{step:06d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         np.savez(file, **arrays)
-    partial.replace(path)
 
 
 class StepProfiler:

@@ -15,7 +15,6 @@ over ranks.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -33,10 +32,11 @@ from recipe.config import Config
 from recipe.data.batches import Data, open_input_meter, samples_per_step
 from recipe.device import cpu_seconds
 from recipe.errors import UserError
+from recipe.files import replace_file
 from recipe.record.checkpoint import Progress, checkpoints_in, finish_checkpoint, set_aside
 from recipe.record.energy import open_energy_meter
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.record.run_folder import STOP_FILE, cannot_write, new_folder, partial_name, utc_now
+from recipe.record.run_folder import STOP_FILE, cannot_write, new_folder, utc_now
 from recipe.training.metrics import Sums, means
 from recipe.training.phases import (
     WARM_UP_STEPS,
@@ -489,10 +489,3 @@ def one_sentence(folder: Path) -> Iterator[None]:
 def pretty(values: dict[str, Any]) -> str:
     """JSON for readers; ValueError for a NaN, which JSON does not have."""
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write `path` whole or not at all."""
-    temporary = partial_name(path)
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -12,7 +12,6 @@ within a host only. Where a file system has no locks at all, the run says so and
 import errno
 import fcntl
 import os
-import socket
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -109,11 +108,6 @@ def new_folder(path: Path) -> Path:
             return folder
         except FileExistsError:
             number += 1
-
-
-def partial_name(path: Path) -> Path:
-    """A temporary name beside `path` that no other process has, on any host."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
 def _lock(folder: Path, world: World) -> bool:

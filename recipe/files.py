@@ -1,0 +1,41 @@
+"""Files that are there whole or, as before, not at all, whatever happens while they are written."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+def partial_name(path: Path) -> Path:
+    """A temporary name beside `path` that no other process has, on any host."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+
+
+@contextmanager
+def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Open a temporary file that takes `path`'s place when the body has ended well; `sync` it
+    first, so that it is whole after a power cut, too."""
+    temporary = partial_name(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `path` whole or not at all."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `path` whole or not at all, as JSON for readers."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
