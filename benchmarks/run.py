@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import bench
@@ -83,7 +83,8 @@ def answer(arguments: argparse.Namespace) -> int:
         rows = measure_all(entries, options, arguments.again)
     print(bench.table(rows))
     if arguments.markdown is not None:
-        write_table(arguments.markdown, bench.table(rows, markdown=True))
+        without_notes = [replace(row, notes=()) for row in rows]  # table.md has them
+        write_table(arguments.markdown, bench.table(without_notes, markdown=True))
     if arguments.table is None:
         replace_file(options.out / "table.md", bench.table(rows, markdown=True) + "\n")
         print(f"\nrecord: {options.out}")
