@@ -20,7 +20,6 @@ from pathlib import Path
 from compare import collectives, report
 from compare.errors import UserError, run_main
 from compare.evidence import packed
-from compare.evidence.records import RecordError
 from compare.plan.plan import ROOT
 
 PLANS = ("plan.json", "collectives.json", "bench.json")
@@ -54,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kept: {kept}")
         return 0
 
-    return run_main("compare/keep.py", body, errors=(UserError, RecordError, OSError))
+    return run_main("compare/keep.py", body, errors=(UserError, OSError))
 
 
 def keep(folder: Path, machine: Path, question: str) -> Path:
@@ -98,7 +97,7 @@ def without_paths(text: str) -> str:
 
 
 def write_report(folder: Path, is_comparison: bool) -> None:
-    """Write the report as a page and as text; RecordError or UserError if there is none to make."""
+    """Write the report as a page and as text; UserError if there is none to make."""
     text = io.StringIO()
     if is_comparison:
         arguments = [str(folder), "--markdown", str(folder / "report.md"), "--html"]

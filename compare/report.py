@@ -19,12 +19,12 @@ from pathlib import Path
 from compare.errors import UserError, run_main
 from compare.evidence.records import (
     Comparison,
-    RecordError,
     find_comparison,
     load_comparison,
     newest_comparison,
     recorded_comparison,
 )
+from compare.evidence.run_folder import RecordError
 from recipe.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     return run_main(
         "compare/report.py",
         lambda: guarded_report(parse_options(argv)),
-        errors=(RecordError, UserError),
         exit_code=1,
     )
 
@@ -194,7 +193,7 @@ def load_comparisons(paths: list[Path]) -> tuple[list[Comparison], str]:
         machine = comparison.complete[0].environment
         return [comparison], (
             f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
-            f"{machine['device_name'] or machine['cpu_model']} and lies in {shown}.\n"
+            f"{machine.device_name or machine.cpu_model} and lies in {shown}.\n"
             "Your own: make compare"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, a_config, a_world
-from test_compare_records import TWO_CASES, edit, edit_fingerprint, make_comparison
+from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
 
 from compare.evidence.findings import (
     DECIDED_BY,
@@ -33,7 +33,8 @@ from compare.evidence.findings import (
     table_rows,
     troubles,
 )
-from compare.evidence.records import Comparison, load_comparison
+from compare.evidence.records import Comparison, RunRecord, load_comparison
+from compare.evidence.run_folder import RunFolder
 from compare.page.context import page_title
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
@@ -43,6 +44,7 @@ from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.device import core_row
 from recipe.record.environment import describe, fingerprint
+from recipe.record.schema import Energy, Environment, Input, Phases, Rank, Summary
 from recipe.training.model import build_model
 
 HOROVOD_TUNED = Configuration(
@@ -102,12 +104,17 @@ def real(tmp_path_factory) -> Comparison:
     cores = torch.stack([core_row(a_world(rank, 2)) for rank in range(2)])
     surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, cores)
     for run in comparison.runs:
-        run.summary["fingerprint"] = dict(told)
-        run.config = json.loads(json.dumps(asdict(CONFIG)))
-        run.environment = {**surroundings, "mpi": None}
+        environment = Environment(**{**surroundings, "mpi": None})
         if run.engine == "horovod":
-            run.environment |= {"engine": "horovod", "transport": "MPI", "launcher": "mpirun"}
-            run.environment |= {"version": "0.28.1", "horovod": "0.28.1", "mpi": "Open MPI 4.1.8"}
+            environment = replace(
+                environment, engine="horovod", transport="MPI", launcher="mpirun",
+                version="0.28.1", horovod="0.28.1", mpi="Open MPI 4.1.8",
+            )  # fmt: skip
+        run.written = RunFolder(
+            replace(run.config, flags=json.loads(json.dumps(asdict(CONFIG)))),
+            environment,
+            replace(run.summary, fingerprint=dict(told)),
+        )
     return comparison
 
 
@@ -128,7 +135,7 @@ def test_what_real_trainers_say_of_themselves_is_equal(real):
 
 
 def test_every_field_of_a_real_fingerprint_changed_alone_is_caught(real):
-    told = real.runs[0].summary["fingerprint"]
+    told = real.runs[0].summary.fingerprint
     assert len(told) > 40
     assert {field: caught_in(real, told, field) for field in told} == {
         field: [field] for field in told
@@ -138,31 +145,32 @@ def test_every_field_of_a_real_fingerprint_changed_alone_is_caught(real):
 def test_every_setting_of_a_real_trainer_changed_alone_is_caught(real):
     """Those of the fingerprint are there as they are in effect; the others in config.json."""
     run = real.runs[-1]
-    settings = run.config.keys() - run.summary["fingerprint"].keys()
+    settings = run.config.flags.keys() - run.summary.fingerprint.keys()
     assert {"log_interval", "cuda"} <= settings
-    caught = {field: caught_in(real, run.config, field) for field in settings}
+    caught = {field: caught_in(real, run.config.flags, field) for field in settings}
     assert caught == {field: [] if field in PLACES else [field] for field in settings}
 
 
 # Of environment.json: what is no condition of a comparison, or stands in the fingerprint as well.
-NO_CONDITION = {"command", "started_utc", "git_commit", "version", *START}
+NO_CONDITION = {"command", "started_utc", "git_commit", "version", "format", *START}
 
 
 def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_condition(real):
     run = real.runs[0]
-    fields = run.environment.keys() - run.summary["fingerprint"].keys() - NO_CONDITION
+    environment = vars(run.environment)
+    fields = environment.keys() - run.summary.fingerprint.keys() - NO_CONDITION
     compared = {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_WRITTEN, *EQUAL_WHERE_USED, "variables"}
-    assert fields == compared - run.summary["fingerprint"].keys()
+    assert fields == compared - run.summary.fingerprint.keys()
     for field in fields - {*EQUAL_WHERE_USED, "variables"}:
-        assert caught_in(real, run.environment, field) == [EQUAL_WHERE_WRITTEN.get(field, field)]
-    assert caught_in(real, run.environment, "variables") == ["MALLOC_ARENA_MAX"]
+        assert caught_in(real, environment, field) == [EQUAL_WHERE_WRITTEN.get(field, field)]
+    assert caught_in(real, environment, "variables") == ["MALLOC_ARENA_MAX"]
 
 
 @pytest.mark.parametrize("field", EQUAL_IN_SUMMARY)
 def test_how_much_was_trained_must_be_equal(real, field):
     summary = real.runs[0].summary
-    told = [] if field in summary["fingerprint"] else [field]
-    assert caught_in(real, summary, field) == told
+    told = [] if field in summary.fingerprint else [field]
+    assert caught_in(real, vars(summary), field) == told
 
 
 def test_two_versions_of_horovod_are_caught_between_configurations_that_use_it(tmp_path):
@@ -170,7 +178,7 @@ def test_two_versions_of_horovod_are_caught_between_configurations_that_use_it(t
     comparison = compare(tmp_path, configurations=names, blocks=1)
     assert differing(judge(comparison)[0]) == []
     for field in EQUAL_WHERE_USED:
-        assert caught_in(comparison, comparison.runs[0].environment, field) == [field]
+        assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
 
 
 # ------------------------------------------------------------------------- what the plan varies
@@ -256,7 +264,7 @@ def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
     assert verdict.second_label == "Horovod (horovodrun, MPI) with HOROVOD_CYCLE_TIME=1"
     for run in comparison.runs:  # set by the shell, or the machine, for one of them alone
         if run.configuration == "horovod-tuned":
-            run.environment["variables"] = {"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"}
+            change(run.environment, variables={"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"})
     assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
 
 
@@ -264,10 +272,16 @@ def tune_runs(comparison: Comparison, *names: str) -> None:
     """As --knobs with both engines' tables leaves the runs of these configurations."""
     for run in comparison.runs:
         if run.configuration in names:
-            run.config |= {"knobs": "knobs.toml", "knob_variables": {}, "static_graph": True}
+            set_flags(run, knobs="knobs.toml", knob_variables={}, static_graph=True)
             if run.engine == "horovod":
-                run.config |= {"knob_variables": {"HOROVOD_CYCLE_TIME": "1"}, "static_graph": False}
-                run.environment["variables"] = {"HOROVOD_CYCLE_TIME": "1"}
+                variables = {"HOROVOD_CYCLE_TIME": "1"}
+                set_flags(run, knob_variables=variables, static_graph=False)
+                change(run.environment, variables=variables)
+
+
+def set_flags(run: RunRecord, **flags: Any) -> None:
+    run.config.flags.update(flags)
+    change(run.config, **{name: flags[name] for name in flags.keys() & vars(run.config).keys()})
 
 
 def test_tuned_is_judged_against_tuned_with_one_file_for_both(tmp_path):
@@ -279,7 +293,7 @@ def test_tuned_is_judged_against_tuned_with_one_file_for_both(tmp_path):
     assert verdict.first_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
     told = {fact.field for fact in compare_facts(comparison, comparison.complete) if fact.is_varied}
     assert told == {"HOROVOD_CYCLE_TIME", "knob_variables", "static_graph"}
-    comparison.runs[0].environment["variables"] = {"NCCL_ALGO": "Ring"}  # of the shell
+    change(comparison.runs[0].environment, variables={"NCCL_ALGO": "Ring"})  # of the shell
     assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
 
 
@@ -289,14 +303,13 @@ def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
     comparison = compare(tmp_path, configurations=pair, defined=(tuned,))
     tune_runs(comparison, "ddp-tuned")
     for run in comparison.runs:
-        run.config.setdefault("knobs", None)
-        run.config.setdefault("knob_variables", {})
-        run.config.setdefault("static_graph", False)
+        if run.configuration == "ddp-torchrun":
+            set_flags(run, knobs=None, knob_variables={}, static_graph=False)
     [verdict] = judge(comparison)
     assert differing(verdict) == []
     assert verdict.second_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
     for run in comparison.runs:  # without a file the same setting must be equal
-        run.config["knobs"] = None
+        set_flags(run, knobs=None)
     assert differing(judge(comparison)[0]) == ["static_graph"]
 
 
@@ -304,7 +317,7 @@ def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
 def test_cores_and_allocator_must_be_equal_even_where_variables_differ(tmp_path, field):
     pair = ("horovod-mpi", "horovod-tuned")
     comparison = compare(tmp_path, configurations=pair, defined=(HOROVOD_TUNED,), blocks=1)
-    assert caught_in(comparison, comparison.runs[0].environment, field) == [field]
+    assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
 
 
 def test_configurations_that_used_the_same_have_different_labels(tmp_path):
@@ -329,7 +342,7 @@ def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: s
         for name, speed in zip(comparison.plan["pairs"][0], speeds, strict=True):
             for workers in comparison.plan["workers"]:
                 run = comparison.find(block, name, workers, case)
-                run.summary["images_per_second"] = speed
+                change(run.summary, images_per_second=speed)
 
 
 def test_a_null_test_without_a_difference_says_that_all_is_well(tmp_path):
@@ -361,12 +374,12 @@ def test_a_null_test_with_a_difference_says_what_is_not_fit(tmp_path):
 @pytest.mark.parametrize("field", sorted(START))
 def test_in_a_null_test_not_even_the_start_may_differ(tmp_path, field):
     comparison = compare(tmp_path, configurations=("horovod-mpi",), null=True, blocks=1)
-    assert caught_in(comparison, comparison.runs[0].summary, field) == [field]
+    assert caught_in(comparison, vars(comparison.runs[0].summary), field) == [field]
     assert "differ in more than the order" in judge_with(comparison, field).sentence()
 
 
 def judge_with(comparison: Comparison, field: str) -> Verdict:
-    comparison.runs[0].summary[field] = "something else"
+    change(comparison.runs[0].summary, **{field: "something else"})
     return judge(comparison)[0]
 
 
@@ -399,7 +412,7 @@ def test_the_facts_of_two_cases_are_never_compared(tmp_path):
         compare_facts(comparison, comparison.complete)
     # They differ in model and batch, and each has its verdict all the same.
     assert [differing(verdict) for verdict in judge(comparison)] == [[], []]
-    comparison.find(2, "horovod-mpi", 2, "VGG-16").summary["fingerprint"]["arch"] = "resnet18"
+    comparison.find(2, "horovod-mpi", 2, "VGG-16").summary.fingerprint["arch"] = "resnet18"
     assert [differing(verdict) for verdict in judge(comparison)] == [[], ["arch"]]
     assert judge(comparison)[1].differences[0].case == "VGG-16"
 
@@ -429,7 +442,7 @@ def test_phases_come_from_the_runs_with_ablation(tmp_path):
         run = next(
             r for r in comparison.phase_runs if r.cell == (row.case, row.workers, row.configuration)
         )
-        assert row.step_seconds == run.summary["phases"]["step_seconds"]
+        assert row.step_seconds == run.summary.phases.step_seconds
         assert list(row.parts) == [
             "data",
             "forward",
@@ -444,8 +457,8 @@ def test_phases_come_from_the_runs_with_ablation(tmp_path):
 def test_without_ablation_phases_are_those_of_the_median_run(tmp_path):
     comparison = compare(tmp_path, phase_steps=0)
     for block, seconds in enumerate((0.3, 0.1, 0.2), start=1):
-        phases = comparison.find(block, "horovod-mpi", 2).summary["phases"]
-        phases.update(step_seconds=seconds, data_seconds=seconds / 2)
+        phases = comparison.find(block, "horovod-mpi", 2).summary.phases
+        change(phases, step_seconds=seconds, data_seconds=seconds / 2)
     row = phase_rows(comparison)[1]
     assert (row.step_seconds, row.data_seconds) == (0.2, 0.1)
     assert row.exposed_communication_seconds is None
@@ -455,17 +468,16 @@ def test_without_ablation_phases_are_those_of_the_median_run(tmp_path):
 @pytest.mark.parametrize(("factor", "is_told"), [(1.015, False), (1.025, True), (0.975, True)])
 def test_phases_that_do_not_add_up_are_told(tmp_path, factor, is_told):
     comparison = compare(tmp_path, blocks=1)
-    phases = comparison.phase_runs[0].summary["phases"]
-    phases["step_seconds"] /= factor
+    phases = comparison.phase_runs[0].summary.phases
+    change(phases, step_seconds=phases.step_seconds / factor)
     note = phase_rows(comparison)[0].note
     assert note == (f"the phases add up to {100 * factor:.1f} % of the step" if is_told else "")
 
 
-@pytest.mark.parametrize("phases", [None, {}, {"steps": 0, "step_seconds": None}])
-def test_phases_that_were_not_measured_have_no_row(tmp_path, phases):
+def test_phases_that_were_not_measured_have_no_row(tmp_path):
     comparison = compare(tmp_path, blocks=3, phase_steps=0)
     for run in comparison.runs:
-        run.summary["phases"] = phases
+        change(run.summary, phases=Phases())
     assert phase_rows(comparison) == []
     [verdict] = judge(comparison)
     assert explain(verdict, comparison).endswith("the phases were not measured.")
@@ -476,9 +488,9 @@ def test_the_reason_is_the_phase_that_accounts_for_most(tmp_path):
     slow, fast = comparison.phase_runs[1].summary, comparison.phase_runs[0].summary
     parts = {"data_seconds": 0.002, "forward_seconds": 0.030, "backward_seconds": 0.050,
              "optimizer_seconds": 0.008, "exposed_communication_seconds": 0.010}  # fmt: skip
-    fast["phases"] = {"steps": 50, "step_seconds": 0.100, **parts}
+    change(fast, phases=Phases(steps=50, step_seconds=0.100, **parts))
     parts |= {"exposed_communication_seconds": 0.041, "forward_seconds": 0.040}
-    slow["phases"] = {"steps": 50, "step_seconds": 0.141, **parts}
+    change(slow, phases=Phases(steps=50, step_seconds=0.141, **parts))
     [verdict] = judge(comparison)
     assert explain(verdict, comparison) == (
         "Where it comes from: a step of Horovod (horovodrun, MPI) took 141.0 ms, of DDP (torchrun, "
@@ -486,12 +498,12 @@ def test_the_reason_is_the_phase_that_accounts_for_most(tmp_path):
         "forward 10.0 ms more."
     )
     # Where one of the two did not measure it apart, both are told with it.
-    slow["phases"] |= {"exposed_communication_seconds": None, "backward_seconds": 0.091}
+    change(slow.phases, exposed_communication_seconds=None, backward_seconds=0.091)
     assert "backward with the exchange of gradients accounts for 31.0 ms" in explain(
         verdict, comparison
     )
     # Runs that contradict the verdict do not explain it.
-    slow["phases"]["step_seconds"] = 0.090
+    change(slow.phases, step_seconds=0.090)
     assert "do not show the difference" in explain(verdict, comparison)
 
 
@@ -500,9 +512,9 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
     slow, fast = comparison.phase_runs[1].summary, comparison.phase_runs[0].summary
     parts = {"data_seconds": 0.002, "forward_seconds": 0.030, "backward_seconds": 0.060,
              "optimizer_seconds": 0.008, "exposed_communication_seconds": 0.000}  # fmt: skip
-    fast["phases"] = {"steps": 50, "step_seconds": 0.100, **parts}
+    change(fast, phases=Phases(steps=50, step_seconds=0.100, **parts))
     parts |= {"exposed_communication_seconds": 0.015, "forward_seconds": 0.025}
-    slow["phases"] = {"steps": 50, "step_seconds": 0.110, **parts}
+    change(slow, phases=Phases(steps=50, step_seconds=0.110, **parts))
     [verdict] = judge(comparison)
     assert explain(verdict, comparison).endswith(
         "Of these 10.0 ms, the engine's own work accounts for 15.0 ms (more than all of it); "
@@ -536,7 +548,7 @@ def test_where_no_difference_was_shown_nothing_is_explained(tmp_path):
     comparison = compare(tmp_path)
     set_speeds(comparison, [(100.0, 101.0), (103.0, 100.0), (99.0, 100.0)])
     assert explain(judge(comparison)[0], comparison) == ""
-    comparison.runs[0].summary["fingerprint"]["seed"] = 7
+    comparison.runs[0].summary.fingerprint["seed"] = 7
     assert explain(judge(comparison)[0], comparison) == ""
 
 
@@ -547,16 +559,15 @@ def test_resources_are_medians_and_the_largest_memory(tmp_path):
     comparison = compare(tmp_path)
     for block, (watts, memory) in enumerate([(300, 5e9), (100, 7e9), (200, 6e9)], start=1):
         summary = comparison.find(block, "ddp-torchrun", 2).summary
-        summary["energy"]["gpu_watts"] = watts
-        summary["peak_memory_bytes"] = memory
+        change(summary, energy=Energy(gpu_watts=watts), peak_memory_bytes=memory)
     ddp, horovod = resource_rows(comparison)
     assert (ddp.gpu_watts, ddp.peak_memory_bytes) == (200, 7e9)
     assert (ddp.gpu_joules_per_image, horovod.gpu_watts) == (None, None)
-    comparison.find(2, "ddp-torchrun", 2).summary["energy"] = None
+    change(comparison.find(2, "ddp-torchrun", 2).summary, energy=Energy())
     assert resource_rows(comparison)[0].gpu_watts is None  # of two runs alone it is not told
 
 
-def set_ranks(summary: dict[str, Any], *ranks: tuple[float, float, float | None, float]) -> None:
+def set_ranks(summary: Summary, *ranks: tuple[float, float, float | None, float]) -> None:
     """Set each rank's forward, backward, exposed and data seconds."""
     fields = (
         "forward_seconds",
@@ -564,7 +575,9 @@ def set_ranks(summary: dict[str, Any], *ranks: tuple[float, float, float | None,
         "exposed_communication_seconds",
         "data_seconds",
     )
-    summary["ranks"] = [dict(zip(fields, rank, strict=True)) for rank in ranks]
+    who = {"rank": 0, "host": "node", "cpu_seconds": 1.0, "peak_memory_bytes": 1}
+    told = [Rank(**who, **dict(zip(fields, rank, strict=True))) for rank in ranks]
+    change(summary, ranks=told)
 
 
 def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
@@ -580,7 +593,7 @@ def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
     row = resource_rows(comparison)[0]
     assert row.straggler_ratio == pytest.approx(2.5 / 2.0)
     assert row.straggler_phases == "data and forward"
-    run["ranks"] = None
+    change(run, ranks=[])
     assert resource_rows(comparison)[0].straggler_ratio is None
 
 
@@ -592,9 +605,9 @@ def test_a_single_rank_has_no_straggler(tmp_path):
 def test_input_is_told_where_it_was_measured(tmp_path):
     comparison = compare(tmp_path)
     for block, share in enumerate((0.1, 0.5, 0.2), start=1):
-        record = comparison.find(block, "ddp-torchrun", 2).summary["input"]
-        record.update(files_per_second=100.0 * block, wait_share=share)
-    comparison.find(1, "horovod-mpi", 2).summary["input"] = None
+        record = comparison.find(block, "ddp-torchrun", 2).summary.input
+        change(record, files_per_second=100.0 * block, wait_share=share)
+    change(comparison.find(1, "horovod-mpi", 2).summary, input=Input())
     ddp, horovod = input_rows(comparison)
     assert (ddp.files_per_second, ddp.megabytes_per_second, ddp.wait_share) == (200.0, None, 0.2)
     assert (horovod.images_per_second, horovod.wait_share) == (None, None)

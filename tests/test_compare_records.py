@@ -64,7 +64,7 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     speed *= noise.uniform(0.99, 1.01)
     transport = "Gloo" if engine == "ddp" or run.configuration.controller == "gloo" else "MPI"
     seed = settings["seed"]
-    lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "..."}]
+    lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "...", "step": 0}]
     batch = settings["batch_size"] * run.workers
     curve = random.Random(f"{seed} {run.workers} {run.case}")
     stretch = settings["ablation_steps"]
@@ -97,8 +97,9 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
     write(folder / "environment.json", {
-        "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
-        "world_size": run.workers, "local_size": run.workers, "hosts": ["node"],
+        "engine": engine, "version": "1", "launcher": run.configuration.launcher,
+        "transport": transport, "world_size": run.workers, "local_size": run.workers,
+        "hosts": ["node"],
         "rank_hosts": ["node"] * run.workers, "device": "cpu",
         "device_name": "", "cpu_model": "A Processor 9000", "cores": 2, "threads": 2 // run.workers,
         "affinity": ["0-1"] * run.workers, "allocator": "C library",
@@ -120,12 +121,12 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     }  # fmt: skip
     write(folder / "summary.json", {
         "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
-        "world_size": run.workers, "epochs": EPOCHS, "steps": steps,
+        "world_size": run.workers, "threads": 2 // run.workers, "epochs": EPOCHS, "steps": steps,
         "samples_seen": steps * batch, "images_per_second": speed,
         "train_seconds": steps * batch / speed, "total_seconds": 12.0, "cpu_seconds": 11.0,
         "cpu_seconds_per_image": 1.0 / speed * run.workers, "peak_memory_bytes": 400_000_000,
         "loss": loss * 0.8, "top1": 97.5, "top5": 99.9, "best_top1": 97.8,
-        "weights_sha256": digest,
+        "weights_sha256": digest, "ended_utc": "2026-11-21T12:01:00Z",
         "phases": phase_record,
         "ranks": [
             {**phase_record, "rank": rank, "host": "node", "cpu_seconds": 11.0 / run.workers,
@@ -170,6 +171,11 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(record))
 
 
+def change(record: Any, **fields: Any) -> None:
+    """Change fields of a record that was read."""
+    vars(record).update(fields)
+
+
 def edit_fingerprint(folder: Path, field: str, value: Any) -> None:
     fingerprint = json.loads((folder / "summary.json").read_text())["fingerprint"]
     edit(folder / "summary.json", fingerprint={**fingerprint, field: value})
@@ -192,7 +198,7 @@ def test_a_whole_comparison_is_read(tmp_path):
     assert comparison.runs[0].other_load == 0.05
     run = comparison.find(2, "horovod-mpi", 2)
     assert run.label == "Horovod (horovodrun, MPI)"
-    assert len(run.metrics("step")) == STEPS_PER_EPOCH * EPOCHS
+    assert len(run.steps) == STEPS_PER_EPOCH * EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_a_missing_field_is_named_with_its_file(tmp_path, file, field):
 def test_a_field_of_another_type_is_named_with_its_file(tmp_path, field, value):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1/environment.json", **{field: value})
-    with pytest.raises(RecordError, match=rf"environment\.json: {field} is .*, which is not of"):
+    with pytest.raises(RecordError, match=rf"environment\.json: {field} is .*, which is not"):
         load_comparison(folder)
 
 
@@ -225,6 +231,22 @@ def test_more_fields_are_no_error(tmp_path):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1/summary.json", tomorrow=1)
     assert load_comparison(folder)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1")
+    edit(folder / "block-1/ddp-torchrun-1/environment.json", format=1000)
+    with pytest.raises(RecordError, match=r"environment\.json: its format is 1000"):
+        load_comparison(folder)
+
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in RESULTS.glob("*/*/plan.json")))
+def test_the_records_of_earlier_versions_are_read(folder):
+    for run in load_comparison(folder).complete:
+        assert run.steps and run.evaluations and run.summary.phases.step_seconds
 
 
 @pytest.mark.parametrize("value", ["fast", None, True, 0, -3.0])
@@ -241,7 +263,7 @@ def test_a_broken_line_of_the_metrics_is_named(tmp_path):
     path.write_text(path.read_text() + '{"kind": "step", "ep')
     run = load_comparison(folder).find(1, "ddp-torchrun", 1)
     with pytest.raises(RecordError, match=r"metrics.jsonl, line 86 is not JSON"):
-        run.metrics("step")
+        _ = run.steps
 
 
 def test_failed_and_missing_runs_keep_their_place(tmp_path):
@@ -277,7 +299,7 @@ def test_runs_of_two_cases_are_told_apart(tmp_path):
     for name, arch in (("ResNet-18", "resnet18"), ("VGG-16", "vgg16")):
         run = comparison.find(1, "ddp-torchrun", 2, name)
         assert run.folder == folder / f"block-1/{name}/ddp-torchrun-2"
-        assert run.config["arch"] == arch
+        assert run.config.arch == arch
     with pytest.raises(KeyError):
         comparison.find(1, "ddp-torchrun", 2)  # of no case
     assert len(comparison.phase_runs) == 8
@@ -350,9 +372,10 @@ def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"phases": []}, "phases is not an object"),
+        ({"phases": []}, r"phases is \[\], which is not an object"),
         ({"phases": {"step_seconds": "long"}}, "phases: step_seconds is 'long'"),
-        ({"ranks": {}}, "ranks is not a list"),
+        ({"ranks": {}}, "ranks is {}, which is not a list"),
+        ({"ranks": [7]}, "ranks is 7, which is not an object"),
         ({"ranks": [{"forward_seconds": True}]}, "ranks: forward_seconds is True"),
         ({"input": {"wait_share": "all"}}, "input: wait_share is 'all'"),
         ({"energy": {"gpu_watts": [1]}}, r"energy: gpu_watts is \[1\]"),
@@ -361,8 +384,6 @@ def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
 def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
     folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
     summary = folder / "block-1/ddp-torchrun-1/summary.json"
-    edit(summary, **dict.fromkeys(changes))
-    assert load_comparison(folder)  # null is: not measured
     edit(summary, **changes)
     with pytest.raises(RecordError, match=rf"ddp-torchrun-1/summary\.json.{{1,2}}{message}"):
         load_comparison(folder)

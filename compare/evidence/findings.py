@@ -13,6 +13,7 @@ from typing import Any
 
 from compare.evidence.paired import MIN_BLOCKS, Estimate, estimate_ratio
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.run_folder import recorded
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
 PLACES = {"log_dir", "name"}
@@ -285,24 +286,25 @@ def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
     between two blocks has not changed the training.
     """
     facts = {
-        field: (value, field in run.config and field not in CHIEF_FLAGS)
-        for field, value in run.summary["fingerprint"].items()
+        field: (value, field in run.config.flags and field not in CHIEF_FLAGS)
+        for field, value in run.summary.fingerprint.items()
     }
+    environment = recorded(run.environment)
     for field in EQUAL_IN_SUMMARY:
-        facts.setdefault(field, (run.summary[field], False))
+        facts.setdefault(field, (getattr(run.summary, field), False))
     for field in EQUAL_IN_ENVIRONMENT:
-        facts.setdefault(field, (run.environment[field], False))
+        facts.setdefault(field, (environment[field], False))
     for field, name in EQUAL_WHERE_WRITTEN.items():
-        if field in run.environment:
-            facts.setdefault(name, (run.environment[field], False))
+        if field in environment:
+            facts.setdefault(name, (environment[field], False))
     for field in EQUAL_WHERE_USED:
-        if run.environment[field] is not None:
-            facts.setdefault(field, (run.environment[field], False))
+        if environment[field] is not None:
+            facts.setdefault(field, (environment[field], False))
     for field in START:
-        facts.setdefault(field, (run.summary[field], False))
-    for name, value in run.environment.get("variables", {}).items():
+        facts.setdefault(field, (getattr(run.summary, field), False))
+    for name, value in run.environment.variables.items():
         facts.setdefault(name, (value, False))
-    for flag, value in run.config.items():
+    for flag, value in run.config.flags.items():
         facts.setdefault(flag, (value, True))
     return {field: fact for field, fact in facts.items() if field not in PLACES}
 
@@ -335,11 +337,11 @@ def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     tuned = [
         run.config
         for run in comparison.complete
-        if run.configuration in (first, second) and run.config.get("knobs")
+        if run.configuration in (first, second) and run.config.knobs
     ]
     if not tuned:
         return set()
-    variables = {name for config in tuned for name in config.get("knob_variables", {})}
+    variables = {name for config in tuned for name in config.knob_variables}
     return {"knob_variables", *KNOBS, *variables}
 
 
@@ -473,7 +475,7 @@ def judge_pair(comparison: Comparison, case: str, workers: int, first: str, seco
     if pairs and not differences:
         speed = estimate(pairs, "images_per_second")
         cpu = estimate(pairs, "cpu_seconds_per_image")
-    equal = tuple(a.summary["weights_sha256"] == b.summary["weights_sha256"] for a, b in pairs)
+    equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in pairs)
     if not all(equal):
         gap = largest_loss_gap(pair for pair, same in zip(pairs, equal, strict=True) if not same)
     return Verdict(
@@ -495,7 +497,9 @@ def judge_pair(comparison: Comparison, case: str, workers: int, first: str, seco
 
 
 def estimate(pairs: list[tuple[RunRecord, RunRecord]], field: str) -> Estimate:
-    first, second = zip(*((a.summary[field], b.summary[field]) for a, b in pairs), strict=True)
+    first, second = zip(
+        *((getattr(a.summary, field), getattr(b.summary, field)) for a, b in pairs), strict=True
+    )
     return estimate_ratio(first, second)
 
 
@@ -522,7 +526,7 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
     own = [*details.get("flags", ())]
     if "--knobs" not in own:  # but for all configurations: a reader must know that it was tuned
         runs = [run for run in comparison.complete if run.configuration == configuration]
-        files = {run.config["knobs"] for run in runs if run.config.get("knobs")}
+        files = {run.config.knobs for run in runs if run.config.knobs}
         own += [f"--knobs {name}" for name in sorted(files)]
     own += [f"{name}={value}" for name, value in details.get("environment", {}).items()]
     return f"{labels.pop()} with {' '.join(own)}" if own else labels.pop()
@@ -532,13 +536,13 @@ def largest_loss_gap(pairs: Iterable[tuple[RunRecord, RunRecord]]) -> LossGap | 
     """Find where two runs' training losses are farthest apart, over the steps both have."""
     gap = None
     for a, b in pairs:
-        losses = {line["step"]: line["loss"] for line in b.metrics("step")}
-        steps = [line for line in a.metrics("step") if line["step"] in losses]
+        losses = {line.step: line.loss for line in b.steps}
+        steps = [line for line in a.steps if line.step in losses]
         for line in steps:
-            difference = abs(line["loss"] - losses[line["step"]])
+            difference = abs(line.loss - losses[line.step])
             # `not <=` so that a loss that became NaN counts as the largest gap, not as none
             if gap is None or not difference <= gap.largest:
-                gap = LossGap(difference, a.block, line["step"], steps[-1]["step"])
+                gap = LossGap(difference, a.block, line.step, steps[-1].step)
     return gap
 
 
@@ -554,12 +558,12 @@ def table_rows(comparison: Comparison) -> list[Row]:
 
 def table_row(comparison: Comparison, runs: list[RunRecord], planned: int) -> Row:
     def middle(field: str) -> float:
-        return float(median(run.summary[field] for run in runs))
+        return float(median(getattr(run.summary, field) for run in runs))
 
     def validated(field: str) -> float | None:
-        return None if any(run.summary[field] is None for run in runs) else middle(field)
+        return None if any(getattr(run.summary, field) is None for run in runs) else middle(field)
 
-    speeds = [run.summary["images_per_second"] for run in runs]
+    speeds = [run.summary.images_per_second for run in runs]
     efficiencies = [e for run in runs if (e := efficiency(comparison, run)) is not None]
     return Row(
         case=runs[0].case,
@@ -571,7 +575,7 @@ def table_row(comparison: Comparison, runs: list[RunRecord], planned: int) -> Ro
         highest=max(speeds),
         efficiency=median(efficiencies) if efficiencies else None,
         cpu_ms_per_image=1000 * middle("cpu_seconds_per_image"),
-        peak_memory_bytes=max(run.summary["peak_memory_bytes"] for run in runs),
+        peak_memory_bytes=max(run.summary.peak_memory_bytes for run in runs),
         train_seconds=middle("train_seconds"),
         top1=validated("top1"),
         top5=validated("top5"),
@@ -590,8 +594,8 @@ def efficiency(comparison: Comparison, run: RunRecord) -> float | None:
     base = comparison.find(run.block, run.configuration, fewest, run.case)
     if not base.is_complete:
         return None
-    per_worker = run.summary["images_per_second"] / run.workers
-    return float(per_worker / (base.summary["images_per_second"] / fewest))
+    per_worker = run.summary.images_per_second / run.workers
+    return float(per_worker / (base.summary.images_per_second / fewest))
 
 
 def weights_text(comparison: Comparison, runs: list[RunRecord]) -> str:
@@ -606,8 +610,8 @@ def weights_text(comparison: Comparison, runs: list[RunRecord]) -> str:
         ]
         if others:
             compared += 1
-            digest = run.summary["weights_sha256"]
-            equal += all(other.summary["weights_sha256"] == digest for other in others)
+            digest = run.summary.weights_sha256
+            equal += all(other.summary.weights_sha256 == digest for other in others)
     if not compared:
         return "–"
     return "equal" if equal == compared else f"{equal} of {compared} equal"
@@ -725,28 +729,24 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
         ablated = [run for run in complete_phase_runs(comparison, cell) if has_phases(run)]
         runs = ablated or [run for run in complete_runs(comparison, cell) if has_phases(run)]
         if runs:
-            runs.sort(key=lambda run: run.summary["phases"]["step_seconds"])
+            runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
             rows.append(phase_row(comparison, runs[(len(runs) - 1) // 2]))
     return rows
 
 
 def has_phases(run: RunRecord) -> bool:
     """Tell whether a run measured its phases; exposed communication may be missing."""
-    phases = run.summary.get("phases") or {}
     needed = PHASES.keys() - {"exposed_communication_seconds"} | {"step_seconds"}
-    return all(phases.get(field) is not None for field in needed)
+    return all(getattr(run.summary.phases, field) is not None for field in needed)
 
 
 def phase_row(comparison: Comparison, run: RunRecord) -> PhaseRow:
-    phases = run.summary["phases"]
     return PhaseRow(
         case=run.case,
         workers=run.workers,
         configuration=run.configuration,
         label=label_of(comparison, run.configuration),
-        steps=phases["steps"],
-        step_seconds=phases["step_seconds"],
-        **{field: phases.get(field) for field in PHASES},
+        **vars(run.summary.phases),
     )
 
 
@@ -766,7 +766,7 @@ def explain(verdict: Verdict, comparison: Comparison) -> str:
     if slow not in rows or fast not in rows:
         return "Where the difference comes from is not known: the phases were not measured."
     sizes = {
-        name: run.summary["samples_seen"] / run.summary["steps"]
+        name: run.summary.samples_seen / run.summary.steps
         for name in (slow, fast)
         for run in complete_runs(comparison, (verdict.case, verdict.workers, name))
     }
@@ -856,8 +856,8 @@ def resource_rows(comparison: Comparison) -> list[ResourceRow]:
                 workers=workers,
                 configuration=configuration,
                 label=label_of(comparison, configuration),
-                peak_memory_bytes=max(run.summary["peak_memory_bytes"] for run in runs),
-                cpu_seconds_per_image=median(r.summary["cpu_seconds_per_image"] for r in runs),
+                peak_memory_bytes=max(run.summary.peak_memory_bytes for run in runs),
+                cpu_seconds_per_image=median(r.summary.cpu_seconds_per_image for r in runs),
                 straggler_ratio=spread,
                 straggler_phases=phases,
                 gpu_joules_per_image=measured(runs, "energy", "gpu_joules_per_image"),
@@ -871,17 +871,17 @@ def resource_rows(comparison: Comparison) -> list[ResourceRow]:
 
 def is_ablated(run: RunRecord) -> bool:
     """Tell whether every rank measured its backward without the exchange of gradients."""
-    ranks = run.summary.get("ranks") or []
-    return all(rank.get("exposed_communication_seconds") is not None for rank in ranks)
+    ranks = run.summary.ranks
+    return all(rank.exposed_communication_seconds is not None for rank in ranks)
 
 
 def straggler_ratio(run: RunRecord, fields: tuple[str, ...]) -> float | None:
     """Return how much longer than the median rank the slowest one computes; None for a single rank,
     and where the ranks' phases were not measured."""
-    ranks = run.summary.get("ranks") or []
-    if len(ranks) < 2 or any(rank.get(field) is None for rank in ranks for field in fields):
+    ranks = run.summary.ranks
+    if len(ranks) < 2 or any(getattr(rank, field) is None for rank in ranks for field in fields):
         return None
-    seconds = [sum(rank[field] for field in fields) for rank in ranks]
+    seconds = [sum(getattr(rank, field) for field in fields) for rank in ranks]
     return max(seconds) / median(seconds) if median(seconds) > 0 else None
 
 
@@ -922,7 +922,7 @@ def input_rows(comparison: Comparison) -> list[InputRow]:
 
 def measured(runs: list[RunRecord], part: str, field: str) -> float | None:
     """Return the median of a figure of the summaries; None if a run did not measure it."""
-    return middle([(run.summary.get(part) or {}).get(field) for run in runs])
+    return middle([getattr(getattr(run.summary, part), field) for run in runs])
 
 
 def middle(values: list[float | None]) -> float | None:
@@ -938,7 +938,7 @@ def load_warnings(comparison: Comparison) -> list[str]:
     for run in (*comparison.runs, *comparison.phase_runs):
         if not run.is_complete or run.other_load is None:
             continue
-        cores = run.environment["cores"]
+        cores = run.environment.cores
         if run.other_load > BUSY_SHARE * cores:
             lines.append(
                 f"{run_text(run)}: other processes kept {run.other_load:.1f} of "

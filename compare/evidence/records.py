@@ -1,7 +1,5 @@
-"""Read the run folders of a comparison, as the trainers and run.py wrote them."""
+"""Read a comparison: its plan, and the run folders that the plan asks for."""
 
-import json
-import numbers
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,51 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from compare.evidence import packed
+from compare.evidence.run_folder import (
+    Measured,
+    RecordError,
+    RunFolder,
+    read_metrics,
+    read_object,
+    read_run_folder,
+)
+from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
-
-class RecordError(Exception):
-    """A run folder that cannot be read; the message names file and field."""
-
-
-SUMMARY_NUMBERS = (
-    "world_size", "epochs", "steps", "samples_seen", "images_per_second", "train_seconds",
-    "total_seconds", "cpu_seconds", "cpu_seconds_per_image", "peak_memory_bytes",
-)  # fmt: skip
-SUMMARY_VALIDATION = ("loss", "top1", "top5", "best_top1")  # null if nothing was evaluated
-SUMMARY_TEXTS = ("engine", "launcher", "transport", "weights_sha256")
-ENVIRONMENT_FIELDS = (
-    "engine", "launcher", "transport", "world_size", "local_size", "hosts", "device",
-    "device_name", "cpu_model", "cores", "threads", "python", "torch", "torchvision", "horovod",
-    "mpi", "cuda", "command", "started_utc", "git_commit",
-)  # fmt: skip
-ENVIRONMENT_TYPES: dict[str, type] = {
-    "hosts": list, "cores": int, "threads": int, "variables": dict, "command": list,
-}  # fmt: skip
-# What a run measured beside its throughput. A part may be missing or null, and so may each of its
-# figures: then it was not measured.
-PHASE_NUMBERS = (
-    "steps", "step_seconds", "data_seconds", "forward_seconds", "backward_seconds",
-    "exposed_communication_seconds", "optimizer_seconds",
-)  # fmt: skip
-RANK_NUMBERS = (
-    "rank", "cpu_seconds", "peak_memory_bytes", "data_seconds", "forward_seconds",
-    "backward_seconds", "optimizer_seconds",
-)  # fmt: skip
-INPUT_NUMBERS = ("images_per_second", "files_per_second", "megabytes_per_second", "wait_share")
-ENERGY_NUMBERS = (
-    "gpu_joules_per_image", "gpu_watts", "gpu_utilization_percent", "cpu_joules_per_image",
-)  # fmt: skip
 # Fields of plan.json, and of each run that it lists.
 PLAN_FIELDS = (
     "created_utc", "seed", "blocks", "configurations", "workers", "trainer_arguments",
     "environment", "runs",
 )  # fmt: skip
 PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
-METRIC_NUMBERS = {
-    "step": ("epoch", "step", "loss", "top1", "seconds", "images_per_second"),
-    "epoch": ("epoch", "step", "loss", "top1", "seconds"),
-    "eval": ("epoch", "step", "loss", "top1", "train_seconds_so_far"),
-}
 
 
 @dataclass
@@ -70,10 +39,25 @@ class RunRecord:
     status: str  # "completed", "failed", "timed out", "not run"
     exit_code: int | None
     other_load: float | None  # cores that other processes kept busy meanwhile; None: not measured
-    summary: dict[str, Any]
-    environment: dict[str, Any]
-    config: dict[str, Any]
     command: str
+    written: RunFolder | None  # None unless it is complete
+
+    @property
+    def config(self) -> Settings:
+        return self._complete.config
+
+    @property
+    def environment(self) -> Environment:
+        return self._complete.environment
+
+    @property
+    def summary(self) -> Measured:
+        return self._complete.summary
+
+    @property
+    def _complete(self) -> RunFolder:
+        assert self.written is not None, f"{self.folder} holds no complete run"
+        return self.written
 
     @property
     def name(self) -> str:
@@ -92,27 +76,25 @@ class RunRecord:
     def label(self) -> str:
         """Name the run as the verdict does: engine, launcher, and the transport really used."""
         engine = {"ddp": "DDP", "horovod": "Horovod"}.get(self.engine, self.engine)
-        return f"{engine} ({self.launcher}, {self.summary['transport']})"
+        return f"{engine} ({self.launcher}, {self.summary.transport})"
 
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the lines of one kind of metrics.jsonl."""
-        return self.metrics_by_kind.get(kind, [])
+    @property
+    def steps(self) -> list[StepLine]:
+        return self._metrics[StepLine]
+
+    @property
+    def epochs(self) -> list[EpochLine]:
+        return self._metrics[EpochLine]
+
+    @property
+    def evaluations(self) -> list[EvalLine]:
+        """Those of the trained weights, not of their moving average."""
+        return [line for line in self._metrics[EvalLine] if line.weights == "model"]
 
     @cached_property
-    def metrics_by_kind(self) -> dict[str, list[dict[str, Any]]]:
+    def _metrics(self) -> dict[type, list[Any]]:
         """metrics.jsonl, read when it is first asked for: a long training has many lines."""
-        path = self.folder / "metrics.jsonl"
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for number, text in enumerate(read_text(path).splitlines(), start=1):
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise RecordError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
-                raise RecordError(f"{path}, line {number}: the field 'kind' is missing")
-            check_numbers(line, METRIC_NUMBERS.get(line["kind"], ()), f"{path}, line {number}")
-            lines.setdefault(line["kind"], []).append(line)
-        return lines
+        return read_metrics(self.folder / "metrics.jsonl")
 
 
 @dataclass
@@ -284,54 +266,23 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         status,
         outcome.get("exit_code"),
         outcome.get("other_load"),
-        {},
-        {},
-        {},
         packed.read_text(command_path).strip() if packed.exists(command_path) else "",
+        read_run_folder(folder) if complete else None,
     )
     if complete:
-        run.summary = read_object(summary_path)
-        check_numbers(run.summary, SUMMARY_NUMBERS, summary_path)
-        for field in SUMMARY_VALIDATION:
-            if require(run.summary, field, summary_path) is not None:
-                check_numbers(run.summary, (field,), summary_path)
-        for field in ("images_per_second", "cpu_seconds_per_image"):
-            if run.summary[field] <= 0:
-                raise RecordError(
-                    f"{summary_path}: {field} is {run.summary[field]!r}, which is not above 0"
-                )
-        for field in SUMMARY_TEXTS:
-            if not isinstance(require(run.summary, field, summary_path), str):
-                raise RecordError(f"{summary_path}: {field} is {run.summary[field]!r}, not a text")
         for field, planned_value in (("engine", run.engine), ("world_size", run.workers)):
-            if run.summary[field] != planned_value:
+            if (written := getattr(run.summary, field)) != planned_value:
                 raise RecordError(
-                    f"{summary_path}: {field} is {run.summary[field]!r}, but the plan has "
+                    f"{summary_path}: {field} is {written!r}, but the plan has "
                     f"{planned_value!r} there: it is another run's folder"
                 )
-        check_measured(run.summary, summary_path)
-        if not isinstance(require(run.summary, "fingerprint", summary_path), dict):
-            raise RecordError(f"{summary_path}: fingerprint is not an object")
-        run.environment = read_object(folder / "environment.json")
-        for field in ENVIRONMENT_FIELDS:
-            require(run.environment, field, folder / "environment.json")
-        for field, kind in ENVIRONMENT_TYPES.items():
-            value = run.environment.get(field, kind())
-            if not isinstance(value, kind):
-                raise RecordError(
-                    f"{folder / 'environment.json'}: {field} is {value!r}, which is not of type "
-                    f"{kind.__name__}"
-                )
-        run.config = read_object(folder / "config.json")
         check_place(run.config, planned["folder"], folder / "config.json")
     return run
 
 
-def check_place(config: dict[str, Any], planned: str, path: Path) -> None:
+def check_place(config: Settings, planned: str, path: Path) -> None:
     """Raise RecordError if a run was written for another place of the plan: another case, say."""
-    for field in ("log_dir", "name"):
-        require(config, field, path)
-    written = Path(config["log_dir"]) / config["name"]
+    written = Path(config.log_dir) / config.name
     parts = Path(planned).parts
     if written.parts[-len(parts) :] != parts:
         raise RecordError(
@@ -340,60 +291,7 @@ def check_place(config: dict[str, Any], planned: str, path: Path) -> None:
         )
 
 
-def check_measured(summary: dict[str, Any], path: Path) -> None:
-    """Raise RecordError if a part of the summary that may be missing is there, but is no such."""
-    for part, fields in (
-        ("phases", PHASE_NUMBERS),
-        ("input", INPUT_NUMBERS),
-        ("energy", ENERGY_NUMBERS),
-    ):
-        if (record := summary.get(part)) is None:
-            continue
-        if not isinstance(record, dict):
-            raise RecordError(f"{path}: {part} is not an object")
-        check_optional_numbers(record, fields, f"{path}, {part}")
-    ranks = summary.get("ranks")
-    if ranks is None:
-        return
-    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
-        raise RecordError(f"{path}: ranks is not a list of objects")
-    for rank in ranks:
-        check_optional_numbers(rank, RANK_NUMBERS, f"{path}, ranks")
-
-
-def read_text(path: Path) -> str:
-    try:
-        return packed.read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RecordError(f"{path} cannot be read: {reason}") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_text(path))
-    except ValueError as error:
-        raise RecordError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RecordError(f"{path} is not a JSON object")
-    return value
-
-
 def require(record: dict[str, Any], field: str, path: Path) -> Any:
     if field not in record:
         raise RecordError(f"{path}: the field '{field}' is missing")
     return record[field]
-
-
-def check_optional_numbers(record: dict[str, Any], fields: tuple[str, ...], where: str) -> None:
-    """Check the numbers of those fields that are there and not null."""
-    check_numbers(record, tuple(f for f in fields if record.get(f) is not None), where)
-
-
-def check_numbers(record: dict[str, Any], fields: tuple[str, ...], where: Path | str) -> None:
-    for field in fields:
-        if field not in record:
-            raise RecordError(f"{where}: the field '{field}' is missing")
-        value = record[field]
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise RecordError(f"{where}: {field} is {value!r}, which is not a number")

@@ -30,17 +30,17 @@ def subtitle(comparison: Comparison) -> str:
     """Say what was trained on what: the figures mean nothing without it."""
     run = comparison.complete[0]
     environment = run.environment
-    data = all_values(comparison, lambda run: run.config.get("data") or run.config.get("train_dir"))
-    models = all_values(comparison, lambda run: run.config.get("arch"))
-    batches = all_values(comparison, lambda run: run.config.get("batch_size"))
-    precisions = all_values(comparison, lambda run: run.config.get("precision"))
-    device = environment["device_name"] or environment["cpu_model"]
-    hosts = len(environment["hosts"])
+    data = all_values(comparison, lambda run: run.config.data or run.config.train_dir)
+    models = all_values(comparison, lambda run: run.config.arch)
+    batches = all_values(comparison, lambda run: run.config.batch_size)
+    precisions = all_values(comparison, lambda run: run.config.precision)
+    device = environment.device_name or environment.cpu_model
+    hosts = len(environment.hosts)
     parts = [
         f"{models or 'A model'} on {data or 'the given images'}",
         f"batch {batches} a worker" if batches else "",
         precisions,
-        f"{device}, {count(environment['cores'], 'core')}" + (f", {hosts} hosts" * (hosts > 1)),
+        f"{device}, {count(environment.cores, 'core')}" + (f", {hosts} hosts" * (hosts > 1)),
     ]
     return " · ".join(part for part in parts if part)
 
@@ -59,7 +59,7 @@ def created_text(comparison: Comparison) -> str:
 def reproduce_lines(comparison: Comparison) -> list[str]:
     """Return the commands that make this comparison again."""
     plan = comparison.plan
-    commit = comparison.complete[0].environment["git_commit"]
+    commit = comparison.complete[0].environment.git_commit
     inherited = plan["environment"].get("inherited", {})
     lines = [f"git checkout {commit}"] if commit else []
     lines += ["make setup", ". .venv/bin/activate"]
@@ -125,34 +125,34 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     measured = all_workers(comparison)
     numbers = " and ".join(filter(None, [", ".join(map(str, measured[:-1])), str(measured[-1])]))
     lines = []
-    if run.environment["device"] == "cpu":
+    if run.environment.device == "cpu":
         lines.append(
             "GPUs. This was measured on a CPU: on a GPU a step computes many times faster and the "
             "gradients travel through NCCL, so that neither the ratio nor its direction carries "
             "over."
         )
     else:
-        lines.append(f"Other devices than {run.environment['device_name']}.")
+        lines.append(f"Other devices than {run.environment.device_name}.")
     lines.append(
         f"Other numbers of workers. {numbers} {'was' if len(measured) == 1 else 'were'} measured; "
         "the lines in the plots end there because the knowledge does."
     )
-    if len(run.environment["hosts"]) == 1:
+    if len(run.environment.hosts) == 1:
         lines.append(
             "Networks. All workers ran on one host, where messages pass through its memory or its "
             "loopback. Between hosts, latency and bandwidth decide, and the engines may differ in "
             "other ways."
         )
-    threads = {run.workers: run.environment["threads"] for run in comparison.complete}
-    if run.environment["device"] == "cpu" and len(set(threads.values())) > 1:
+    threads = {run.workers: run.environment.threads for run in comparison.complete}
+    if run.environment.device == "cpu" and len(set(threads.values())) > 1:
         told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
         lines.append(
-            f"Scaling to more machines. All workers share {count(run.environment['cores'], 'core')}"
+            f"Scaling to more machines. All workers share {count(run.environment.cores, 'core')}"
             f" ({told}): the column “scaling” tells how well those cores were used, not "
             "what a second machine would bring."
         )
     lines.append(
-        f"Other models and batches. {run.config.get('arch', 'The model')} at this batch has its "
+        f"Other models and batches. {run.config.arch or 'The model'} at this batch has its "
         "own ratio of computing to communicating; a model with more weights, or a smaller batch, "
         "waits longer for its gradients."
     )

@@ -30,6 +30,7 @@ from compare.evidence.findings import (
     troubles,
 )
 from compare.evidence.records import Comparison
+from compare.evidence.run_folder import recorded
 from compare.page import plots, text
 from compare.page.chart import COLOURS
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
@@ -391,7 +392,7 @@ def commands(comparison: Comparison) -> list[dict[str, Any]]:
         {
             "name": plots.named(run.case) + run.name,
             "block": run.block,
-            "text": run.command or shlex.join(run.environment.get("command", [])),
+            "text": run.command or shlex.join(run.environment.command),
             "status": run.status,
         }
         for run in comparison.runs
@@ -407,8 +408,11 @@ def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[t
     lines = []
     for field in fields:
         # One that a trainer did not write yet is left out.
-        told = [(run, short(run.environment[field]) or "none") for run in runs
-                if field in run.environment]  # fmt: skip
+        told = [
+            (run, short(said[field]) or "none")
+            for run in runs
+            if field in (said := recorded(run.environment))
+        ]
         by_configuration: dict[str, set[str]] = {}
         for run, value in told:
             by_configuration.setdefault(run.configuration, set()).add(value)
@@ -432,8 +436,8 @@ def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
             run.workers,
             order.index(run.configuration),
             run.launcher,
-            run.summary["transport"],
-            short(run.environment["threads"]),
+            run.summary.transport,
+            short(run.environment.threads),
         )
         for run in comparison.complete
     }

@@ -34,6 +34,7 @@ from compare.page.chart import (
     series_shape,
     whole,
 )
+from recipe.record.schema import EpochLine, EvalLine, StepLine
 
 MAX_POINTS = 160  # of a line: a run of 450,000 steps must not make a page of 50 MB
 ALL_POINTS = 900  # of all lines of a plot
@@ -41,7 +42,6 @@ MAX_TABLE_ROWS = 24  # of a plot's values in words
 ROW_HEIGHT = 40  # of a chart with a row for each cell
 
 Table = tuple[tuple[str, ...], ...]
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,13 @@ class Curves:
     """What a run wrote while it trained."""
 
     run: RunRecord
-    steps: list[Line]
-    epochs: list[Line]
-    evaluations: list[Line]  # of the trained weights; an average of weights is another curve
+    steps: list[StepLine]
+    epochs: list[EpochLine]
+    evaluations: list[EvalLine]  # of the trained weights; an average of weights is another curve
 
 
 def read_curves(run: RunRecord) -> Curves:
-    evaluations = [line for line in run.metrics("eval") if line.get("weights", "model") == "model"]
-    return Curves(run, run.metrics("step"), run.metrics("epoch"), evaluations)
+    return Curves(run, run.steps, run.epochs, run.evaluations)
 
 
 def draw_plots(comparison: Comparison) -> list[PlotGroup]:
@@ -200,7 +199,7 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
 
 def plot_throughput(comparison: Comparison, case: str, runs: list[RunRecord]) -> Plot:
     """Draw images a second against workers, with the line of ideal scaling."""
-    cells = by_cell(runs, lambda run: float(run.summary["images_per_second"]))
+    cells = by_cell(runs, lambda run: run.summary.images_per_second)
     ideal = []
     for cell in cells.values():
         base = min(cell)
@@ -252,14 +251,14 @@ def plot_train_seconds(comparison: Comparison, case: str, runs: list[RunRecord])
     if len({run.workers for run in runs}) == 1:
         return None
     # The last step of an epoch reaches into the next one: 4.0056 epochs are told as 4.
-    epochs = {float(f"{run.summary['epochs']:.2g}") for run in runs}
-    steps = {run.summary["steps"] for run in runs}
+    epochs = {float(f"{run.summary.epochs:.2g}") for run in runs}
+    steps = {run.summary.steps for run in runs}
     told = f"{next(iter(epochs)):g} epoch{'s' * (epochs != {1.0})}"
     what = told if len(epochs) == 1 else "what each run trained"
     same_steps = len(steps) == 1
     return plot_against_workers(
         comparison,
-        by_cell(runs, lambda run: float(run.summary["train_seconds"])),
+        by_cell(runs, lambda run: run.summary.train_seconds),
         file_name("training-time", case),
         f"Training time{', ' + case if case else ''}",
         "seconds",
@@ -353,7 +352,7 @@ def plot_step_times(comparison: Comparison, case: str, curves: list[Curves]) -> 
     parts = (0.05, 0.25, 0.5, 0.75, 0.95)
     boxes = {
         cell: [
-            (curve.run.block, quantiles([1000 * line["seconds"] for line in curve.steps], parts))
+            (curve.run.block, quantiles([1000 * line.seconds for line in curve.steps], parts))
             for curve in cells[cell]
         ]
         for cell in ordered
@@ -487,13 +486,13 @@ def plot_input(comparison: Comparison, case: str, runs: list[RunRecord]) -> Plot
     """Draw which share of the step each run waited for its input; None if none measured it."""
     cells: dict[tuple[int, str], list[RunRecord]] = defaultdict(list)
     for run in runs:
-        if (run.summary.get("input") or {}).get("wait_share") is not None:
+        if run.summary.input.wait_share is not None:
             cells[run.workers, run.configuration].append(run)
     if not cells:
         return None
     ordered = in_table_order(comparison, cells)
     shares = {
-        cell: [100 * float(run.summary["input"]["wait_share"]) for run in cells[cell]]
+        cell: [100 * (run.summary.input.wait_share or 0.0) for run in cells[cell]]
         for cell in ordered
     }
     chart = Chart(
@@ -536,7 +535,7 @@ def plot_steps(
             curve.run,
             binned(
                 [
-                    (line["step"] / steps_per_epoch(curve.run), line["images_per_second"])
+                    (line.step / steps_per_epoch(curve.run), line.images_per_second)
                     for line in curve.steps
                 ],
                 points_each(curves),
@@ -597,8 +596,8 @@ def plot_by_epoch(
 ) -> Plot | None:
     """Draw a figure of training and validation against epochs; None if no run has any."""
 
-    def points(lines: list[Line]) -> list[tuple[float, float]]:
-        return [(line["epoch"] + 1, line[field]) for line in lines if line.get(field) is not None]
+    def points(lines: Sequence[EpochLine | EvalLine]) -> list[tuple[float, float]]:
+        return [(line.epoch + 1, getattr(line, field)) for line in lines]
 
     drawn = [(curve.run, points(curve.epochs), points(curve.evaluations)) for curve in curves]
     drawn = [(run, train, test) for run, train, test in drawn if train or test]
@@ -648,7 +647,7 @@ def plot_by_epoch(
 
 def coincidence(curves: list[Curves]) -> str:
     """Say why curves lie on each other, where they do."""
-    weights = {(curve.run.block, curve.run.summary["weights_sha256"]) for curve in curves}
+    weights = {(curve.run.block, curve.run.summary.weights_sha256) for curve in curves}
     blocks = {curve.run.block for curve in curves}
     several = len({curve.run.configuration for curve in curves}) > 1
     if several and len(weights) == len(blocks):
@@ -668,11 +667,11 @@ def plot_loss_differences(
             a, b = by_run.get((block, first)), by_run.get((block, second))
             if a is None or b is None:
                 continue
-            losses = {line["step"]: line["loss"] for line in b.steps}
+            losses = {line.step: line.loss for line in b.steps}
             points = [
-                (line["step"] / steps_per_epoch(a.run), line["loss"] - losses[line["step"]])
+                (line.step / steps_per_epoch(a.run), line.loss - losses[line.step])
                 for line in a.steps
-                if line["step"] in losses
+                if line.step in losses
             ]
             if points:
                 lines.append((block, a.run, points))
@@ -724,7 +723,7 @@ def plot_time_to_accuracy(
 ) -> Plot | None:
     """Draw validation top-1 against the training clock."""
     lines = [
-        (curve.run, [(line["train_seconds_so_far"], line["top1"]) for line in curve.evaluations])
+        (curve.run, [(line.train_seconds_so_far, line.top1) for line in curve.evaluations])
         for curve in curves
         if curve.evaluations
     ]
@@ -856,7 +855,7 @@ def run_name(run: RunRecord) -> str:
 
 
 def steps_per_epoch(run: RunRecord) -> float:
-    return float(run.summary["steps"] / max(1, run.summary["epochs"]))
+    return run.summary.steps / max(1, run.summary.epochs)
 
 
 def workers_text(workers: int) -> str:

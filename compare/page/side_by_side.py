@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from compare.evidence.findings import Row, short, table_rows
 from compare.evidence.records import Comparison
+from compare.evidence.run_folder import recorded
 
 # What environment.json says that may explain a difference, the seed's and the clock's aside.
 ENVIRONMENT = (
@@ -67,7 +68,10 @@ def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
 def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
     """Return in what the comparisons differ, beside the order and the noise of their runs."""
     settings = dict.fromkeys(
-        field for comparison in comparisons for run in comparison.complete for field in run.config
+        field
+        for comparison in comparisons
+        for run in comparison.complete
+        for field in run.config.flags
     )
     told = [("environment", field) for field in ENVIRONMENT]
     told += [("config", field) for field in settings if field not in (*NOT_SETTINGS, *ENVIRONMENT)]
@@ -82,5 +86,8 @@ def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
 def values_text(comparison: Comparison, record: str, field: str) -> str:
     """Return the values that a field has in a comparison, in the order of the cells."""
     runs = sorted(comparison.complete, key=lambda run: run.cell)
-    values = (getattr(run, record).get(field, "not recorded") for run in runs)
+    told = (
+        recorded(run.environment) if record == "environment" else run.config.flags for run in runs
+    )
+    values = (fields.get(field, "not recorded") for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

@@ -1,0 +1,211 @@
+"""What the files of a run folder hold: the trainers write these records, compare/ reads them.
+
+    config.json        Settings, and every other setting of recipe.config.Config
+    environment.json   Environment
+    metrics.jsonl      lines of METRICS, each with its "kind"
+    summary.json       Summary
+
+A figure's name ends in its unit where it has one; top1 and top5 are in percent. None, null in JSON,
+is: not measured. A field with a default may be missing: trainers before it did not write it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1  # goes up where a reader of today's records would misread the new ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked of config.json by name; `flags` holds all of it, under the names of Config."""
+
+    log_dir: str
+    name: str
+    data: str | None = None
+    train_dir: str | None = None
+    arch: str | None = None
+    batch_size: int | None = None  # images of one worker in one backward pass
+    precision: str | None = None
+    seed: int | None = None
+    knobs: str | None = None  # the file
+    knob_variables: dict[str, str] = field(default_factory=dict)  # that the file has set
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a run ran on, as rank 0 found it, and where its other ranks were."""
+
+    format: int = 0  # FORMAT of whoever wrote it; 0: of before it was written
+    engine: str  # "horovod" or "ddp"
+    version: str  # of the engine
+    launcher: str
+    transport: str  # what really carried the gradients: "MPI", "Gloo", "NCCL"
+    world_size: int
+    local_size: int  # ranks on this host
+    hosts: list[str]
+    rank_hosts: list[str] | None = None  # by rank
+    device: str  # "cpu" or "cuda"
+    device_name: str
+    cpu_model: str
+    cores: int  # of the host
+    threads: int  # of each rank
+    affinity: list[str] | None = None  # by rank, the cores that it may use, as "0-3,8"
+    allocator: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)  # that steer an engine
+    python: str
+    torch: str
+    torchvision: str
+    horovod: str | None  # None where it is not used; so mpi and cuda
+    mpi: str | None
+    cuda: str | None
+    kernel: str | None = None
+    command: list[str]
+    started_utc: str
+    git_commit: str | None  # with a + if files were changed since; None outside a checkout
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLine:
+    """A step: metrics over all ranks' images, durations of rank 0."""
+
+    epoch: int  # that it began in, from 0
+    step: int  # from 1
+    samples_seen: int  # of all ranks, with this step
+    loss: float
+    top1: float
+    top5: float
+    learning_rate: float
+    seconds: float
+    data_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    exchanged: bool  # False: a step of --ablation-steps without the exchange of gradients
+    images_per_second: float  # of all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochLine:
+    """A complete epoch's training."""
+
+    epoch: int
+    step: int
+    samples_seen: int
+    loss: float
+    top1: float
+    top5: float
+    seconds: float  # of its steps, evaluations and checkpoints left out
+    images_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLine:
+    """An evaluation of all validation images."""
+
+    epoch: int
+    step: int
+    samples_seen: int
+    loss: float
+    top1: float
+    top5: float
+    num_images: int
+    seconds: float
+    train_seconds_so_far: float  # the training clock, see Summary.total_seconds
+    weights: str = "model"  # whose: "model", or "ema", their moving average
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLine:
+    """Something that happened: start, resume, stop, end."""
+
+    name: str
+    time_utc: str
+    step: int
+    resumed_from: str | None = None
+
+
+METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Where the time of a step goes, recipe/training/phases.py says how: means over `steps`."""
+
+    steps: int = 0
+    step_seconds: float | None = None
+    data_seconds: float | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None  # with the exchange where that was not measured apart
+    exposed_communication_seconds: float | None = None  # below 0 by noise alone
+    optimizer_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank(Phases):
+    """What one rank used, and its own phases."""
+
+    rank: int
+    host: str
+    cpu_seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """What was read for training, over all ranks."""
+
+    images_per_second: float | None = None
+    files_per_second: float | None = None
+    megabytes_per_second: float | None = None
+    wait_share: float | None = None  # of the step's time, 0 to 1, spent waiting for images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """By the counters of GPUs (watts and utilization: their mean) and processors."""
+
+    gpu_joules_per_image: float | None = None
+    gpu_watts: float | None = None
+    gpu_utilization_percent: float | None = None
+    cpu_joules_per_image: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspectImages:
+    """Images that were read with a warning."""
+
+    count: int  # one that two ranks have met counts twice
+    names: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a complete run measured, of all its ranks."""
+
+    engine: str
+    launcher: str
+    transport: str
+    world_size: int
+    threads: int
+    epochs: float
+    steps: int
+    samples_seen: int
+    images_per_second: float | None  # warm-up and evaluations left out; None: too few steps
+    train_seconds: float  # of the steps since the last resume
+    total_seconds: float  # the training clock: with evaluations, checkpoints and earlier sessions
+    cpu_seconds: float  # since the last resume
+    cpu_seconds_per_image: float | None
+    peak_memory_bytes: int  # of the rank that used most
+    phases: Phases = Phases()  # of rank 0
+    ranks: list[Rank] = field(default_factory=list)
+    input: Input = Input()
+    energy: Energy = Energy()
+    suspect_images: SuspectImages | None = None
+    loss: float | None  # of the last evaluation; None if nothing was evaluated
+    top1: float | None
+    top5: float | None
+    best_top1: float | None
+    weights_sha256: str
+    fingerprint: dict[str, Any]  # what two runs must share to be compared
+    ended_utc: str
