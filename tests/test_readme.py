@@ -1,11 +1,25 @@
-"""The README promises only what is there."""
+"""README and docs promise only what is there: commands, flags, files."""
 
+import argparse
+import functools
 import re
+import runpy
 import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
+from torch.distributed.run import get_args_parser
+
+from recipe.config import Config
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+NAMES = ["README.md", "CONTRIBUTING.md", "hostfiles/README.md", "slurm/README.md"]
+NAMES += [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
+README = PAGES["README.md"]
+TRAINER = "ddp_train/train.py"
 
 
 def test_the_diff_of_the_twins_is_the_real_one() -> None:
@@ -25,14 +39,18 @@ def test_the_diff_of_the_twins_is_the_real_one() -> None:
 
 
 def test_every_make_target_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make (compare|test|setup|lint|lock|help|clean)\b", README)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page, text in PAGES.items():
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+        assert set(named) <= set(targets), page
 
 
 def test_every_named_file_exists() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert "://" in link or (ROOT / link).exists(), link
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\(([^)#]+)", text):
+            assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), (page, link)
+        for name in re.findall(r"(?<!\S)`?((?:[a-z0-9]\w*/)+\w+\.(?:py|sbatch))\b", text):
+            assert name.startswith("deploy/") or (ROOT / name).exists(), (page, name)
     tree = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL)
     assert tree
     folder = ""
@@ -49,29 +67,49 @@ def test_every_module_of_the_recipe_is_in_the_tree() -> None:
         assert file.name == "__init__.py" or file.name in README, file.name
 
 
+class Asked(BaseException):
+    """Ends a program when it uses its parser, which is the exception's argument."""
+
+
+@functools.cache
+def flags_of(program: str) -> set[str]:
+    """The flags that one of the project's programs knows."""
+    if program.endswith("_train/train.py"):
+        return {"--" + item.name.replace("_", "-") for item in fields(Config)}
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise Asked(parser)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Asked) as asked:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        patch.setattr(sys, "argv", [program])
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    return set(asked.value.args[0]._option_string_actions)
+
+
 def test_every_flag_exists() -> None:
-    from dataclasses import fields
-
-    from torch.distributed.run import get_args_parser
-
-    from recipe.config import Config
-
-    known = {"--" + item.name.replace("_", "-") for item in fields(Config)}
-    torchrun = get_args_parser()._option_string_actions
-    others = {
+    """In the parser of the program that it follows; those that follow ` -- ` are the trainers'."""
+    known = {
         "--mpi",
         "--gloo",
-        "--labels",
-        "--help",
-        "--list-plans",
-        "--hosts",
-        "--slurm",
         "--nodes",
-        "--tune",
-    }
-    known |= torchrun.keys() | others | {"--ntasks-per-node"}
-    for flag in re.findall(r"(?<!\w)(--[a-z][a-z0-9-]+)", README):
-        assert flag in known, flag
+        "--ntasks-per-node",
+        "--fp16-allreduce",
+    }  # others', aliases
+    for page, text in PAGES.items():
+        commands = re.sub(r"\\\n|'[^'`\n]*'", " ", text)  # one line each, quoted words left out
+        commands = re.sub(r"-m recipe\.(\w+)", r"recipe/\1.py", commands)
+        parts = re.split(r"(\b\w+/\w+\.py)\b(?=[^`|#;&\n]* --)", commands)
+        for program, rest in zip(parts[1::2], parts[2::2], strict=True):
+            own, _, trainers = re.split(r"[`|#;&\n]", rest)[0].partition(" -- ")
+            for words, flags in ((own, flags_of(program)), (trainers, flags_of(TRAINER))):
+                named = set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]+", words))
+                assert named <= flags, (page, program, named - flags)
+                known |= flags
+    known |= get_args_parser()._option_string_actions.keys()
+    for page in ("README.md", "docs/recipe.md", "docs/data.md"):  # the others name other tools'
+        for flag in re.findall(r"(?<!\w)--[a-z][a-z0-9-]+", PAGES[page]):
+            assert flag in known, (page, flag)
 
 
 def test_every_torchrun_of_several_hosts_has_an_id() -> None:
@@ -89,6 +127,5 @@ def test_every_torchrun_of_several_hosts_has_an_id() -> None:
 
 
 def test_every_page_is_linked() -> None:
-    linked = README + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"{page.name}" in linked, page.name
+    for page in PAGES:
+        assert page == "README.md" or f"({page})" in README, page
