@@ -24,7 +24,7 @@ from benchmarks.harness.blocks import (
     trainer_side,
 )
 from benchmarks.harness.workloads import QUICK, gpu_workload
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 
 GOALS = {8: 0.97, 12: 0.95}
 BEST = bench.BEST_FLAGS

@@ -59,7 +59,7 @@ from compare.page.chart import (
     series_shape,
     standalone,
 )
-from compare.plan.plan import RUN_MARK
+from compare.plan.environment import RUN_MARK
 from recipe.files import replace_file
 
 GOAL = 0.97

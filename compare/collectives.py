@@ -43,14 +43,11 @@ from compare.page.chart import (
     series_colour,
     standalone,
 )
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import most_on_a_host, read_hosts
-from compare.plan.plan import (
-    CONFIGURATIONS,
-    REMOVED_VARIABLES,
-    ROOT,
-    set_variables,
-)
 from compare.plan.plan_file import positive
+from compare.plan.sources import ROOT
 from compare.plan.ssh import check_logins
 from compare.running.launch import (
     Outcome,

@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 
 from compare.errors import UserError, run_main
+from compare.plan.environment import set_variables
 from compare.plan.hosts import (
     SLURM,
     is_here,
@@ -42,7 +43,7 @@ from compare.plan.hosts import (
     read_hostfile,
     read_hosts,
 )
-from compare.plan.plan import ROOT, set_variables, trainers_sha256
+from compare.plan.sources import ROOT, trainers_sha256
 from compare.plan.ssh import last_line, ssh_remedy, ssh_words
 from compare.running.launch import start_command
 from recipe.files import write_json

@@ -20,7 +20,7 @@ from pathlib import Path
 from compare import collectives, report
 from compare.errors import UserError, run_main
 from compare.evidence import packed
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.

@@ -32,14 +32,9 @@ import numpy as np
 from tabulate import tabulate
 
 from compare.errors import UserError, run_main
-from compare.plan.plan import (
-    CONFIGURATIONS,
-    DEFAULT_CONFIGURATIONS,
-    RESERVED_FLAGS,
-    Plan,
-    Run,
-    flag_name,
-)
+from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
+from compare.plan.flags import flag_name
+from compare.plan.plan import RESERVED_FLAGS, Plan, Run
 from compare.plan.plan_file import positive
 from compare.run import check_tools
 from compare.running.launch import start_and_wait, utc_stamp

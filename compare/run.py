@@ -27,18 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
+from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_only_here
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import (
-    REMOVED_VARIABLES,
-    Plan,
-    Run,
-    plan_differences,
-    plan_record,
-    set_variables,
-    trainers_sha256,
-)
+from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import check_plan, list_plans
+from compare.plan.record import plan_differences, plan_record
+from compare.plan.sources import trainers_sha256
 from compare.plan.ssh import check_logins
 from compare.running import preflight
 from compare.running.launch import duration, print_line, start_and_wait, utc_now

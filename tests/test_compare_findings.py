@@ -39,7 +39,8 @@ from compare.page.context import page_title
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
 from compare.page.text import terminal_report
-from compare.plan.plan import Case, Configuration, Plan
+from compare.plan.configurations import Configuration
+from compare.plan.plan import Case, Plan
 from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.device import core_row

@@ -10,7 +10,7 @@ from test_compare_records import edit, make_comparison
 from compare import keep, report
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 
 
 @pytest.fixture

@@ -12,16 +12,12 @@ from pathlib import Path
 import pytest
 
 from compare import run as run_module
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.flags import FLAG_ALIASES, without_flag
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import (
-    CONFIGURATIONS,
-    FLAG_ALIASES,
-    Plan,
-    plan_record,
-    varied_fields,
-    without_flag,
-)
+from compare.plan.plan import Plan, varied_fields
 from compare.plan.plan_file import PLANS, read_percentage
+from compare.plan.record import plan_record
 from compare.run import main
 from recipe.config import parse_args
 from recipe.training.schedule import learning_rate

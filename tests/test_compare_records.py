@@ -17,7 +17,8 @@ from compare.evidence.records import (
     newest_comparison,
     recorded_comparison,
 )
-from compare.plan.plan import Case, Plan, Run, plan_record
+from compare.plan.plan import Case, Plan, Run
+from compare.plan.record import plan_record
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.

@@ -20,8 +20,10 @@ from compare import report
 from compare.evidence.findings import compare_facts, judge, table_rows
 from compare.evidence.records import load_comparison
 from compare.page.context import plan_words
+from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import Case, Configuration, Plan, plan_record
+from compare.plan.plan import Case, Plan
+from compare.plan.record import plan_record
 
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = (

@@ -21,8 +21,10 @@ import pytest
 
 from compare import run as run_module
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
+from compare.plan.configurations import Configuration
+from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
-from compare.plan.plan import REMOVED_VARIABLES, Configuration, Plan
+from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import launch
 from compare.running.launch import last_step
@@ -78,8 +80,8 @@ DRIVER = """
 import sys
 from compare import run
 from compare.running import launch
-from compare.plan import plan
-plan.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
+from compare.plan import configurations, record
+configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 run.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
 run.preflight.find_warnings = lambda plan, folder: (
@@ -88,7 +90,7 @@ run.preflight.find_warnings = lambda plan, folder: (
 launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
 digests = iter("aaab" if "--sources-change" in sys.argv else "a" * 99)
-plan.trainers_sha256 = lambda: "a"
+record.trainers_sha256 = lambda: "a"
 run.trainers_sha256 = lambda: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """

@@ -19,7 +19,7 @@ from compare.doctor import (
     host_findings,
     network_findings,
 )
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 from compare.running.launch import Outcome
 
 NETWORK = [

@@ -18,7 +18,7 @@ from compare.plan.hosts import (
     read_hosts,
     used_hosts,
 )
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 
 READY = sorted((ROOT / "hostfiles").glob("*.txt"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from compare.plan.plan import ROOT
+from compare.plan.sources import ROOT
 
 
 def make(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

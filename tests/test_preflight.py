@@ -7,8 +7,9 @@ from collections import namedtuple
 import psutil
 import pytest
 
+from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import REMOVED_VARIABLES, Plan
+from compare.plan.plan import Plan
 from compare.running import preflight
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from compare import run as run_module
 from compare.errors import UserError
-from compare.plan.plan import set_variables
+from compare.plan.environment import set_variables
 from compare.plan.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
 
 # Says what OpenSSH says, by the name of the host.

@@ -13,8 +13,9 @@ from test_compare_plan import plan_of
 from compare import run as run_module
 from compare.errors import UserError
 from compare.evidence.paired import estimate_ratio
+from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import parse_options
-from compare.plan.plan import CONFIGURATIONS, Run
+from compare.plan.plan import Run
 from compare.run import main
 from compare.running import tune as tune_module
 from compare.running.launch import Outcome
@@ -405,7 +406,7 @@ def test_rounds_are_of_a_search(starts: Starts, capsys: pytest.CaptureFixture[st
 
 
 def test_a_changed_file_of_knobs_makes_another_plan(starts: Starts, tmp_path: Path) -> None:
-    from compare.plan.plan import plan_differences, plan_record
+    from compare.plan.record import plan_differences, plan_record
 
     path = tmp_path / "knobs.toml"
     path.write_text("[ddp]\nstatic_graph = true\n")

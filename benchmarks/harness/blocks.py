@@ -38,7 +38,9 @@ import psutil
 
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.plan.plan import CONFIGURATIONS, ROOT, RUN_MARK, run_environment
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.environment import RUN_MARK, run_environment
+from compare.plan.sources import ROOT
 from compare.running.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
 from recipe.files import write_json
 

@@ -9,7 +9,8 @@ from typing import Any
 from compare.evidence.findings import Verdict, all_workers, count
 from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison, RunRecord
-from compare.plan.plan import CONFIGURATIONS, Plan
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import Plan
 
 MANY_VERDICTS = 4
 ENGINES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}

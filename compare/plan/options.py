@@ -9,16 +9,10 @@ from pathlib import Path
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
+from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
+from compare.plan.flags import flag_name, without_flag
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
-from compare.plan.plan import (
-    CONFIGURATIONS,
-    DEFAULT_CONFIGURATIONS,
-    ROOT,
-    Plan,
-    flag_name,
-    knobs_files,
-    without_flag,
-)
+from compare.plan.plan import ROOT, Plan, knobs_files
 from compare.plan.plan_file import (
     check_plan,
     find_plan_file,

@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from compare.plan.plan import RUN_MARK, Run, run_environment
+from compare.plan.environment import RUN_MARK, run_environment
+from compare.plan.plan import Run
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it

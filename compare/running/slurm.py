@@ -16,16 +16,10 @@ import time
 from pathlib import Path
 
 from compare.errors import UserError
+from compare.plan.flags import flag_name, without_flag
 from compare.plan.options import command_words
-from compare.plan.plan import (
-    ROOT,
-    Plan,
-    Run,
-    asked_differences,
-    flag_name,
-    plan_record,
-    without_flag,
-)
+from compare.plan.plan import ROOT, Plan, Run
+from compare.plan.record import asked_differences, plan_record
 from compare.running.launch import LiveLine, Outcome, print_line, print_tail
 from compare.running.progress import (
     another_plan,

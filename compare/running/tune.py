@@ -24,21 +24,14 @@ from typing import Any
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.plan.configurations import CONFIGURATIONS, Configuration
+from compare.plan.environment import set_variables
+from compare.plan.flags import flag_name, last_value, without_flag
 from compare.plan.hosts import SLURM, is_only_here, placement
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
-from compare.plan.plan import (
-    CONFIGURATIONS,
-    Configuration,
-    Plan,
-    Run,
-    flag_name,
-    last_value,
-    plan_differences,
-    plan_record,
-    set_variables,
-    trainers_sha256,
-    without_flag,
-)
+from compare.plan.plan import Plan, Run
+from compare.plan.record import plan_differences, plan_record
+from compare.plan.sources import trainers_sha256
 from compare.running import preflight
 from compare.running.launch import (
     duration,

@@ -13,7 +13,7 @@ import pytest
 from hosts import BIN, Host, hosts
 from launching import SMALL, read_json, read_lines
 
-from compare.plan.plan import CONFIGURATIONS
+from compare.plan.configurations import CONFIGURATIONS
 from slurm import Slurm, slurm, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

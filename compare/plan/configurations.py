@@ -1,0 +1,159 @@
+"""The ways to start an engine: launchers, their flags, and what they take to other hosts."""
+
+import contextlib
+import hashlib
+import os
+import socket
+from dataclasses import dataclass, field
+
+from compare.errors import UserError
+from compare.plan.environment import set_variables, steering_variables
+from compare.plan.hosts import (
+    interface_variables,
+    is_here,
+    is_only_here,
+    placement,
+    used_hosts,
+)
+
+# What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
+NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+
+
+# Where torchrun's node 0 may listen on the first of several hosts: ports that no kernel gives away.
+RENDEZVOUS_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to start one engine, with trainer flags and variables of its own if it has any."""
+
+    name: str
+    engine: str
+    launcher: str
+    controller: str = ""  # horovodrun only: what it passes the messages with
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    interface: str | None = None  # of the network between hosts; None: the launcher finds one
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables that this configuration's processes get beside the user's."""
+        return interface_variables(self.interface) | self.environment
+
+    def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
+        """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
+        `job` is what tells torchrun this start from others on the same hosts.
+
+        No launcher binds a process to a core: horovodrun asks mpirun for `--bind-to none` and
+        torchrun never binds, so a bare mpirun and srun must be told the same. Nor may mpirun count
+        its slots itself (it would refuse more workers than physical cores): horovodrun gives it
+        `localhost:N`.
+
+        Variables reach the ranks by themselves on this host. On others, horovodrun passes all of
+        them on, and so does srun; mpirun only those that it is told.
+        """
+        own = [f"{name}={value}" for name, value in self.variables.items()]
+        return [*(["env", *own] if own else []), *self.launcher_words(workers, hosts, job)]
+
+    def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
+        """Return the launcher and its flags."""
+        n = str(workers)
+        if self.launcher == "torchrun":
+            if is_only_here(workers, hosts):
+                return ["torchrun", "--standalone", "--nproc-per-node", n]
+            assert hosts is not None
+            return self.torchrun_words(placement(workers, hosts), job)
+        if self.launcher == "srun":
+            return ["srun", "--ntasks", n, *self.srun_words(workers, hosts), "python"]
+        on_hosts = [] if hosts is None else ["-H", used_hosts(workers, hosts)]
+        if self.launcher == "horovodrun":
+            if self.interface and hosts is not None:
+                on_hosts += ["--network-interface", self.interface]
+            return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
+        if hosts is None:
+            return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
+        return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), "python"]
+
+    def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:
+        """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
+        ends with them. The ranks meet at the first host, by torchrun's own rendezvous, under an id
+        and at a port of this job's own: jobs that share both would form one training."""
+        first, *_ = placed
+        on_each = set(placed.values())
+        if len(on_each) > 1:
+            told = ", ".join(f"{count} on {host}" for host, count in placed.items())
+            raise UserError(
+                f"{self.name}: torchrun takes the same number of workers on each host, which "
+                f"{told} are not; give other --workers or --hosts, or take ddp-mpirun"
+            )
+        one_each = ",".join(f"{host}:1" for host in placed)
+        return [
+            "mpirun", "-np", str(len(placed)), "-H", one_each, *self.placing_words(),
+            "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
+            "--rdzv-id", job, "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{first}:{rendezvous_port(first, job)}",
+        ]  # fmt: skip
+
+    def srun_words(self, workers: int, hosts: str | None) -> list[str]:
+        """Return srun's flags: MPI's processes find each other by PMIx, unless the user's shell
+        names another way; `hosts`, of the allocation, are filled as other launchers fill them."""
+        words = ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none"]
+        exported = "--export=ALL"
+        if self.engine == "horovod" and "SLURM_MPI_TYPE" not in os.environ:
+            words.append("--mpi=pmix")
+            if "SLURM_PMIX_FENCE" not in os.environ:  # see slurm/horovod_srun.sbatch
+                exported += ",SLURM_PMIX_FENCE=ring"
+        words.append(exported)
+        if hosts is not None:
+            placed = placement(workers, hosts)
+            words += ["--nodes", str(len(placed)), "--nodelist", ",".join(placed)]
+            words += ["--ntasks-per-node", str(max(placed.values())), "--distribution", "block"]
+        return words
+
+    def placing_words(self) -> list[str]:
+        """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them."""
+        exported = [word for name in self.names_for_other_hosts() for word in ("-x", name)]
+        return ["--bind-to", "none", "--map-by", "slot", *exported]
+
+    def names_for_other_hosts(self) -> list[str]:
+        """Return the variables that mpirun takes to other hosts: only those that have a value."""
+        known = os.environ.keys() | set_variables().keys()
+        needed = {name for name in NEEDED_ELSEWHERE if name in known}
+        return sorted(needed | steering_variables().keys() | self.variables.keys())
+
+
+def rendezvous_port(host: str, job: str) -> int:
+    """Return the port at which the job's torchruns meet on `host`: by its id, and a free one if
+    the host is this one."""
+    first = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
+    for tried in range(len(RENDEZVOUS_PORTS)):
+        port = RENDEZVOUS_PORTS[(first + tried) % len(RENDEZVOUS_PORTS)]
+        if not is_here(host) or is_free(port):
+            return port
+    raise UserError(f"{host}: no port of {RENDEZVOUS_PORTS} is free; see `ss -tln`")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port))
+        return True
+    return False
+
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration("ddp-torchrun", "ddp", "torchrun"),
+        Configuration("ddp-mpirun", "ddp", "mpirun"),
+        Configuration("ddp-srun", "ddp", "srun"),
+        Configuration("horovod-mpi", "horovod", "horovodrun", "mpi"),
+        Configuration("horovod-gloo", "horovod", "horovodrun", "gloo"),
+        Configuration("horovod-mpirun", "horovod", "mpirun"),
+        Configuration("horovod-srun", "horovod", "srun"),
+    )
+}
+
+
+DEFAULT_CONFIGURATIONS = ("ddp-torchrun", "horovod-mpi")

@@ -1,0 +1,54 @@
+"""The variables with which every run of either engine is started."""
+
+import os
+import sys
+from pathlib import Path
+
+from compare.plan.ssh import MPIRUN_VARIABLE, ssh_flags
+
+# Variables that change what an engine does or how fast. They are left as the user set them, the
+# same for both engines, and written into the plan, so that a resumed comparison cannot mix them.
+STEERING_PREFIXES = (
+    "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
+    "SLURM_MPI_TYPE", "SLURM_PMIX_FENCE", "SLURM_CPU_BIND",
+)  # fmt: skip
+
+
+# The trainers set their threads by one rule. A value left over from the shell would be
+# overwritten by torchrun alone, and then the two engines would not run on equal terms.
+REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
+
+
+def run_environment() -> dict[str, str]:
+    """Return the environment that every run of either engine is started with."""
+    environment = {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES}
+    return environment | set_variables()
+
+
+def set_variables() -> dict[str, str]:
+    """Return the variables that are set for every run, whatever the shell had in them."""
+    here = str(Path(sys.executable).parent)
+    variables = {
+        # The launchers start `python`, `mpirun` and `orted` by name.
+        "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
+        "PYTHONUNBUFFERED": "1",
+        MPIRUN_VARIABLE: ssh_flags(),
+    }
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers and CI
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
+
+
+def steering_variables() -> dict[str, str]:
+    """Return the variables of the user's shell that may change what the engines do."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(STEERING_PREFIXES)
+        and not name.startswith("OMPI_ALLOW_RUN_AS_ROOT")
+        and name not in REMOVED_VARIABLES
+    }
