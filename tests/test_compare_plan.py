@@ -4,20 +4,23 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from compare import run as run_module
+from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.flags import FLAG_ALIASES, without_flag
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Plan, varied_fields
 from compare.plan.plan_file import PLANS, read_percentage
-from compare.plan.record import plan_record
+from compare.plan.record import plan_record, read_plan, run_record
 from compare.run import main
 from recipe.config import parse_args
 from recipe.training.schedule import learning_rate
@@ -594,3 +597,31 @@ def test_adasum_has_no_runs_for_the_phases():
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.5 %", 0.005), (".5%", 0.005)])
 def test_percentages(text, share):
     assert read_percentage(text) == pytest.approx(share)
+
+
+RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_a_recorded_plan_reads_back_with_its_runs_in_their_order(path):
+    plan, record = read_plan(path), json.loads(path.read_text())
+    for name in ("runs", "phase_runs"):
+        made = [run_record(run) for run in getattr(plan, name)()]
+        assert made == [{"case": "", **run} for run in record.get(name, [])]
+    asked = replace(plan, question=None, plan_file=None, left_out=())
+    assert make_plan(parse_options(plan.words(), "")) == asked
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"workers": [1, "2"]}, "workers: '2' must be a whole number"),
+    ({"blocks": None}, "blocks: is missing"),
+    ({"configurations": ["ddp-torchrun", "mine"]}, "configuration_details: says nothing of mine"),
+    ({"pairs": [["ddp-torchrun"]]}, "pairs: ['ddp-torchrun'] is not of two of"),
+    ({"cases": [{"name": "a"}]}, "cases.flags: is missing"),
+])  # fmt: skip
+def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path):
+    record = plan_record(Plan(), "") | change
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
+    with pytest.raises(UserError, match=re.escape(f"{path}: {told}")):
+        read_plan(path)

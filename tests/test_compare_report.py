@@ -19,11 +19,10 @@ from test_compare_records import edit, edit_fingerprint, make_comparison
 from compare import report
 from compare.evidence.findings import compare_facts, judge, table_rows
 from compare.evidence.records import load_comparison
-from compare.page.context import plan_words
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
-from compare.plan.record import plan_record
+from compare.plan.record import plan_from, plan_record
 
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = (
@@ -533,9 +532,8 @@ def test_the_command_to_reproduce_makes_the_same_plan(plan):
     arguments = (*plan.trainer_arguments, "--threads", "1", "--keep-checkpoints", "0")
     plan = replace(plan, trainer_arguments=arguments, question=None)
     record = json.loads(json.dumps(plan_record(plan, "2026-11-21T12:00:00+00:00")))
-    words = plan_words(record)
-    assert words[:2] == ["python", "compare/run.py"]
-    again = make_plan(parse_options(words[2:], "about\n\nexamples"))
+    words = plan_from(record, Path("plan.json")).words()
+    again = make_plan(parse_options(words, "about\n\nexamples"))
     made = json.loads(json.dumps(plan_record(again, "2026-11-21T12:00:00+00:00")))
     assert made == record
 

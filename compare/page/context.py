@@ -9,8 +9,7 @@ from typing import Any
 from compare.evidence.findings import Verdict, all_workers, count
 from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison, RunRecord
-from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.plan import Plan
+from compare.plan.record import plan_from
 
 MANY_VERDICTS = 4
 ENGINES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
@@ -59,7 +58,7 @@ def created_text(comparison: Comparison) -> str:
 
 def reproduce_lines(comparison: Comparison) -> list[str]:
     """Return the commands that make this comparison again."""
-    plan = comparison.plan
+    plan, path = comparison.plan, comparison.folder / "plan.json"
     commit = comparison.complete[0].environment.git_commit
     inherited = plan["environment"].get("inherited", {})
     lines = [f"git checkout {commit}"] if commit else []
@@ -67,57 +66,8 @@ def reproduce_lines(comparison: Comparison) -> list[str]:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
     if plan["plan_file"]:
         lines.append(f"# in flags, what {plan['plan_file']} asked for:")
-    return [*lines, shlex.join(plan_words(plan)), "python compare/report.py"]
-
-
-def plan_words(plan: dict[str, Any]) -> list[str]:
-    """Return the command that makes a plan's runs, in flags; those that would say what run.py does
-    anyway are left out."""
-    names = [name for name in plan["configurations"] if not plan["null"] or not is_again(name)]
-    words = ["python", "compare/run.py", "--configurations", *names]
-    for name in names:
-        if name not in CONFIGURATIONS and (details := plan["configuration_details"].get(name)):
-            words += ["--define", f"{name}={definition(details)}"]
-    for case in plan["cases"]:
-        if case["name"]:
-            words += ["--case", f"{case['name']}={shlex.join(case['flags'])}"]
-    if plan["null"]:
-        words.append("--null")
-    elif plan["pairs"] != [[names[0], other] for other in names[1:]]:
-        words += ["--pairs", *(":".join(pair) for pair in plan["pairs"])]
-    words += ["--workers", *map(str, plan["workers"])]
-    words += ["--blocks", str(plan["blocks"]), "--seed", str(plan["seed"])]
-    if plan["until_interval"] is not None:
-        words += ["--until-interval", f"{100 * plan['until_interval']:g}%"]
-    default = Plan()
-    for field in ("hosts", "network_interface", "global_batch_size", "global_learning_rate",
-                  "max_blocks", "phase_steps", "timeout"):  # fmt: skip
-        value = plan.get(field)
-        if value is not None and value != getattr(default, field):
-            flag = f"--{field.replace('_', '-')}"
-            words += (
-                ["--no-phases"] if (flag, value) == ("--phase-steps", 0) else [flag, str(value)]
-            )
-    return [*words, "--", *plan["trainer_arguments"]] if plan["trainer_arguments"] else words
-
-
-def is_again(name: str) -> bool:
-    return name.endswith("-again")
-
-
-def definition(details: dict[str, Any]) -> str:
-    """Return a configuration of a plan's own as `run.py --define` reads it."""
-    start = ("engine", "launcher", "controller")
-    base = next(
-        (
-            ready.name
-            for ready in CONFIGURATIONS.values()
-            if all(getattr(ready, field) == details[field] for field in start)
-        ),
-        "",
-    )
-    words = [f"{name}={value}" for name, value in details["environment"].items()]
-    return shlex.join([base, *words, *details["flags"]])
+    words = ["python", "compare/run.py", *plan_from(plan, path).words()]
+    return [*lines, shlex.join(words), "python compare/report.py"]
 
 
 def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import shlex
 import socket
 from dataclasses import dataclass, field
 
@@ -40,6 +41,17 @@ class Configuration:
     def variables(self) -> dict[str, str]:
         """Variables that this configuration's processes get beside the user's."""
         return interface_variables(self.interface) | self.environment
+
+    def definition(self) -> str:
+        """Return the configuration as `run.py --define` reads it."""
+        kind = (self.engine, self.launcher, self.controller)
+        bases = [
+            ready.name
+            for ready in CONFIGURATIONS.values()
+            if (ready.engine, ready.launcher, ready.controller) == kind
+        ]
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return f"{self.name}={shlex.join([*bases, *variables, *self.flags])}"
 
     def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.

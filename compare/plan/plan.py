@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
 from compare.plan.flags import flag_name, last_value, without_flag
-from compare.plan.hosts import is_only_here
+from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
 
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
@@ -124,6 +125,35 @@ class Plan:
             return [(name, f"{name}-again") for name in self.configurations]
         first, *others = self.configurations
         return list(self.judged_pairs) or [(first, other) for other in others]
+
+    def words(self) -> list[str]:
+        """Return the flags of run.py that make this plan; those that would say what it does anyway
+        are left out."""
+        words = ["--configurations", *self.configurations]
+        for name in self.configurations:
+            if name not in CONFIGURATIONS:
+                words += ["--define", self.known()[name].definition()]
+        for case in self.cases:
+            if case.name:
+                words += ["--case", f"{case.name}={shlex.join(case.flags)}"]
+        if self.null:
+            words.append("--null")
+        elif self.judged_pairs:
+            words += ["--pairs", *map(":".join, self.judged_pairs)]
+        words += ["--workers", *map(str, self.workers)]
+        words += ["--blocks", str(self.blocks), "--seed", str(self.seed)]
+        if self.until_interval is not None:
+            words += ["--until-interval", f"{100 * self.until_interval:g}%"]
+        if self.hosts is not None or self.is_allocation:
+            words += ["--hosts", SLURM if self.is_allocation else str(self.hosts)]
+        if not self.phase_steps:
+            words.append("--no-phases")
+        default = Plan()
+        for name in ("network_interface", "global_batch_size", "global_learning_rate",
+                     "max_blocks", "phase_steps", "timeout"):  # fmt: skip
+            if (value := getattr(self, name)) and value != getattr(default, name):
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return [*words, "--", *self.trainer_arguments] if self.trainer_arguments else words
 
     def runs(self) -> list[Run]:
         """Return all runs: each block holds every configuration once, in an order of its own.

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compare.errors import UserError
+from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.environment import REMOVED_VARIABLES, set_variables, steering_variables
-from compare.plan.hosts import SLURM
-from compare.plan.plan import Plan, Run, knobs_files, varied_fields
+from compare.plan.hosts import SLURM, interface_variables
+from compare.plan.plan import Case, Plan, Run, knobs_files, varied_fields
+from compare.plan.plan_file import check_keys
 from compare.plan.sources import trainers_sha256
 
 
@@ -87,6 +91,94 @@ def run_record(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "folder": run.folder,
     }
+
+
+# What of a plan stands in plan.json as it is in Plan, with the types of the values.
+SAME: dict[str, tuple[type, ...]] = {
+    "workers": (list, int), "blocks": (int,), "seed": (int,), "trainer_arguments": (list, str),
+    "global_batch_size": (int,), "global_learning_rate": (float,), "network_interface": (str,),
+    "null": (bool,), "until_interval": (float,), "max_blocks": (int,), "phase_steps": (int,),
+    "timeout": (int,), "question": (str,), "plan_file": (str,), "left_out": (list, str),
+}  # fmt: skip
+# And what reads as something else there.
+OTHERS: dict[str, tuple[type, ...]] = {
+    "configurations": (list, str), "configuration_details": (dict, dict), "pairs": (list, list),
+    "cases": (list, dict), "hosts": (str,),
+}  # fmt: skip
+DETAILS: dict[str, tuple[type, ...]] = {
+    "engine": (str,), "launcher": (str,), "controller": (str,), "flags": (list, str),
+    "environment": (dict, str),
+}  # fmt: skip
+CASE: dict[str, tuple[type, ...]] = {"name": (str,), "flags": (list, str)}
+NEEDED = ("configurations", "workers", "blocks", "seed", "trainer_arguments")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json back; raises UserError, which names file and field."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return plan_from(record if isinstance(record, dict) else {}, path)
+
+
+def plan_from(record: dict[str, Any], path: Path) -> Plan:
+    """Return the plan whose plan.json holds `record`. What a plan could not yet hold when it was
+    written has the value that it then had without a name."""
+    known = SAME | OTHERS
+    given = {name: value for name, value in record.items() if name in known and value is not None}
+    check_fields(path, "", given, known, NEEDED)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if name in SAME
+    }
+    names, interface = given["configurations"], given.get("network_interface")
+    if given.get("null"):  # each configuration and the same one again
+        names = names[::2]
+    defined = []
+    for name, details in given.get("configuration_details", {}).items():
+        check_fields(path, f"configuration_details.{name}.", details, DETAILS, DETAILS)
+        if name in names and name not in CONFIGURATIONS:
+            # The variables of the network are the plan's.
+            own = dict(details["environment"].items() - interface_variables(interface).items())
+            whole = {**details, "flags": tuple(details["flags"]), "environment": own}
+            defined.append(Configuration(name, **whole))
+    if unknown := set(names) - CONFIGURATIONS.keys() - {own.name for own in defined}:
+        raise UserError(f"{path}: configuration_details: says nothing of {', '.join(unknown)}")
+    pairs = []
+    for pair in given.get("pairs", []):
+        if len(pair) != 2 or not set(pair).issubset(given["configurations"]):
+            raise UserError(f"{path}: pairs: {pair!r} is not of two of {', '.join(names)}")
+        pairs.append((pair[0], pair[1]))
+    cases = []
+    for case in given.get("cases", [{"name": "", "flags": []}]):
+        check_fields(path, "cases.", case, CASE, CASE)
+        cases.append(Case(case["name"], tuple(case["flags"])))
+    is_allocation = given.get("hosts") == SLURM
+    plan = Plan(
+        **values,
+        configurations=tuple(names),
+        defined=tuple(defined),
+        cases=tuple(cases),
+        hosts=None if is_allocation else given.get("hosts"),
+        is_allocation=is_allocation,
+    )
+    return plan if pairs == plan.pairs() else replace(plan, judged_pairs=tuple(pairs))
+
+
+def check_fields(
+    path: Path,
+    prefix: str,
+    record: dict[str, Any],
+    types: dict[str, tuple[type, ...]],
+    needed: Iterable[str],
+) -> None:
+    """Raise UserError, which names file and field, if one is missing or of another type."""
+    for name in needed:
+        if name not in record:
+            raise UserError(f"{path}: {prefix}{name}: is missing")
+    check_keys(path, prefix, record, types)
 
 
 # What makes other runs when it is changed; the rest (more blocks, other pairs) does not.

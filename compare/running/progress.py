@@ -10,6 +10,7 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio, is_narrow
 from compare.plan.plan import Plan, Run
+from compare.plan.record import read_plan
 from compare.running.launch import (
     REACH_QUESTION,
     Outcome,
@@ -47,7 +48,7 @@ def with_blocks_there(plan: Plan, folder: Path) -> Plan:
     path = folder / "plan.json"
     if plan.until_interval is None or not path.exists():
         return plan
-    return replace(plan, blocks=max(plan.blocks, int(read_json(path).get("blocks", 0))))
+    return replace(plan, blocks=max(plan.blocks, read_plan(path).blocks))
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:

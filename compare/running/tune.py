@@ -24,10 +24,10 @@ from typing import Any
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.plan.configurations import CONFIGURATIONS, Configuration
+from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
 from compare.plan.flags import flag_name, last_value, without_flag
-from compare.plan.hosts import SLURM, is_only_here, placement
+from compare.plan.hosts import is_only_here, placement
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
 from compare.plan.plan import Plan, Run
 from compare.plan.record import plan_differences, plan_record
@@ -647,29 +647,13 @@ def commented(text: str) -> list[str]:
 
 def comparison_command(plan: Plan, path: Path) -> str:
     """Return the command that compares the tuned engines on the training they were tuned for."""
-    words = ["python", script_path(), "--workers", str(max(plan.workers)), "--blocks", "7"]
-    words += ["--configurations", *(c.name for c in plan.members())]
-    for own in plan.members():
-        if own.name not in CONFIGURATIONS:
-            words += ["--define", f"{own.name}={definition_words(own)}"]
-    if plan.global_batch_size is not None:
-        words += ["--global-batch-size", str(plan.global_batch_size)]
-        words += ["--global-learning-rate", repr(plan.global_learning_rate)]
-    if plan.hosts is not None:
-        words += ["--hosts", SLURM if plan.is_allocation else plan.hosts]
-    if plan.network_interface is not None:
-        words += ["--network-interface", plan.network_interface]
     arguments = (*plan.trainer_arguments, *plan.cases[0].flags, "--knobs", str(path))
-    return shlex.join([*words, "--", *arguments])
-
-
-def definition_words(own: Configuration) -> str:
-    """Return what --define says of a configuration: its base, variables and flags."""
-    kind = (own.engine, own.launcher, own.controller)
-    base = next(
-        one.name
-        for one in CONFIGURATIONS.values()
-        if (one.engine, one.launcher, one.controller) == kind
+    default = Plan()
+    plan = replace(
+        plan,
+        blocks=7,
+        cases=default.cases,
+        phase_steps=default.phase_steps,
+        trainer_arguments=arguments,
     )
-    variables = [f"{name}={value}" for name, value in own.environment.items()]
-    return shlex.join([base, *variables, *own.flags])
+    return shlex.join(["python", script_path(), *plan.words()])
