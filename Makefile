@@ -6,7 +6,7 @@
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare bench bench-gpu doctor test test-cluster lint lock images clean
+.PHONY: help setup compare bench bench-gpu doctor test test-all test-cluster lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -36,8 +36,13 @@ bench-gpu: setup  ## the same on this machine's GPU
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-test: setup  ## run all tests
-	$(IN_VENV) python -m pytest tests $(ARGS)
+PYTEST := $(IN_VENV) python -m pytest -n 2 --dist loadgroup
+
+test: setup  ## run the tests that a change has to pass (ARGS="-k resume": some of them)
+	$(PYTEST) tests -m "not full" $(ARGS)
+
+test-all: setup  ## run all tests, with the rarest pairs of launchers and the long benchmarks
+	$(PYTEST) tests $(ARGS)
 
 test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
 	$(IN_VENV) python -m pytest tests/cluster $(ARGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -30,6 +31,8 @@ LAUNCHERS = {
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
     "mpirun": "mpirun -np {ranks} {python} {trainer}",
 }
+# Each engine by the launchers whose transports differ.
+ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod"), ("horovodrun --gloo", "horovod")]
 # A training that has all that could differ between engines (BatchNorm, augmentation, momentum, a
 # warm-up, the end of an epoch inside a step), and takes seconds.
 SMALL = (
@@ -37,6 +40,11 @@ SMALL = (
     "--batch-size 12 --epochs 2 --base-lr 0.01 --momentum 0.9 --warmup-epochs 0.5 "
     "--lr-scheduler cosine --threads 1 --max-steps 70"
 )
+
+
+def rarely(*values: Any) -> Any:
+    """Parameters of a test that only make test-all tries."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @dataclass
@@ -56,6 +64,16 @@ def launch(
         python=sys.executable, trainer=TRAINERS[engine], ranks=ranks
     )
     return run([*command.split(), *arguments.split()], timeout, **environ)
+
+
+def train(
+    folder: Path, launcher: str, engine: str, arguments: str = "", ranks: int = 2, **environ: str
+) -> dict[str, Any]:
+    """The summary of a training of the small kind that is to end well, in this run folder."""
+    place = f"--log-dir {folder.parent} --name {folder.name}"
+    finished = launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, **environ)
+    assert finished.returncode == 0, finished.output
+    return read_json(folder / "summary.json")
 
 
 def run(
@@ -126,6 +144,11 @@ def marked(mark: str) -> list[psutil.Process]:
 def read_json(path: Path) -> Any:
     """A JSON file's contents."""
     return json.loads(path.read_text())
+
+
+def losses(run_folder: Path) -> list[float]:
+    """Of each step of a run."""
+    return [step["loss"] for step in read_lines(run_folder, "step")]
 
 
 def read_lines(run_folder: Path, kind: str) -> list[dict[str, Any]]:

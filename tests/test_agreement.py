@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SMALL, TRAINERS, launch, run
+from launching import SMALL, TRAINERS, launch, rarely, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
 
 from recipe import watch
@@ -221,7 +221,7 @@ def test_weights() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("engine", ["ddp", "horovod"])
+@pytest.mark.parametrize("engine", ["horovod", rarely("ddp")])
 def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path) -> None:
     """Two that mpirun started by two commands; the second's data lack an image."""
     for folder in ("whole", "lacking"):
@@ -244,7 +244,7 @@ def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path)
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), rarely("mpirun", "horovod")])
 def test_a_host_whose_cuda_is_broken_does_not_hang(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("mpirun", "horovod")])
+@pytest.mark.parametrize(("launcher", "engine"), [("mpirun", "horovod"), rarely("torchrun", "ddp")])
 def test_ranks_whose_weights_have_drifted_apart_keep_no_checkpoint(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:

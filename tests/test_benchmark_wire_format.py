@@ -133,6 +133,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
     done = run(command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.output
@@ -147,6 +148,7 @@ def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> None:
     """In the middle of a block, with both hosts up and sides training or stopped on them."""
     process = subprocess.Popen(

@@ -344,6 +344,7 @@ def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rows"),
     [("trainer_overhead", 4), ("input_pipeline", 4), ("compute_bound", 2), ("instrumentation", 1)],

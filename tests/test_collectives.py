@@ -515,6 +515,7 @@ def measured(launcher: str, script: str, out: Path, *words: str) -> list[dict]:
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "engine", "name", "transport", "wires"),
     [
@@ -566,6 +567,7 @@ with one_message(world):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "module", "name"),
     [

@@ -247,6 +247,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_the_allreduce_is_measured() -> None:
     done = run_doctor()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -457,6 +457,7 @@ def test_both_engines_compute_the_same_live(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_another_seed_and_another_rate_are_told_apart(tmp_path, capsys):
     """A real divergence, with its cause: not only made-up ones."""
     for name, flags in {"a": "", "seed": "--seed 7", "rate": "--base-lr 0.02"}.items():

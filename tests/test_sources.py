@@ -1,10 +1,11 @@
 """Wherever the images come from, the training is the same, and goes on where it stopped."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import SMALL, launch, read_json, read_lines
+from launching import ENGINES, losses, rarely, read_json, train
 from test_dali import needs_dali
 
 from recipe.config import DataFlags
@@ -14,23 +15,6 @@ from recipe.make_shards import make_shards
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
 CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
-ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod")]
-
-
-def train(folder: Path, launcher: str, engine: str, arguments: str = "") -> dict:
-    """The summary of one training on two ranks."""
-    place = f"--log-dir {folder.parent} --name {folder.name}"
-    finished = launch(launcher, engine, f"{SMALL} --preset digits {arguments} {place}")
-    assert finished.returncode == 0, finished.output
-    return read_json(folder / "summary.json")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[float]]:
-    """The summary and the losses of a training that reads files, and is not interrupted."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    summary = train(folder, *ENGINES[0])
-    return summary, [step["loss"] for step in read_lines(folder, "step")]
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +27,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # And what of the fingerprint the flags change: not what is trained, but how fast.
 SOURCES = {
-    "shards": ("--data {shards} --workers 1", {"workers"}),
+    "shards": ("--preset digits --data {shards} --workers 1", {"workers"}),
     "in memory": ("--in-memory --workers 1", {"in_memory", "workers"}),
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["shards", rarely("in memory")])
 def test_resume_in_mid_epoch_under_the_other_engine(
-    source: str, whole: tuple[dict, list[float]], shards: Path, tmp_path: Path
+    source: str, trained: Callable[..., Path], shards: Path, tmp_path: Path
 ) -> None:
     """35 of 70 steps, and then the rest from step 20 on: step by step as from files in one go."""
     flags, changed = SOURCES[source]
@@ -62,8 +46,9 @@ def test_resume_in_mid_epoch_under_the_other_engine(
     )  # fmt: skip
     (folder / "checkpoints" / "step-000000035.pt").unlink()  # as if killed before it got there
     summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
-    plain, losses = whole
-    assert [step["loss"] for step in read_lines(folder, "step")] == losses
+    whole = trained(*ENGINES[0])  # which reads files
+    plain = read_json(whole / "summary.json")
+    assert losses(folder) == losses(whole)
     assert summary["weights_sha256"] == plain["weights_sha256"]
     prints = plain["fingerprint"], started["fingerprint"]
     differing = {key for key in prints[0] if prints[0][key] != prints[1][key]}
@@ -72,7 +57,8 @@ def test_resume_in_mid_epoch_under_the_other_engine(
 
 
 @needs_dali
-def test_resume_with_dali(whole: tuple[dict, list[float]], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_resume_with_dali(trained: Callable[..., Path], tmp_path: Path) -> None:
     """Which has pixels of its own, and so a training of its own; the order is the same."""
     arguments = "--dali --workers 1"
     in_one_go = train(tmp_path / "whole", *ENGINES[0], arguments)
@@ -80,10 +66,8 @@ def test_resume_with_dali(whole: tuple[dict, list[float]], tmp_path: Path) -> No
     train(folder, *ENGINES[0], f"{arguments} --max-steps 20")
     summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
     assert summary["weights_sha256"] == in_one_go["weights_sha256"]
-    assert [step["loss"] for step in read_lines(folder, "step")] == [
-        step["loss"] for step in read_lines(tmp_path / "whole", "step")
-    ]
-    plain, _ = whole
+    assert losses(folder) == losses(tmp_path / "whole")
+    plain = read_json(trained(*ENGINES[0]) / "summary.json")
     assert in_one_go["weights_sha256"] != plain["weights_sha256"]
     same = in_one_go["fingerprint"]["data_order_sha256"]
     assert same == plain["fingerprint"]["data_order_sha256"]

@@ -356,6 +356,7 @@ def test_neither_torch_nor_horovod_is_needed():
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_real_profiles_of_both_engines(tmp_path, capsys):
     """The clocks of torch and of Horovod agree: each step's allreduces lie within that step."""
     flags = (

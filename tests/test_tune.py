@@ -421,6 +421,7 @@ def test_a_changed_file_of_knobs_makes_another_plan(starts: Starts, tmp_path: Pa
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.timeout(900)  # eight starts, of which a busy machine makes two a minute
 def test_tuning_and_training_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

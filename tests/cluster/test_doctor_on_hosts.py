@@ -33,11 +33,13 @@ def test_sound_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
     assert examine(two_hosts, tmp_path, "--hosts", "node0:1,node1:1") == (0, {})
 
 
+@pytest.mark.full
 def test_a_host_that_is_not_there(two_hosts: list[Host], tmp_path: Path) -> None:
     code, wrong = examine(two_hosts, tmp_path, "--hosts", "node0:1,nowhere:1")
     assert code == 1 and "/etc/hosts" in wrong["nowhere: ssh"]["remedy"]
 
 
+@pytest.mark.full
 def test_a_second_network_that_leads_nowhere(two_hosts: list[Host], tmp_path: Path) -> None:
     """It has addresses on both hosts, and carries nothing: launchers that choose it hang."""
     for number, host in enumerate(two_hosts):
@@ -69,6 +71,7 @@ def test_data_that_one_host_lacks(two_hosts: list[Host], tmp_path: Path) -> None
     assert code == 1 and list(wrong) == ["node1: data"]
 
 
+@pytest.mark.full
 def test_a_host_that_lets_nobody_in(tmp_path: Path) -> None:
     """As when the key was not copied."""
     with hosts(tmp_path / "locked", ("locked0", "locked1")) as made:
@@ -78,6 +81,7 @@ def test_a_host_that_lets_nobody_in(tmp_path: Path) -> None:
         assert code == 1 and "ssh-copy-id locked1" in wrong["locked1: ssh"]["remedy"]
 
 
+@pytest.mark.full
 def test_a_host_without_sshd(tmp_path: Path) -> None:
     with hosts(tmp_path / "deaf", ("deaf0", "deaf1")) as made:
         made[1].sshd.terminate()

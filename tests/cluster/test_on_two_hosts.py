@@ -75,6 +75,7 @@ def weights(folder: Path, rank_hosts: list[str]) -> str:
     return str(read_json(folder / "summary.json")["weights_sha256"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", STARTS)
 def test_two_hosts_train_what_one_does(
     line: str, two_hosts: list[Host], one_host_weights: dict[str, str], hostfile: Path,
@@ -88,6 +89,7 @@ def test_two_hosts_train_what_one_does(
     assert weights(tmp_path / "run", TWO_AND_TWO) == one_host_weights[STARTS[line]]
 
 
+@pytest.mark.full
 def test_torchrun_on_each_host(
     two_hosts: list[Host], one_host_weights: dict[str, str], tmp_path: Path
 ) -> None:
