@@ -36,7 +36,8 @@ bench-gpu: setup  ## the same on this machine's GPU
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-PYTEST := $(IN_VENV) python -m pytest -n 2 --dist loadgroup
+# Torch's threads would only get in each other's way; what starts launchers sets its own.
+PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) python -m pytest -n 2 --dist loadgroup
 
 test: setup  ## run the tests that a change has to pass (ARGS="-k resume": some of them)
 	$(PYTEST) tests -m "not full" $(ARGS)

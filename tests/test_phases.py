@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from launching import LAUNCHERS, TRAINERS, read_json, read_lines, run
+from launching import ENGINES, LAUNCHERS, TRAINERS, rarely, read_json, read_lines, run
 from making import CPU, a_config
 
 from recipe.training import phases
@@ -22,7 +22,7 @@ from recipe.training.phases import (
     phase_record,
 )
 
-ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod"), ("horovodrun --gloo", "horovod")]
+DDP, HOROVOD, HOROVOD_GLOO = ENGINES
 TINY = (
     "--arch shufflenet_v2_x0_5 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 "
     "--batch-size 4 --epochs 1 --threads 1 --keep-checkpoints 0"
@@ -109,29 +109,31 @@ def train_slowly(where: str, launcher: str, engine: str, arguments: str, folder:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), ENGINES)
+@pytest.mark.parametrize(("launcher", "engine"), [HOROVOD, rarely(*DDP), rarely(*HOROVOD_GLOO)])
 def test_a_delay_shows_up_in_its_phase_and_nowhere_else(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:
-    """Each step is slow in another phase. Medians, since others use the cores, too."""
+    """Each step is slow in another phase, in which it takes longer than the steps that are slow
+    elsewhere. Medians, since others use the cores, too."""
     train_slowly("cycle", launcher, engine, "--max-steps 35", tmp_path / "run")
     steps = read_lines(tmp_path / "run", "step")[5:]
-    for slow, expected in enumerate(("data", "forward", "backward", "backward", "optimizer")):
-        those = [line for line in steps if (line["step"] - 1) % 5 == slow]
-        assert len(those) == 6
-        for phase in PHASES:
-            seconds = median(line[f"{phase}_seconds"] for line in those)
-            if phase == expected:
-                assert seconds >= DELAY_SECONDS, (slow, phase)
-            else:
-                assert seconds < DELAY_SECONDS / 2, (slow, phase)
+    slow_in = ("data", "forward", "backward", "backward", "optimizer")
+    for phase in PHASES:
+        seconds = [
+            median(line[f"{phase}_seconds"] for line in steps if (line["step"] - 1) % 5 == kind)
+            for kind in range(5)
+        ]
+        slow = [value for value, place in zip(seconds, slow_in, strict=True) if place == phase]
+        others = [value for value, place in zip(seconds, slow_in, strict=True) if place != phase]
+        assert min(slow) >= DELAY_SECONDS, (phase, seconds)
+        assert max(others) < min(slow) - DELAY_SECONDS / 2, (phase, seconds)
     for line in steps:
         total = sum(line[f"{phase}_seconds"] for phase in PHASES)
         assert total == pytest.approx(line["seconds"], rel=1e-9)
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), ENGINES)
+@pytest.mark.parametrize(("launcher", "engine"), [DDP, rarely(*HOROVOD), rarely(*HOROVOD_GLOO)])
 def test_a_slow_exchange_is_exposed_communication(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:
@@ -144,8 +146,7 @@ def test_a_slow_exchange_is_exposed_communication(
     for told in [summary["phases"], *summary["ranks"]]:
         assert told["steps"] == 9  # of steps 9-12, 17-20 and 25-28, without the first of each four
         exposed = told["exposed_communication_seconds"]
-        assert exposed >= 0.8 * DELAY_SECONDS
-        for phase in PHASES:
-            assert told[f"{phase}_seconds"] < DELAY_SECONDS / 2
+        assert exposed > DELAY_SECONDS / 2
+        assert all(told[f"{phase}_seconds"] < exposed for phase in PHASES)
         parts = sum(told[f"{phase}_seconds"] for phase in PHASES) + exposed
         assert parts == pytest.approx(told["step_seconds"], rel=0.02)

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -125,11 +124,10 @@ def test_mpi_on_path_is_named_but_not_our_own(set_up, tmp_path):
 # ---- stamps
 
 
-def test_second_call_does_nothing_and_is_fast(set_up, tmp_path):
+def test_second_call_does_nothing(set_up, tmp_path):
     venv = tmp_path / "venv"
     finish(set_up, venv)
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "set_up.py")],
         env={**os.environ, "VENV": "venv"},
@@ -137,10 +135,8 @@ def test_second_call_does_nothing_and_is_fast(set_up, tmp_path):
         capture_output=True,
         text=True,
     )
-    seconds = time.monotonic() - started
     assert done.returncode == 0 and "nothing to do" in done.stdout
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
-    assert seconds < 3
 
 
 def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(set_up, tmp_path):

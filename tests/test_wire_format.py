@@ -1,7 +1,7 @@
 """`--wire-format auto` takes what trains faster, and all ranks take the same."""
 
-import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.device import own_row
+from recipe.training import wire_format
 from recipe.training.wire_format import FORMATS, ROUNDS, settle_wire_format
 
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
@@ -19,16 +20,21 @@ AUTO = a_config(wire_format="auto", train_crop_size=8, batches_per_allreduce=3)
 def settle(
     slow: str, others: list[float] | None = None, config: Config = AUTO
 ) -> tuple[Config, list[Config]]:
-    """Rank 0 of two, whose steps are slow with one number format; `others` are the seconds of the
-    other rank, which is ready at once if they are left out. Also what was distributed."""
+    """Rank 0 of two, whose steps are slow with one number format, by a clock that the steps alone
+    move; `others` are the seconds of the other rank, which is ready at once if they are left out.
+    Also what was distributed."""
     distributed: list[Config] = []
+    now = 0.0
 
     def distribute(model: nn.Module, config: Config) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert model is not MODEL  # which must not be trained
         distributed.append(config)
-        model.register_forward_pre_hook(
-            lambda *_: time.sleep(0.02 if config.wire_format == slow else 0.001)
-        )
+
+        def pass_time(*_: object) -> None:
+            nonlocal now
+            now += 0.02 if config.wire_format == slow else 0.001
+
+        model.register_forward_pre_hook(pass_time)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -37,7 +43,8 @@ def settle(
             return values + own_row(a_world(1, 2), row)
         return values
 
-    chosen = settle_wire_format(config, a_world(0, 2), MODEL, CPU, distribute, sum_over_ranks)
+    with patch.object(wire_format.time, "perf_counter", lambda: now):
+        chosen = settle_wire_format(config, a_world(0, 2), MODEL, CPU, distribute, sum_over_ranks)
     return chosen, distributed
 
 
