@@ -8,7 +8,6 @@ that fills the page cache. A trainer's first step has ended when its line is in 
 ratio is of seconds of wall time.
 """
 
-import random
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from benchmarks.harness.blocks import (
 )
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import estimate_ratio
+from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
 
 GOAL = 2.0
@@ -43,7 +43,6 @@ def measure(options: bench.Options) -> bench.Measured:
         IMPORT,
         *(trainer_side(engine, engine, QUICK, 1, flags=flags) for engine in ENGINES),
     ]
-    lot = random.Random(options.seed)
     folder = options.out / "blocks" / "13"
     for side in sides:
         seconds_to_first_step(side, folder / "warm-up" / side.name)
@@ -52,8 +51,7 @@ def measure(options: bench.Options) -> bench.Measured:
     for number in range(1, options.blocks + 1):
         starts: dict[str, list[float]] = {side.name: [] for side in sides}
         for time_ in range(times):
-            lot.shuffle(sides)
-            for side in sides:
+            for side in drawn(sides, options.seed, number, time_):
                 wait_for_quiet(options.patience)
                 path = folder / f"block-{number}" / f"{side.name}-{time_}"
                 starts[side.name].append(seconds_to_first_step(side, path))

@@ -16,13 +16,12 @@ slightly down, never up; so does taking the worst of several rates.
 
 import itertools
 import json
-import random
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import getloadavg
 from pathlib import Path
@@ -39,7 +38,9 @@ from benchmarks.harness.blocks import (
     Workload,
     estimate,
     estimate_value,
+    in_turn,
     say,
+    say_left,
     throughput,
     trainer_side,
     wait_for_quiet,
@@ -59,6 +60,7 @@ from compare.page.chart import (
     series_shape,
     standalone,
 )
+from compare.plan.blocks import drawn
 from compare.plan.environment import RUN_MARK
 from recipe.files import replace_file
 
@@ -154,20 +156,19 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
     rounds = options.turns if options.turns_given else TURNS
     if options.quick:
         workload, rates, num_blocks, rounds = QUICK, QUICK_RATES, options.blocks, options.turns
-    lot = random.Random(options.seed)
     blocks: dict[str, list[Block]] = {f"10 {e} {rate}": [] for e in engines for rate in rates}
     chosen: dict[str, list[str]] = {case: [] for case in blocks}
-    began = time.monotonic()
+    durations: list[tuple[Hashable, float]] = []
     for number in range(1, num_blocks + 1):
+        began = time.monotonic()
         for engine in engines:
             label = f"row 10, {ENGINES[engine]}: block {number} of {num_blocks}"
-            run = EngineBlock(engine, workload, made, rounds, number, label, options, lot)
+            run = EngineBlock(engine, workload, made, rounds, number, label, options)
             for rate, (block, choice) in run.measure(rates).items():
                 blocks[f"10 {engine} {rate}"].append(block)
                 chosen[f"10 {engine} {rate}"].append(choice)
-        if left := num_blocks - number:
-            seconds = (time.monotonic() - began) / number * left
-            say(f"row 10: about {seconds / 60:.1f} min left")
+        durations.append(("10", time.monotonic() - began))
+        say_left("10", durations, num_blocks - number)
     found = {
         engine: [
             at_rate(engine, rate, blocks[case], chosen[case])
@@ -213,21 +214,20 @@ class EngineBlock:
     number: int
     label: str
     options: bench.Options
-    lot: random.Random
 
     def measure(self, rates: Sequence[Rate]) -> dict[Rate, tuple[Block, str]]:
         """The turns at each rate, and what auto chose there; the rates come in random order."""
         found = {}
         folder = self.options.out / "blocks" / f"10-{self.engine}" / f"block-{self.number}"
-        sides = [self.side(wire_format) for wire_format in FORMATS]
-        self.lot.shuffle(sides)
+        place = (self.options.seed, self.engine, self.number)
+        sides = [self.side(wire_format) for wire_format in drawn(FORMATS, *place)]
         with Stage(folder) as stage:
             say(f"{self.label}: starting {' and '.join(FORMATS)}")
             namespaces.limit_rate(self.made, None)
             for side in sides:
                 stage.start(side)
             stage.warm_up()
-            for rate in self.lot.sample(list(rates), len(rates)):
+            for rate in drawn(rates, *place, "rates"):
                 found[rate] = self.measure_at(rate, stage, sides)
         told = {str(rate): asdict(block) for rate, (block, _) in found.items()}
         (folder / "block.json").write_text(json.dumps(told, indent=1) + "\n")
@@ -247,11 +247,11 @@ class EngineBlock:
         stage.warm_up(auto)
         for side in sides:  # their connections have known another rate
             stage.take_turn(replace(side, steps=2), 0)
-        order = [replace(side, steps=rate.steps) for side in (*sides, auto)]
-        self.lot.shuffle(order)
+        place = (self.options.seed, self.engine, self.number, rate)
+        order = drawn([replace(side, steps=rate.steps) for side in (*sides, auto)], *place)
         turns: list[Turn] = []
         for round_ in range(self.rounds):
-            for side in order if round_ % 2 == 0 else list(reversed(order)):
+            for side in in_turn(order, round_):
                 wait_for_quiet(self.options.patience)
                 turn = stage.take_turn(side, round_)
                 turns.append(replace(turn, side="auto") if side.name == auto.name else turn)

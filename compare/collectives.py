@@ -16,13 +16,12 @@ import importlib.util
 import io
 import json
 import os
-import random
 import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
-import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -43,6 +42,7 @@ from compare.page.chart import (
     series_colour,
     standalone,
 )
+from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import most_on_a_host, read_hosts
@@ -320,7 +320,11 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
     for line in warnings[len(missing) :]:
         print(f"warning: {line}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    launches = [(b, n) for b in range(1, options.blocks + 1) for n in order(options, b)]
+    launches = [
+        (block, name)
+        for block in range(1, options.blocks + 1)
+        for name in drawn(options.backends, options.seed, block)
+    ]
     plan = {
         "created_utc": utc_now(),
         "backends": options.backends,
@@ -341,7 +345,7 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
     }
     write_json(folder / "collectives.json", plan)
     failed: set[str] = set()
-    began = time.monotonic()
+    durations: list[tuple[Hashable, float]] = []
     for number, (block, name) in enumerate(launches, start=1):
         if name in failed:
             continue
@@ -350,7 +354,9 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         if sys.stdout.isatty():
             print(f"{label}   running", end="", flush=True)
         outcome = launch(name, options, place)
-        left = (time.monotonic() - began) / number * (len(launches) - number)
+        durations.append((name, outcome.seconds))
+        waiting = [other for _, other in launches[number:] if other not in failed]
+        left = seconds_left(durations, waiting)
         ending = f"   about {duration(left)} left" if left else ""
         if outcome.status == "completed":
             print_line(f"{label}   {outcome.seconds:5.1f} s{ending}")
@@ -358,13 +364,6 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
             failed.add(name)
             print_line(f"{label}   {outcome.status.upper()}: no more launches of {name}")
             print_tail(place / "output.log")
-
-
-def order(options: argparse.Namespace, block: int) -> list[str]:
-    """Return the backends in the order of one block, drawn by lot."""
-    names = list(options.backends)
-    random.Random(f"{options.seed}/{block}").shuffle(names)
-    return names
 
 
 def load_warnings(options: argparse.Namespace) -> list[str]:
@@ -405,7 +404,7 @@ def dry_run_lines(options: argparse.Namespace, folder: Path) -> list[str]:
     variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
     lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
     lines += [f'export {name}="{value}"' for name, value in variables.items()]
-    for name in order(options, 1):
+    for name in drawn(options.backends, options.seed, 1):
         place = folder / "block-1" / name
         lines.append(f"mkdir -p {shlex.quote(str(place))}")
         lines.append(shlex.join(BACKENDS[name].command(options, place / "measurements.jsonl")))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
+from compare.plan.blocks import seconds_left
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_only_here
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
@@ -49,7 +50,6 @@ from compare.running.progress import (
     read_json,
     recorded_seconds,
     run_label,
-    seconds_left,
     show_outcome,
     wants_block,
     with_blocks_there,
@@ -255,6 +255,7 @@ def make_missing(
     that is wanted.
     """
     waiting, failed = [r for r in missing(runs, folder) if block in (None, r.block)], []
+    cells = [run.cell for run in waiting]
     durations = recorded_seconds(folder, runs)
     for index, run in enumerate(waiting):
         if trainers_sha256() != sources:
@@ -264,10 +265,10 @@ def make_missing(
                 "or start another with --new"
             )
         label = numbered_label(run, runs, plan)
-        left = seconds_left(durations, waiting[index:])
+        left = seconds_left(durations, cells[index:])
         outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
-        durations.append((run, outcome.seconds))
-        left = seconds_left(durations, waiting[index + 1 :])
+        durations.append((run.cell, outcome.seconds))
+        left = seconds_left(durations, cells[index + 1 :])
         # A speed that is in part one without communication would mislead.
         over_hosts, with_speed = run.leaves_this_host, run.block > 0
         show_outcome(label, folder / run.folder, outcome, left, over_hosts, with_speed)

@@ -21,6 +21,7 @@ import pytest
 
 from compare import run as run_module
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
+from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
@@ -28,7 +29,7 @@ from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import launch
 from compare.running.launch import last_step
-from compare.running.progress import seconds_left, timeout_sentence
+from compare.running.progress import timeout_sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -516,11 +517,10 @@ def test_a_word_that_is_no_number_is_named(capsys):
 
 
 def test_the_time_left_is_that_of_the_same_configuration():
-    runs = Plan(blocks=2).runs()
-    slow = [run for run in runs if run.name == "horovod-mpi-2"]
-    done = [(slow[0], 100.0), (runs[0] if runs[0] != slow[0] else runs[1], 10.0)]
-    assert seconds_left(done, [slow[1]]) == 100.0
-    assert seconds_left([], slow) is None
+    done = [("horovod-mpi-2", 100.0), ("ddp-torchrun-2", 10.0)]
+    assert seconds_left(done, ["horovod-mpi-2"]) == 100.0
+    assert seconds_left(done, ["ddp-mpirun-2"]) == 55.0
+    assert seconds_left([], ["horovod-mpi-2"]) is None
 
 
 def test_a_broken_plan_file_is_one_message(comparing):

@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import selectors
 import shlex
 import shutil
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
@@ -38,10 +37,17 @@ import psutil
 
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import RUN_MARK, run_environment
 from compare.plan.sources import ROOT
-from compare.running.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
+from compare.running.launch import (
+    busy_cpu_seconds,
+    clear_folder,
+    duration,
+    end_processes,
+    start_watchdog,
+)
 from recipe.files import write_json
 
 QUIET_CORES = 0.15  # that others may keep busy in a round that counts
@@ -263,25 +269,33 @@ def run_blocks(
     `case` is the row's number, with a name behind it if the row has several: "5 DDP".
     """
     num_blocks, rounds = options.blocks, rounds or options.turns
-    lot, label = random.Random(options.seed), f"row {case}"
     folder = options.out / "blocks" / case.replace(" ", "-")
     blocks: list[Block] = []
-    began, measured = time.monotonic(), 0
+    durations: list[tuple[Hashable, float]] = []
     for number in range(1, num_blocks + 1):
-        order = list(sides)
-        lot.shuffle(order)
-        about = f"{label}: block {number} of {num_blocks}"
+        order = drawn(sides, options.seed, case, number)
+        about = f"row {case}: block {number} of {num_blocks}"
         path = folder / f"block-{number}"
         if kept := finished_block(order, rounds, path):
             say(f"{about}: is there already")
             blocks.append(kept)
             continue
-        measured += 1
+        began = time.monotonic()
         blocks.append(run_block(order, rounds, path, number, about, options.patience))
-        if left := num_blocks - number:
-            seconds = (time.monotonic() - began) / measured * left
-            say(f"{label}: about {seconds / 60:.1f} min left")
+        durations.append((case, time.monotonic() - began))
+        say_left(case, durations, num_blocks - number)
     return blocks
+
+
+def say_left(case: str, durations: Sequence[tuple[Hashable, float]], blocks: int) -> None:
+    """Say how long the blocks will take that are left."""
+    if left := seconds_left(durations, [case] * blocks):
+        say(f"row {case}: about {duration(left)} left")
+
+
+def in_turn(sides: Sequence[Side], round_: int) -> Sequence[Side]:
+    """The order of a round: forwards and backwards alternately."""
+    return sides if round_ % 2 == 0 else sides[::-1]
 
 
 def run_block(
@@ -297,7 +311,7 @@ def run_block(
         stage.warm_up()
         round_ = quiet = 0
         while quiet < rounds and round_ < MOST_ROUNDS * rounds:
-            for side in sides if round_ % 2 == 0 else list(reversed(sides)):
+            for side in in_turn(sides, round_):
                 wait_for_quiet(patience)
                 turns.append(stage.take_turn(side, round_))
             these = turns[-len(sides) :]

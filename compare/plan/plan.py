@@ -1,13 +1,13 @@
 """The plan of a comparison: which configuration runs in which block, and by which command."""
 
 import hashlib
-import random
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.errors import UserError
+from compare.plan.blocks import drawn
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
 from compare.plan.flags import flag_name, last_value, without_flag
 from compare.plan.hosts import SLURM, is_only_here
@@ -173,8 +173,8 @@ class Plan:
                 for configuration in self.members()
                 for workers in self.workers
             ]
-            random.Random(f"{self.seed}/{block}").shuffle(cells)
-            runs += [self.run(block, case, c, workers) for case, c, workers in cells]
+            order = drawn(cells, self.seed, block)
+            runs += [self.run(block, case, c, workers) for case, c, workers in order]
         return runs
 
     def run(self, block: int, case: Case, configuration: Configuration, workers: int) -> Run:

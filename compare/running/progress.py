@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,26 +116,13 @@ def another_plan(folder: Path, differences: list[str]) -> UserError:
     )
 
 
-def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Run, float]]:
-    """Return how long the runs took that an earlier start of run.py has made."""
+def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Hashable, float]]:
+    """Return how long the runs took that an earlier start of run.py has made, with their cells."""
     return [
-        (run, read_json(folder / run.folder / "outcome.json")["seconds"])
+        (run.cell, read_json(folder / run.folder / "outcome.json")["seconds"])
         for run in runs
         if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
     ]
-
-
-def seconds_left(durations: list[tuple[Run, float]], waiting: list[Run]) -> float | None:
-    """Estimate the time of the waiting runs by those of the same cell, else by all; None as long
-    as there is none."""
-    if not durations:
-        return None
-    average = sum(seconds for _, seconds in durations) / len(durations)
-    left = 0.0
-    for run in waiting:
-        same = [seconds for done, seconds in durations if done.cell == run.cell]
-        left += sum(same) / len(same) if same else average
-    return left
 
 
 def run_label(run: Run, plan: Plan) -> str:

@@ -3,13 +3,13 @@
 Knows nothing of runs: whoever searches brings a function that measures.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.plan.blocks import drawn
 from recipe.knobs import Knobs
 
 # What a value must gain to be kept. Less is not worth a line in the file.
@@ -78,11 +78,9 @@ def try_knob(knob: Knob, best: Knobs, measure: Measure, rounds: int, seed: int) 
     pairs: dict[str, list[tuple[float, float]]] = {value.shown: [] for value in knob.values}
     alive, failed = list(knob.values), set[str]()
     for number in range(1, rounds + 1):
-        order: list[Value | None] = [None, *alive]
-        random.Random(f"{seed}/{knob.name}/{number}").shuffle(order)
         speeds = dict[str, float]()
         base = None
-        for value in order:
+        for value in drawn([None, *alive], seed, knob.name, number):
             shown = "as before" if value is None else value.shown
             knobs = best if value is None else value.on(best)
             speed = measure(f"{knob.name}/round-{number}/{shown}", knobs)

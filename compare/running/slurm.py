@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from compare.errors import UserError
+from compare.plan.blocks import seconds_left
 from compare.plan.flags import flag_name, without_flag
 from compare.plan.options import command_words
 from compare.plan.plan import ROOT, Plan, Run
@@ -30,7 +31,6 @@ from compare.running.progress import (
     numbered_label,
     read_json,
     recorded_seconds,
-    seconds_left,
     show_outcome,
     with_blocks_there,
 )
@@ -170,7 +170,8 @@ def follow(job: str, plan: Plan, folder: Path) -> None:
     while True:
         state = job_state(job)
         runs = every_run(plan, folder)
-        left = seconds_left(recorded_seconds(folder, runs), missing(runs, folder))
+        waiting = [run.cell for run in missing(runs, folder)]
+        left = seconds_left(recorded_seconds(folder, runs), waiting)
         for run in runs:
             ended = when_ended(folder, run)
             if ended is not None and ended != told.get(run.folder):

@@ -10,12 +10,11 @@ what does not hold there is written as a comment.
 import argparse
 import os
 import platform
-import random
 import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from typing import Any
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
 from compare.plan.flags import flag_name, last_value, without_flag
@@ -267,7 +267,7 @@ class Runner:
     most: int  # runs that may yet come
     made: int = 0
     taken: int = 0
-    durations: list[float] = field(default_factory=list)
+    durations: list[tuple[Hashable, float]] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)  # cores that others kept busy, run by run
 
     def run(self, place: str, configuration: Configuration) -> float | None:
@@ -293,15 +293,15 @@ class Runner:
         label = f"    {place}"
         outcome = start_and_wait(run, self.folder, self.plan.timeout, label, log_dir=log_dir)
         self.made += 1
-        self.durations.append(outcome.seconds)
+        self.durations.append(("run", outcome.seconds))
         self.note_load(outcome.other_load)
         if outcome.status != "completed":
             print_line(f"{label}   {outcome.status.upper()} after {duration(outcome.seconds)}")
             print_tail(target / "output.log")
             return None
         speed = images_per_second(target)
-        left = self.most * sum(self.durations) / len(self.durations)
-        ending = f"   at most {duration(left)} left" if self.most > 0 else ""
+        left = seconds_left(self.durations, ["run"] * self.most)
+        ending = f"   at most {duration(left)} left" if left else ""
         print_line(f"{label:<66} {speed:>9,.1f} images/s {duration(outcome.seconds):>6}{ending}")
         return speed
 
@@ -499,9 +499,7 @@ def check_against_defaults(
         tuned = with_knobs(configuration, knobs)
     speeds: dict[str, list[float]] = {"defaults": [], "tuned": []}
     for number in range(1, rounds + 1):
-        order = list(speeds)
-        random.Random(f"{runner.plan.seed}/check/{number}").shuffle(order)
-        for name in order:
+        for name in drawn(speeds, plan.seed, "check", number):
             start = tuned if name == "tuned" else configuration
             speed = runner.run(f"{engine}/check/round-{number}/{name}", start)
             if speed is None:
