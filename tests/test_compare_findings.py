@@ -12,7 +12,7 @@ import torch
 from making import CPU, a_config, a_world
 from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
 
-from compare.evidence.findings import (
+from compare.evidence.equality import (
     DECIDED_BY,
     EQUAL_IN_ENVIRONMENT,
     EQUAL_IN_SUMMARY,
@@ -20,21 +20,15 @@ from compare.evidence.findings import (
     EQUAL_WHERE_WRITTEN,
     PLACES,
     START,
-    Verdict,
-    all_cells,
     compare_facts,
-    explain,
-    input_rows,
-    judge,
-    label_of,
-    load_warnings,
-    phase_rows,
-    resource_rows,
-    table_rows,
-    troubles,
 )
+from compare.evidence.notices import load_warnings, troubles
+from compare.evidence.phases import explain, phase_rows
 from compare.evidence.records import Comparison, RunRecord, load_comparison
+from compare.evidence.rows import input_rows, resource_rows, table_rows
 from compare.evidence.run_folder import RunFolder
+from compare.evidence.verdicts import Verdict, judge
+from compare.evidence.words import label_of
 from compare.page.context import page_title
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
@@ -400,7 +394,7 @@ def test_each_case_has_verdicts_of_its_own(tmp_path):
     told = "VGG-16, 2 workers: DDP (torchrun, Gloo) trained 2.000 times faster than Horovod ("
     assert verdicts[3].sentence().startswith(told)
     rows = table_rows(comparison)
-    assert [(row.case, row.workers, row.configuration) for row in rows] == all_cells(comparison)
+    assert [(row.case, row.workers, row.configuration) for row in rows] == comparison.cells
     assert rows[4].images_per_second == 100 and rows[0].images_per_second > 500
     # VGG-16 ran at the same speed with two workers as with one.
     assert rows[6].efficiency == pytest.approx(0.5)

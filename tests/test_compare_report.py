@@ -17,8 +17,10 @@ import pytest
 from test_compare_records import edit, edit_fingerprint, make_comparison
 
 from compare import report
-from compare.evidence.findings import compare_facts, judge, table_rows
+from compare.evidence.equality import compare_facts
 from compare.evidence.records import load_comparison
+from compare.evidence.rows import table_rows
+from compare.evidence.verdicts import judge
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan

@@ -172,10 +172,10 @@ def test_set_variables_leaves_others_alone() -> None:
 
 
 def test_every_knob_is_a_setting_and_none_is_work() -> None:
-    from compare.evidence import findings
+    from compare.evidence import equality
     from recipe.record.environment import NOT_WORK
 
-    assert sorted(findings.KNOBS) == sorted(n for names in SETTINGS.values() for n in names)
+    assert sorted(equality.KNOBS) == sorted(n for names in SETTINGS.values() for n in names)
     for settings in SETTINGS.values():
         for name in settings:
             assert getattr(digits(), name) in (None, False), "the engine's own default"

@@ -1,5 +1,6 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ PLAN_FIELDS = (
     "environment", "runs",
 )  # fmt: skip
 PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
+Cell = tuple[str, int, str]  # case, workers, configuration: the runs of a cell repeat each other
 
 
 @dataclass
@@ -64,8 +66,8 @@ class RunRecord:
         return f"{self.configuration}-{self.workers}"
 
     @property
-    def cell(self) -> tuple[str, int, str]:
-        """Which runs this one is a repetition of: case, workers, configuration."""
+    def cell(self) -> Cell:
+        """Which runs this one is a repetition of."""
         return self.case, self.workers, self.configuration
 
     @property
@@ -115,6 +117,32 @@ class Comparison:
     def cases(self) -> list[str]:
         """The cases' names, in the plan's order; the one name "" in a plan without cases."""
         return [case["name"] for case in self.plan["cases"]]
+
+    @property
+    def workers(self) -> list[int]:
+        """All numbers of workers, the fewest first."""
+        return sorted({run.workers for run in self.runs})
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of configurations that are judged against each other."""
+        return [(first, second) for first, second in self.plan["pairs"]]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The planned cells in the order of the tables."""
+        planned = {run.cell for run in self.runs}
+        names = self.plan["configurations"]
+        cells = itertools.product(self.cases, self.workers, names)
+        return [cell for cell in cells if cell in planned]
+
+    def complete_runs(self, cell: Cell) -> list[RunRecord]:
+        """Return the complete runs of a cell, that of the phases not among them."""
+        return [run for run in self.complete if run.cell == cell]
+
+    def complete_phase_runs(self, cell: Cell) -> list[RunRecord]:
+        """Return the cell's run that measured the phases; none if there is none."""
+        return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
 
     def find(self, block: int, configuration: str, workers: int, case: str = "") -> RunRecord:
         """Return a planned run; KeyError if the plan has no such run."""

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from compare.evidence.findings import Verdict, all_workers, count
 from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.verdicts import Verdict
+from compare.evidence.words import count
 from compare.plan.record import plan_from
 
 MANY_VERDICTS = 4
@@ -73,7 +74,7 @@ def reproduce_lines(comparison: Comparison) -> list[str]:
 def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     """Say what the comparison does not show."""
     run = comparison.complete[0]
-    measured = all_workers(comparison)
+    measured = comparison.workers
     numbers = " and ".join(filter(None, [", ".join(map(str, measured[:-1])), str(measured[-1])]))
     lines = []
     if run.environment.device == "cpu":

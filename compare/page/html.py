@@ -9,28 +9,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from compare.evidence.findings import (
-    Fact,
-    InputRow,
-    ResourceRow,
-    Row,
-    all_workers,
-    compare_facts,
-    count,
-    difference_text,
-    explain,
-    input_rows,
-    judge,
-    load_warnings,
-    loss_text,
-    resource_rows,
-    short,
-    table_rows,
-    three_digits,
-    troubles,
-)
+from compare.evidence.equality import Fact, compare_facts, difference_text
+from compare.evidence.notices import load_warnings, troubles
+from compare.evidence.phases import explain
 from compare.evidence.records import Comparison
+from compare.evidence.rows import InputRow, ResourceRow, Row, input_rows, resource_rows, table_rows
 from compare.evidence.run_folder import recorded
+from compare.evidence.verdicts import judge
+from compare.evidence.words import count, loss_text, short, three_digits
 from compare.page import plots, text
 from compare.page.chart import COLOURS
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
@@ -187,7 +173,7 @@ def fitting(groups: list[plots.PlotGroup]) -> tuple[list[plots.PlotGroup], int]:
 def facts_by_place(comparison: Comparison) -> Iterable[Fact]:
     """Compare the runs of each case at each number of workers."""
     for case in comparison.cases:
-        for workers in all_workers(comparison):
+        for workers in comparison.workers:
             runs = [r for r in comparison.complete if (r.case, r.workers) == (case, workers)]
             yield from compare_facts(comparison, runs)
 

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from compare.evidence.findings import (
-    ALONE,
-    PHASES,
-    Verdict,
-    count,
-    efficiency,
-    judge,
-    phase_rows,
-    three_digits,
-)
+from compare.evidence.phases import ALONE, PHASES, phase_rows
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.rows import efficiency
+from compare.evidence.verdicts import Verdict, judge
+from compare.evidence.words import count, three_digits
 from compare.page.chart import (
     DASHES,
     INK,

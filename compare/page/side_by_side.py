@@ -7,9 +7,10 @@ the two, and no interval could be trusted: there are ratios here, but no verdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from compare.evidence.findings import Row, short, table_rows
 from compare.evidence.records import Comparison
+from compare.evidence.rows import Row, table_rows
 from compare.evidence.run_folder import recorded
+from compare.evidence.words import short
 
 # What environment.json says that may explain a difference, the seed's and the clock's aside.
 ENVIRONMENT = (

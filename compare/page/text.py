@@ -10,22 +10,13 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence.findings import (
-    Row,
-    Verdict,
-    difference_text,
-    explain,
-    input_rows,
-    judge,
-    load_warnings,
-    loss_text,
-    phase_rows,
-    resource_rows,
-    table_rows,
-    three_digits,
-    troubles,
-)
+from compare.evidence.equality import difference_text
+from compare.evidence.notices import load_warnings, troubles
+from compare.evidence.phases import explain, phase_rows
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.rows import Row, input_rows, resource_rows, table_rows
+from compare.evidence.verdicts import Verdict, judge
+from compare.evidence.words import loss_text, three_digits
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
 from compare.page.side_by_side import find_differences, match_cells, names_of
 

@@ -1,0 +1,227 @@
+"""What must be equal between runs that are compared, what the plan has differ, and what does."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.run_folder import recorded
+from compare.evidence.words import short
+
+# What may differ between two runs that are compared, whatever the plan: where they were written.
+PLACES = {"log_dir", "name"}
+# What a file of knobs sets (recipe/knobs.py, which a report does without), beside variables.
+KNOBS = (
+    "first_bucket_mb", "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "num_groups",
+)  # fmt: skip
+# What may differ as well where the plan starts the two in different ways.
+START = {"engine", "launcher", "transport"}
+# What a setting of the trainers decides beside itself: where a plan varies it, these may differ,
+# too. A setting that is missing here decides nothing else that is compared. (The initial weights
+# are of one precision, the schedule of one batch: its unit is the epoch, not the step.)
+STEPS = ("steps", "samples_seen")
+RATES = ("learning_rates_sha256",)
+DATA = ("data_order_sha256", "num_images", "num_val_images")
+DECIDED_BY = {
+    "fp16_allreduce": ("wire_format",),
+    "batch_size": STEPS,
+    "batches_per_allreduce": (*STEPS, *RATES),
+    "epochs": (*STEPS, *RATES),
+    "max_steps": STEPS,
+    "seed": ("data_order_sha256", "initial_weights_sha256"),
+    "arch": ("initial_weights_sha256",),
+    "pretrained": ("initial_weights_sha256",),
+    "weights": ("initial_weights_sha256",),
+    "data": (*DATA, *STEPS, "initial_weights_sha256"),
+    "train_dir": (*DATA, *STEPS, "initial_weights_sha256"),
+    "val_dir": ("num_val_images",),
+    "synthetic_images": (*DATA, *STEPS),
+    "cuda": ("device", "device_name", "CUDA version"),
+    "use_adasum": RATES,
+    **dict.fromkeys(
+        ("base_lr", "lr_scheduler", "lr_step_epochs", "lr_gamma", "lr_min", "warmup_epochs",
+         "warmup_method"), RATES,
+    ),
+}  # fmt: skip
+EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
+EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores")
+# What environment.json calls it, and its name here; records of earlier trainers lack these.
+EQUAL_WHERE_WRITTEN = {
+    "kernel": "kernel",
+    "cuda": "CUDA version",  # `cuda` is a setting
+    "rank_hosts": "rank_hosts",
+    "affinity": "affinity",
+    "allocator": "allocator",
+}
+# Software that not every configuration uses: equal among those that do.
+EQUAL_WHERE_USED = ("horovod", "mpi")
+# Flags that tell what was compared; the page shows the others folded away.
+CHIEF_FLAGS = (
+    "arch", "batch_size", "batches_per_allreduce", "precision", "batch_norm", "epochs", "threads",
+    "seed",
+)  # fmt: skip
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that must be equal among the runs of a block in one case at one number of workers,
+    unless the plan varies it."""
+
+    field: str
+    case: str
+    workers: int
+    is_flag: bool  # one of the lesser flags
+    is_varied: bool  # the plan has it differ between these configurations
+    unequal_blocks: tuple[int, ...]
+    values: tuple[tuple[str, Any], ...]  # configuration and value, of the first (unequal) block
+    varies_over_blocks: bool
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.unequal_blocks
+
+    @property
+    def forbids_verdict(self) -> bool:
+        """Tell whether runs differ here, and were not meant to."""
+        return bool(self.unequal_blocks) and not self.is_varied
+
+
+def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
+    """Return everything of a run that must be equal; True marks what is one of its lesser flags.
+
+    Not the git commit: run.py watches the trainers' sources themselves, and whoever commits a text
+    between two blocks has not changed the training.
+    """
+    environment, flags = recorded(run.environment), run.config.flags
+    others = {field: getattr(run.summary, field) for field in EQUAL_IN_SUMMARY}
+    others |= {field: environment[field] for field in EQUAL_IN_ENVIRONMENT}
+    written = [field for field in EQUAL_WHERE_WRITTEN if field in environment]
+    others |= {EQUAL_WHERE_WRITTEN[field]: environment[field] for field in written}
+    used = [field for field in EQUAL_WHERE_USED if environment[field] is not None]
+    others |= {field: environment[field] for field in used}
+    others |= {field: getattr(run.summary, field) for field in START} | run.environment.variables
+    facts = {
+        field: (value, field in flags and field not in CHIEF_FLAGS)
+        for field, value in run.summary.fingerprint.items()
+    }
+    for field, value in others.items():
+        facts.setdefault(field, (value, False))
+    for field, value in flags.items():
+        facts.setdefault(field, (value, True))
+    return {field: fact for field, fact in facts.items() if field not in PLACES}
+
+
+def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
+    """Return what the plan has differ between two configurations: how they are started, settings
+    that the flags of only one of them make, variables that only one of them sets, and what is in
+    their files of knobs."""
+    details = comparison.plan["configuration_details"]
+    if first not in details or second not in details:  # of a plan whose configurations had neither
+        return set(START)
+    a, b = details[first], details[second]
+    varied = tuned_fields(comparison, first, second)
+    if any(a[field] != b[field] for field in ("engine", "launcher", "controller")):
+        varied |= START
+    if a["flags"] != b["flags"]:
+        for field in comparison.plan["varied"]:
+            varied |= {field, *DECIDED_BY.get(field, ())}
+    if a["environment"] != b["environment"]:
+        names = a["environment"].keys() | b["environment"].keys()
+        varied |= {n for n in names if a["environment"].get(n) != b["environment"].get(n)}
+        varied.add("transport")  # which a variable may choose
+    return varied
+
+
+def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
+    """Return what a file of knobs may have differ between two configurations; nothing if neither
+    was given one. Each engine reads its own tables of the file, and nothing in it changes what is
+    computed (recipe/knobs.py sees to that): only how fast."""
+    tuned = [
+        run.config
+        for run in comparison.complete
+        if run.configuration in (first, second) and run.config.knobs
+    ]
+    if not tuned:
+        return set()
+    variables = {name for config in tuned for name in config.knob_variables}
+    return {"knob_variables", *KNOBS, *variables}
+
+
+def compared_text(comparison: Comparison, first: str, second: str) -> str:
+    """Say in words what the plan has differ between two configurations."""
+    details = comparison.plan["configuration_details"]
+    if first not in details or second not in details:
+        return "the engine"
+    a, b = details[first], details[second]
+    if (a["flags"], a["environment"]) != (b["flags"], b["environment"]):
+        return "what the plan varies"
+    if a["engine"] != b["engine"]:
+        tuned = tuned_fields(comparison, first, second)
+        return "the engine and its knobs" if tuned else "the engine"
+    return "the order" if comparison.plan["null"] else "the launcher"
+
+
+def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fact]:
+    """Compare what complete runs of one case at one number of workers say of themselves, block by
+    block. ValueError if they are of several.
+
+    What differs between blocks only (the seed, and all that follows from it) is meant to; so is
+    what differs between configurations that are not judged against each other.
+    """
+    blocks: dict[int, list[RunRecord]] = {}
+    for run in sorted(runs, key=lambda run: run.block):
+        blocks.setdefault(run.block, []).append(run)
+    told = {run.folder: facts_of(run) for members in blocks.values() for run in members}
+    cells = {(run.case, run.workers) for members in blocks.values() for run in members}
+    if not cells:
+        return []
+    if len(cells) > 1:
+        raise ValueError(f"runs of several cases or numbers of workers: {sorted(cells)}")
+    case, workers = cells.pop()
+    varied = {pair: varied_fields(comparison, *pair) for pair in comparison.pairs}
+    compared = []
+    for field in dict.fromkeys(field for facts in told.values() for field in facts):
+        values = {}
+        for block, members in blocks.items():
+            values[block] = {
+                run.configuration: told[run.folder].get(field, (ABSENT, False))[0]
+                for run in members
+                if field in told[run.folder] or field not in EQUAL_WHERE_USED
+            }
+        values = {block: by_name for block, by_name in values.items() if by_name}
+        firsts = {block: next(iter(by_name.values())) for block, by_name in values.items()}
+        unequal = tuple(
+            block
+            for block, by_name in values.items()
+            if any(value != firsts[block] for value in by_name.values())
+        )
+        is_varied = all(
+            field in fields or by_name.get(first) == by_name.get(second)
+            for (first, second), fields in varied.items()
+            for by_name in values.values()
+            if first in by_name and second in by_name
+        )
+        if field in START and is_varied:
+            continue  # the labels tell it
+        shown = unequal[0] if unequal else min(values)
+        compared.append(
+            Fact(
+                field=field,
+                case=case,
+                workers=workers,
+                is_flag=all(facts[field][1] for facts in told.values() if field in facts),
+                is_varied=bool(unequal) and is_varied,
+                unequal_blocks=unequal,
+                values=tuple(values[shown].items()),
+                varies_over_blocks=any(one != firsts[min(firsts)] for one in firsts.values()),
+            )
+        )
+    return compared
+
+
+def difference_text(fact: Fact) -> str:
+    """Say in what runs differ: the field, each configuration's value, and in which blocks."""
+    values = ", ".join(f"{short(value)} ({name})" for name, value in fact.values)
+    blocks = ", ".join(map(str, fact.unequal_blocks))
+    return f"{fact.field}: {values}; block{'' if len(fact.unequal_blocks) == 1 else 's'} {blocks}"

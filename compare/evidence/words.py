@@ -1,0 +1,86 @@
+"""Findings in words: numbers, names of runs and of configurations."""
+
+import math
+from typing import Any
+
+from compare.evidence.paired import Estimate
+from compare.evidence.records import Comparison, RunRecord
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def three_digits(value: float) -> str:
+    """Print a positive number with at least three digits, zeros at the end included, so that a
+    column of like numbers stands in line."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def loss_text(loss: float | None) -> str:
+    if loss is None:
+        return "–"
+    return f"{loss:.4f}" if loss < 1000 else f"{loss:.2e}"  # of a training that diverged
+
+
+def short(value: Any) -> str:
+    """Print a value; of a digest, its first 12 digits."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(short(part) for part in value) or "none"
+    if isinstance(value, str) and len(value) == 64 and not value.strip("0123456789abcdef"):
+        return f"{value[:12]}…"
+    return str(value)
+
+
+def digits(estimate: Estimate) -> int:
+    """Return the decimals to print: enough that a narrow interval does not round away."""
+    if estimate.low is None or estimate.high is None:
+        return 2
+    return 3 if min(estimate.high - estimate.low, abs(estimate.ratio - 1)) < 0.05 else 2
+
+
+def ratio_text(estimate: Estimate) -> str:
+    return f"{estimate.ratio:.{digits(estimate)}f}"
+
+
+def interval_text(estimate: Estimate) -> str:
+    places = digits(estimate)
+    return f"95 % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
+
+
+def run_text(run: RunRecord) -> str:
+    """Name a run in a message."""
+    block = f"block {run.block}" if run.block else "phases"
+    case = f"{run.case}, " if run.case else ""
+    return f"{block}, {case}{run.configuration}, {count(run.workers, 'worker')}"
+
+
+def label_of(comparison: Comparison, configuration: str) -> str:
+    """Name a configuration by what its complete runs used, and by its own flags and variables; by
+    its own name if the runs used different things, or if another one has the same label."""
+    names = comparison.plan["configurations"]
+    labels = {name: used_and_set(comparison, name) for name in names}
+    label = labels[configuration]
+    namesakes = [name for name in names if labels[name] == label]
+    if len(namesakes) == 1:
+        return label
+    if comparison.plan["null"] and len(namesakes) == 2:
+        return label if configuration == namesakes[0] else f"{label}, again"
+    return f"{label} as {configuration}"
+
+
+def used_and_set(comparison: Comparison, configuration: str) -> str:
+    """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph"."""
+    labels = {run.label for run in comparison.complete if run.configuration == configuration}
+    if len(labels) != 1:
+        return configuration
+    details = comparison.plan["configuration_details"].get(configuration, {})
+    own = [*details.get("flags", ())]
+    if "--knobs" not in own:  # but for all configurations: a reader must know that it was tuned
+        runs = [run for run in comparison.complete if run.configuration == configuration]
+        files = {run.config.knobs for run in runs if run.config.knobs}
+        own += [f"--knobs {name}" for name in sorted(files)]
+    own += [f"{name}={value}" for name, value in details.get("environment", {}).items()]
+    return f"{labels.pop()} with {' '.join(own)}" if own else labels.pop()
