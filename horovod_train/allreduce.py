@@ -10,16 +10,11 @@ from importlib import metadata
 
 import torch
 
+from horovod_train.engine import hvd, refuse_lone_copies
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
-from recipe.errors import UserError, fail, one_message
+from recipe.errors import one_message
 from recipe.watch import keep_watch
-from recipe.world import World, lone_copy_message, prepare_mpi, read_world
-
-try:
-    import horovod.torch as hvd
-except ImportError as error:
-    build = "python horovod_train/build_horovod.py"
-    fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
+from recipe.world import World, prepare_mpi, read_world
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
@@ -45,8 +40,7 @@ def main(options: Options, world: World) -> None:
     device = pick_device(options, world)
     prepare_mpi(world)
     hvd.init()
-    if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
-        raise UserError(message)
+    refuse_lone_copies(world)
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

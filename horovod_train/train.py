@@ -2,14 +2,14 @@
 
     horovodrun -np 8 -H node0:4,node1:4 python horovod_train/train.py --data IMAGENET
 
-Its twin is ddp_train/train.py: `diff horovod_train/train.py ddp_train/train.py` shows all
-that the two engines ask for differently. What knows no engine is in recipe/.
+`diff horovod_train/train.py ddp_train/train.py` shows all that the two engines ask for
+differently. What knows no engine is in recipe/.
 """
 
 from recipe.config import Config, parse_args
-from recipe.errors import UserError, fail, one_message
+from recipe.errors import one_message
 from recipe.watch import keep_watch
-from recipe.world import World, prepare_mpi, lone_copy_message, read_world
+from recipe.world import World, read_world
 
 ENGINE = "horovod"
 
@@ -19,31 +19,30 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     keep_watch(world, config.stall_timeout)
 
 import math
-import os
 import sys
 
 import torch
 from torch import nn
 
-try:
-    import horovod.torch as hvd
-except ImportError as error:
-    build = "python horovod_train/build_horovod.py"
-    fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
-
-from recipe.training.agreement import check_same_training, check_same_weights, facts_of
-from recipe.record.checkpoint import Trainables, keep_checkpoint, load_weights, resume
+from horovod_train.engine import hvd, prepare, transport_of
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
+from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
 from recipe.record.environment import describe, fingerprint, summarize, usage_row
-from recipe.training.metrics import batch_sums
+from recipe.record.meter import StepMeter
+from recipe.record.probes import StepProfiler, write_trace
+from recipe.record.recorder import Recorder
+from recipe.record.resume import resume
+from recipe.record.run_folder import open_run_folder, stop_is_asked
+from recipe.record.weights import load_weights
+from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.metrics import batch_sums, check_evaluations, check_steps
 from recipe.training.model import autocast, build_ema, build_model, build_optimizer, build_scaler
 from recipe.training.model import replace_batch_norm, seed_step
 from recipe.training.phases import exchanges_gradients
-from recipe.record.recorder import Recorder
-from recipe.record.run_folder import open_run_folder
 from recipe.training.schedule import learning_rate
+from recipe.training.state import Trainables
 from recipe.training.validation import align_batch_norm, validate
 from recipe.training.wire_format import settle_wire_format
 
@@ -54,21 +53,9 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    prepare_mpi(world)
-    if config.profile_steps:
-        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
-    if config.deterministic:
-        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused is a matter of timing
+    prepare(config, world)
     hvd.init()
-    if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
-        raise UserError(message)
-    if config.use_adasum and not hvd.mpi_enabled():
-        raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")
-    transport = "MPI" if hvd.mpi_enabled() else "Gloo"
-    if device.type == "cuda" and hvd.nccl_built():
-        transport = "NCCL"
-    elif device.type == "cuda" and world.is_first:
-        print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
+    transport = transport_of(config, world, device)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, in the memory where they are."""
@@ -93,16 +80,14 @@ def main(config: Config, world: World) -> None:
     if config.batch_norm == "sync":
         model = replace_batch_norm(model, hvd.SyncBatchNorm)
     scaler = build_scaler(config, device)
-    # Each worker adds its batch to the global one: the linear scaling rule. Adasum makes up for the
-    # others' batches by itself, but for those that NCCL averages within a host first.
+    # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
-    if config.use_adasum:
+    if config.use_adasum:  # makes up for the others' batches, but for those NCCL averages first
         lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
     predivide = config.gradient_predivide_factor or world.size  # as DDP: it keeps fp16 finite
 
     def distribute(model: nn.Module, config: Config) -> tuple:
-        """Network and optimizer, with rank 0's weights. During backward gradients are averaged,
-        fused as they get ready: divided by predivide, summed, divided by the rest."""
+        """Network and optimizer, with rank 0's weights; gradients are averaged during backward."""
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         return model, hvd.DistributedOptimizer(
             build_optimizer(model, config),
@@ -121,24 +106,30 @@ def main(config: Config, world: World) -> None:
     parts = Trainables(model, optimizer, scaler, ema)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, data, folder, from_rank_0)
-    recorder = Recorder(config, world, device, data, folder, progress, workers)
-    recorder.profiler.timeline = hvd.start_timeline, hvd.stop_timeline
-    recorder.begin(
-        describe(world, ENGINE, transport, device, threads, cores),
-        fingerprint(config, world, data, model, device, threads, lr_scale),
-    )
+    first_step, start = progress.step, progress.samples_seen
+    environment = describe(world, ENGINE, transport, device, threads, cores)
+    work = fingerprint(config, world, data, model, device, threads, lr_scale)
+    recorder = Recorder(config, world, data, folder, progress, environment)
+    meter = StepMeter(config, world, device, data, progress, workers)
+    profiler = StepProfiler(config, world, folder, first_step)
+    profiler.timeline = hvd.start_timeline, hvd.stop_timeline
 
-    collectives = sum_over_ranks, from_rank_0
-    validation = parts, recorder, device, workers, *collectives
+    def validate_all(epoch: int) -> dict[str, float]:
+        """The figures of the better of model and moving average, on all validation images."""
+        meter.energy.stop()
+        collectives = sum_over_ranks, from_rank_0
+        evaluations = validate(parts, config, world, data, device, workers, *collectives)
+        check_evaluations(evaluations, progress.step, config, first_step)
+        progress.train_seconds = meter.train_seconds
+        return recorder.write_evaluations(epoch, evaluations)
 
     # -- Training ----------------------------------------------------------------------------------
     step_samples = samples_per_step(config, world)
-    start = progress.samples_seen
-    stop = start + step_samples * remaining_steps(config, world, data, progress.step, start)
-    batches = training_batches(data, config, world, device, workers, start, stop, recorder.input)
+    stop = start + step_samples * remaining_steps(config, world, data, first_step, start)
+    batches = training_batches(data, config, world, device, workers, start, stop, meter.input)
     finished, stopped = start == stop, False
-    figures = validate(start // data.num_train, *validation) if finished else {}
-    recorder.start_clock()
+    figures = validate_all(start // data.num_train) if finished else {}
+    meter.start()
     network.train()
     while not finished and not stopped:
         seed_step(config, progress.step, world.rank)
@@ -146,6 +137,7 @@ def main(config: Config, world: World) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
+        # Each lap ends a phase of the step: data, forward, backward, optimizer.
         exchange = exchanges_gradients(config, progress.step)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         if config.ablation_steps:
@@ -153,54 +145,65 @@ def main(config: Config, world: World) -> None:
             optimizer.set_backward_passes_per_step(passes)
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
-            recorder.lap("data")
+            meter.lap("data")
             # Gradients add up on each rank; the optimizer counts backward passes before it sends.
             with autocast(config, device):
                 outputs = network(images)
                 loss = criterion(outputs, targets)
             sums += batch_sums(outputs, targets, loss)
-            recorder.lap("forward")
+            meter.lap("forward")
             scaler.scale(loss / config.batches_per_allreduce).backward()
-            recorder.lap("backward")
+            meter.lap("backward")
 
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
         elif exchange:
             optimizer.synchronize()  # the averages, before they are unscaled and clipped
-            recorder.lap("backward")
+            meter.lap("backward")
             scaler.unscale_(optimizer)
             if config.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
-        recorder.trace(model, loss)
+        write_trace(config, world, folder, progress.step + 1, model, loss)
         model.zero_grad()
         if ema is not None:
             ema.update_parameters(model)
+        meter.lap("optimizer")
 
+        # -- The step is done: what its end entails ------------------------------------------------
         epoch = progress.samples_seen // data.num_train
-        progress.step += 1
-        progress.samples_seen += step_samples
-        recorder.step(sums, rate)
+        progress.end_step(step_samples, meter.train_seconds)
+        meter.end_step(sums, rate)
+        profiler.end_step(progress.step)
+        recorder.show_step()
+        finish_checkpoint(timeout=0)  # if the last one could not be written, that is an error now
         epoch_ended = progress.samples_seen // data.num_train > epoch
         finished = progress.samples_seen >= stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
         if save or progress.step % config.log_interval == 0:
-            stopped = recorder.write_steps(sum_over_ranks(recorder.pending_sums()))
+            steps = meter.take_steps(sum_over_ranks)
+            recorder.write_steps(steps)
+            check_steps(steps, first_step)
+            stopped = stop_is_asked(folder, world, from_rank_0)
+        if epoch_ended:
+            recorder.write_epoch(epoch)
         if epoch_ended or finished:
-            recorder.end_epoch(epoch, complete=epoch_ended)
-            figures = validate(epoch, *validation)
+            figures = validate_all(epoch)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
-            align_batch_norm(model, config, world, *collectives)
+            align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
             check_same_weights(model, progress.step, world, sum_over_ranks)
-            keep_checkpoint(parts, progress, config, world, data, folder, figures, sum_over_ranks)
-        recorder.restart_clock()
+            is_best = progress.take_best(figures)
+            keep_checkpoint(parts, progress, config, world, data, folder, is_best, sum_over_ranks)
+        meter.restart()
 
+    finish_checkpoint()
+    profiler.close(recorder.say)
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(recorder, model, device)))
-        recorder.close(summarize(recorder, figures, usage, model))
+        usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
+        recorder.close(summarize(environment, work, meter, figures, usage, model))
     else:
         recorder.stop()
     hvd.shutdown()

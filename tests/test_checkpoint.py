@@ -25,24 +25,19 @@ from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.files import partial_name
-from recipe.record import checkpoint
+from recipe.record import resume as resuming
 from recipe.record.checkpoint import (
-    Progress,
-    Trainables,
     checkpoints_in,
     contents_of,
-    find_checkpoint,
     finish_checkpoint,
     keep_checkpoint,
-    load_on_all_ranks,
-    load_weights,
-    restore,
-    resume,
     save_checkpoint,
-    set_aside,
     step_path,
 )
+from recipe.record.resume import find_checkpoint, load_on_all_ranks, restore, resume, set_aside
+from recipe.record.weights import load_weights
 from recipe.training.model import build_ema, build_optimizer, build_scaler
+from recipe.training.state import Progress, Trainables
 
 CONFIG = a_config(precision="fp16", model_ema=True, name="run", arch="tiny")
 DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)
@@ -168,9 +163,9 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 
 def keep(folder: Path, step: int, top1: float | None, progress: Progress, **others: Any) -> None:
     progress.step, progress.samples_seen = step, 4 * step
-    figures = {} if top1 is None else {"top1": top1}
+    is_best = progress.take_best({} if top1 is None else {"top1": top1})
     config = replace(CONFIG, **others)
-    keep_checkpoint(trainables(), progress, config, a_world(), DATA, folder, figures, same)
+    keep_checkpoint(trainables(), progress, config, a_world(), DATA, folder, is_best, same)
     finish_checkpoint()
 
 
@@ -199,7 +194,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(torch, "save", late)
     parts, progress = trainables(steps=2), Progress(2, 8)
     before = everything(parts)
-    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, {}, same)
+    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, False, same)
     train(parts, 3)
     progress.step = 5
     assert everything(parts) != before and steps_of(tmp_path) == []
@@ -222,7 +217,9 @@ def test_a_checkpoint_that_could_not_be_written_is_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)
-        keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, {}, same)
+        keep_checkpoint(
+            trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, False, same
+        )
         with pytest.raises(UserError, match=r"step-000000002.pt: .*written \(disk full\)"):
             if then == "next":
                 keep_checkpoint(
@@ -243,7 +240,7 @@ def test_a_failed_write_is_told_without_waiting_for_the_next(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fails_late)
-    keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, {}, same)
+    keep_checkpoint(trainables(), Progress(step=2), CONFIG, a_world(), DATA, tmp_path, False, same)
     assert not finish_checkpoint(timeout=0)  # nothing to tell yet, and no waiting
     may_fail.set()
     with pytest.raises(UserError, match="No space left on device"):
@@ -287,7 +284,7 @@ def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: 
             model = parts.model if part == "model" else parts.ema.module
             model.head.bias[1] = value
     progress.step, progress.samples_seen = 20, 80
-    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, {"top1": 60.0}, same)
+    keep_checkpoint(parts, progress, CONFIG, a_world(), DATA, tmp_path, True, same)
     with pytest.raises(UserError, match=rf"000020.pt: was not written, for {part}\..* not finite"):
         finish_checkpoint()
     assert everything_in(tmp_path) == before
@@ -338,11 +335,9 @@ def test_keep_none(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    progress = Progress(step=10)
-    world = a_world(1, 2)
-    keep_checkpoint(trainables(), progress, CONFIG, world, DATA, tmp_path, {"top1": 50.0}, same)
+    progress, world = Progress(step=10), a_world(1, 2)
+    keep_checkpoint(trainables(), progress, CONFIG, world, DATA, tmp_path, True, same)
     assert os.listdir(tmp_path) == []
-    assert progress.best_top1 == 50.0  # the same on all ranks
 
 
 @pytest.mark.parametrize("best_at", [10, 40])
@@ -478,7 +473,7 @@ def test_what_cannot_be_read_is_not_damaged(
     if place == "file":
         monkeypatch.setattr(zipfile, "ZipFile", unreadable)
     elif place == "file, later":  # it was whole a moment ago
-        monkeypatch.setattr(checkpoint, "_read", unreadable)
+        monkeypatch.setattr(resuming, "read_file", unreadable)
     elif number != errno.ENOENT:  # a folder that is not there is a run that has not begun
         monkeypatch.setattr(os, "listdir", unreadable)
     else:
@@ -508,7 +503,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path / "c.pt"
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    if not checkpoint._is_whole(path):
+    if not resuming._is_whole(path):
         with pytest.raises(UserError, match="is damaged"):
             find_checkpoint(replace(CONFIG, resume=str(path)), tmp_path)
     if path.stat().st_size:
@@ -520,7 +515,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
 
 def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 reads; nothing but bytes, in pieces, and their number is sent."""
-    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(resuming, "PIECE_BYTES", 1000)
     save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     sent: list[torch.Tensor] = []
 
@@ -667,7 +662,7 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
 
         progress = Progress(3, 24)
         world = a_world(rank, 2)
-        keep_checkpoint(ranks[rank], progress, config, world, DATA, tmp_path, {}, summed)
+        keep_checkpoint(ranks[rank], progress, config, world, DATA, tmp_path, False, summed)
         assert next(turns, None) is None
     finish_checkpoint()
     (path,) = checkpoints_in(tmp_path / "checkpoints")

@@ -157,28 +157,27 @@ def test_weights_sha256_of_any_layout_and_format() -> None:
     assert weights_sha256(model.bfloat16()) != first
 
 
-# What `summarize` and `usage_row` ask a Recorder for.
-RECORDER: Any = SimpleNamespace(
+# What `summarize` and `usage_row` ask a StepMeter for.
+METER: Any = SimpleNamespace(
     cpu_seconds_before=0.0,
     first_samples_seen=100,
     images_per_second=8.0,
     step_seconds=50.0,
     train_seconds=60.0,
-    fingerprint={"seed": 42},
-    environment={
-        "engine": "ddp",
-        "launcher": "torchrun",
-        "transport": "Gloo",
-        "world_size": 2,
-        "threads": 1,
-        "rank_hosts": ["here", "there"],
-    },
     phases=PhaseSums(),
     input=None,
     energy=open_energy_meter(CPU, local_rank=1),
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
     data=SimpleNamespace(num_train=150, suspects=[]),
 )
+RAN_ON = {
+    "engine": "ddp",
+    "launcher": "torchrun",
+    "transport": "Gloo",
+    "world_size": 2,
+    "threads": 1,
+    "rank_hosts": ["here", "there"],
+}
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 
@@ -191,7 +190,7 @@ def usage_of(*rows: tuple[float, float, float]) -> torch.Tensor:
 
 def test_summary() -> None:
     usage = usage_of((7, 10.0, 1000), (7, 30.0, 3000))
-    summary = summarize(RECORDER, FIGURES, usage, TinyNet())
+    summary = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
     assert (summary["engine"], summary["launcher"], summary["world_size"]) == ("ddp", "torchrun", 2)
     assert (summary["epochs"], summary["steps"], summary["samples_seen"]) == (2.0, 25, 300)
     assert summary["cpu_seconds"] == 40
@@ -211,32 +210,37 @@ def test_summary() -> None:
     }
     assert set(summary["energy"].values()) == {None}
     assert summary["suspect_images"] == {"count": 4, "names": []}
-    assert summarize(RECORDER, {**FIGURES, "top1": 30.0}, usage, TinyNet())["best_top1"] == 40.0
+    assert (
+        summarize(RAN_ON, {"seed": 42}, METER, {**FIGURES, "top1": 30.0}, usage, TinyNet())[
+            "best_top1"
+        ]
+        == 40.0
+    )
     assert json.loads(json.dumps(summary)) == summary
-    not_evaluated = summarize(RECORDER, {}, usage, TinyNet())
+    not_evaluated = summarize(RAN_ON, {"seed": 42}, METER, {}, usage, TinyNet())
     assert {not_evaluated[name] for name in ("loss", "top1", "top5", "best_top1")} == {None}
 
 
 def test_ranks_that_drifted_apart() -> None:
     usage = usage_of((7, 10.0, 1000), (8, 30.0, 3000))
     with pytest.raises(RuntimeError, match="different weights"):
-        summarize(RECORDER, FIGURES, usage, TinyNet())
+        summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
 
 
 def test_usage_tells_weights_apart() -> None:
     torch.manual_seed(0)
     model = TinyNet()
-    digest, used, memory, *rest = usage_row(RECORDER, model, CPU).tolist()
+    digest, used, memory, *rest = usage_row(METER, model, CPU).tolist()
     assert len(rest) == usage_of((0, 0, 0)).shape[1] - 3
     assert used > 0
     assert memory > 1e6
     assert digest == int(digest) < 2**48
     # BatchNorm's statistics may differ between ranks: --batch-norm says what is done about them.
     model.norm.running_mean += 1  # type: ignore[operator]
-    assert usage_row(RECORDER, model, CPU)[0] == digest
+    assert usage_row(METER, model, CPU)[0] == digest
     with torch.no_grad():
         model.head.bias[0] += 1
-    assert usage_row(RECORDER, model, CPU)[0] != digest
+    assert usage_row(METER, model, CPU)[0] != digest
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:

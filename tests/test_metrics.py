@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
+from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.training.metrics import batch_sums, evaluate, means
 from recipe.training.validation import validate
@@ -121,13 +122,11 @@ def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
 def test_synthetic_data_is_evaluated_only_when_asked() -> None:
     config = a_config(data="synthetic", synthetic_images=10, batch_norm="sync", val_crop_size=8)
     parts = SimpleNamespace(model=TinyNet(1000), ema=None)
-    recorder = SimpleNamespace(
-        config=config, world=a_world(), data=open_data(config), evaluation=lambda *_: {"top1": 0.0}
-    )
 
-    def validated() -> dict[str, float]:
-        return validate(0, parts, recorder, CPU, 0, lambda sums: sums, lambda values: values)
+    def validated(config: Config) -> list[str]:
+        collectives = [lambda values: values] * 2
+        data = open_data(config)
+        return [e.weights for e in validate(parts, config, a_world(), data, CPU, 0, *collectives)]
 
-    assert validated() == {}
-    recorder.config = replace(config, desired_acc=75.0)
-    assert validated() == {"top1": 0.0}
+    assert validated(config) == []
+    assert validated(replace(config, desired_acc=75.0)) == ["model"]

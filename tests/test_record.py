@@ -17,10 +17,17 @@ from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.record import checkpoint
+from recipe.record import meter as measuring
 from recipe.record import recorder as record
-from recipe.record.checkpoint import Progress
+from recipe.record.checkpoint import finish_checkpoint
+from recipe.record.meter import StepMeter
+from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
+from recipe.record.resume import take_over
+from recipe.record.run_folder import stop_is_asked
+from recipe.training.metrics import Evaluation, check_evaluations, check_steps
 from recipe.training.phases import WARM_UP_STEPS
+from recipe.training.state import Progress
 from recipe.world import World
 
 NUM_TRAIN = 20  # five steps an epoch
@@ -52,7 +59,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     it = Clock()
-    monkeypatch.setattr(record.time, "perf_counter", it)
+    monkeypatch.setattr(measuring.time, "perf_counter", it)
     return it
 
 
@@ -67,34 +74,47 @@ class Session:
         config: Config = CONFIG,
         world: World | None = None,
     ) -> None:
-        self.clock, self.progress = clock, progress or Progress()
+        self.clock, self.progress, self.config = clock, progress or Progress(), config
         self.world = world or a_world()
         self.per_step = config.batch_size * config.batches_per_allreduce * self.world.size
-        self.recorder = Recorder(config, self.world, CPU, DATA, folder, self.progress, workers=0)
-        self.recorder.begin(ENVIRONMENT, {"seed": 42})
-        self.recorder.start_clock()
+        if self.world.is_first:
+            take_over(folder, config, self.progress)
+        self.first_step = self.progress.step
+        self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
+        self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
+        self.meter.start()
 
     def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
         for _ in range(count):
             self.clock.now += seconds / 4
-            self.recorder.lap("data")
+            self.meter.lap("data")
             self.clock.now += 3 * seconds / 4
             epoch = self.progress.samples_seen // NUM_TRAIN
-            self.progress.step += 1
-            self.progress.samples_seen += self.per_step
             # A loss that is another in each step, so that a lost or repeated one would show.
-            sums = torch.tensor([loss + self.progress.step, 0.25, 0.5, 1.0]) * self.per_step
-            self.recorder.step(sums.double(), 0.1)
-            self.recorder.write_steps(self.recorder.pending_sums())
+            sums = torch.tensor([loss + self.progress.step + 1, 0.25, 0.5, 1.0]) * self.per_step
+            self.end_step(sums.double())
+            self.write()
             if self.progress.samples_seen // NUM_TRAIN > epoch:
-                self.recorder.end_epoch(epoch, complete=True)
+                self.recorder.write_epoch(epoch)
                 self.evaluate(epoch)
+
+    def end_step(self, sums: torch.Tensor) -> None:
+        self.meter.lap("optimizer")
+        self.progress.end_step(self.per_step, self.meter.train_seconds)
+        self.meter.end_step(sums, 0.1)
+        self.recorder.show_step()
+
+    def write(self) -> None:
+        steps = self.meter.take_steps(lambda sums: sums)
+        self.recorder.write_steps(steps)
+        check_steps(steps, self.first_step)
 
     def evaluate(self, epoch: int, seconds: float = 2.0) -> dict[str, float]:
         self.clock.now += seconds
         sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
-        figures = self.recorder.evaluation(epoch, sums, seconds)
-        self.recorder.restart_clock()
+        self.progress.train_seconds = self.meter.train_seconds
+        figures = self.recorder.write_evaluations(epoch, [Evaluation("model", sums, seconds)])
+        self.meter.restart()
         return figures
 
 
@@ -160,24 +180,24 @@ def test_only_rank_0_writes_and_talks(
 def test_throughput_without_warm_up_and_evaluation(tmp_path: Path, clock: Clock) -> None:
     session = Session(tmp_path / "run", clock)
     session.steps(WARM_UP_STEPS, seconds=100.0)
-    assert session.recorder.images_per_second is None
+    assert session.meter.images_per_second is None
     session.steps(6)  # with an evaluation of 2 s among them
-    assert session.recorder.images_per_second == 8.0
-    assert session.recorder.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
+    assert session.meter.images_per_second == 8.0
+    assert session.meter.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
 
 
 def test_resumed_session_warms_up_anew(tmp_path: Path, clock: Clock) -> None:
     session = Session(tmp_path / "run", clock, Progress(step=7, samples_seen=28))
     session.steps(WARM_UP_STEPS, seconds=100.0)
     session.steps(1)
-    assert session.recorder.images_per_second == 8.0
+    assert session.meter.images_per_second == 8.0
 
 
 def test_throughput_counts_all_ranks_and_accumulated_batches(tmp_path: Path, clock: Clock) -> None:
     config = replace(CONFIG, batches_per_allreduce=3)
     session = Session(tmp_path / "run", clock, config=config, world=a_world(0, 2))
     session.steps(WARM_UP_STEPS + 1)
-    assert session.recorder.images_per_second == 4 * 3 * 2 / 0.5
+    assert session.meter.images_per_second == 4 * 3 * 2 / 0.5
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -189,18 +209,13 @@ def test_loss_that_is_not_finite(loss: float, tmp_path: Path, clock: Clock) -> N
     assert len(lines(tmp_path / "run", "step")) == 2
 
 
-def test_an_evaluation_that_is_not_finite(tmp_path: Path, clock: Clock) -> None:
+def test_an_evaluation_that_is_not_finite() -> None:
     """The last step may have broken the weights, after its own loss."""
-    session = Session(tmp_path / "run", clock)
-    session.steps(4)
-    sums = torch.tensor([math.nan, 0.0, 0.0, 8.0], dtype=torch.float64)
+    broken = [Evaluation("model", torch.tensor([math.nan, 0.0, 0.0, 8.0]), 1.0)]
     with pytest.raises(UserError, match="validation loss is nan after step 4: training has diverg"):
-        session.recorder.evaluation(0, sums, 1.0)
-    assert lines(tmp_path / "run", "eval") == []
-    config = replace(CONFIG, evaluate=True)
-    evaluation = Session(tmp_path / "other", clock, Progress(4, 16), config)
+        check_evaluations(broken, 4, CONFIG, first_step=0)
     with pytest.raises(UserError, match="weights that it began with are no good"):
-        evaluation.recorder.evaluation(0, sums, 1.0)
+        check_evaluations(broken, 4, replace(CONFIG, evaluate=True), first_step=4)
 
 
 def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock) -> None:
@@ -228,7 +243,7 @@ def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: 
             getattr(recorder, part).file = full.buffer
         elif part == "trace":
             (tmp_path / "run/trace").touch()
-            recorder.trace(TinyNet(), torch.zeros(()))
+            write_trace(config, a_world(), tmp_path / "run", 5, TinyNet(), torch.zeros(()))
         elif part == "summary":
             (tmp_path / "run/summary.json").mkdir()
         session.steps(1)
@@ -256,19 +271,19 @@ def test_a_file_asks_rank_0_alone_to_stop(
     """Only rank 0 looks, so that a file system that shows the file late to some cannot split the
     ranks; the others learn of it from the sum."""
     sessions = [Session(tmp_path / "run", clock, world=a_world(rank, 2)) for rank in range(2)]
-    zeros = torch.zeros(4, dtype=torch.float64)
-    told = []
     for is_asked in (False, True):
         if is_asked:
             (tmp_path / "run" / "stop").touch()
+        from_rank_0: list[torch.Tensor] = []
         for session in sessions:
-            clock.now += 0.5
-            session.progress.step += 1
-            session.recorder.step(zeros + 4.0, 0.1)
-        total = sum(session.recorder.pending_sums() for session in sessions)
-        told.append([session.recorder.write_steps(total) for session in sessions])
-    assert told == [[False, False], [True, True]]
-    assert len(lines(tmp_path / "run", "step")) == 2
+
+            def broadcast(values: torch.Tensor, kept: list[torch.Tensor] = from_rank_0) -> Any:
+                kept.append(values)
+                return kept[0]
+
+            session.steps(1)
+            assert stop_is_asked(tmp_path / "run", session.world, broadcast) == is_asked
+        assert from_rank_0[1] == 0
     for session in sessions:
         session.recorder.stop()
     assert capsys.readouterr().out.count("stopped after step 2") == 1
@@ -404,16 +419,14 @@ def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: Clock) -> 
     assert progress.best_top1 < 0, "the next evaluation is the best that is left"
 
 
-def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_failed_is_an_error_as_soon_as_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session = Session(tmp_path / "run", clock)
-    session.steps(1)
     failed: Future[None] = Future()
     failed.set_exception(UserError("the disk is full"))
     monkeypatch.setattr(checkpoint, "UNFINISHED", [(failed, lambda: None)])
     with pytest.raises(UserError, match="the disk is full"):
-        session.steps(1)
+        finish_checkpoint(timeout=0)
 
 
 def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
@@ -511,12 +524,9 @@ def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: Clock) -> No
     session = Session(tmp_path / "run", clock)
     for _ in range(3):
         clock.now += 0.5
-        session.recorder.lap("data")
-        session.progress.step += 1
-        session.progress.samples_seen += 4
-        sums = torch.tensor([4.0 * session.progress.step, 2, 4, 4], dtype=torch.float64)
-        session.recorder.step(sums, 0.1)
-    session.recorder.write_steps(session.recorder.pending_sums())
+        sums = torch.tensor([4.0 * (session.progress.step + 1), 2, 4, 4], dtype=torch.float64)
+        session.end_step(sums)
+    session.write()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "steps")).Reload()
     values = {
         tag: [(p.step, p.value) for p in events.Scalars(tag)]
@@ -536,40 +546,62 @@ def test_hyper_parameters(board: EventAccumulator) -> None:
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> None:
     session = Session(tmp_path / "run", clock)
     sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
-    session.recorder.evaluation(0, sums, 1.0, "model")
-    session.recorder.evaluation(0, sums, 1.0, "ema")
-    assert [line["weights"] for line in lines(tmp_path / "run", "eval")] == ["model", "ema"]
+    session.progress.train_seconds = 10.0
+    better = sums + torch.tensor([0, 1, 0, 0])
+    figures = session.recorder.write_evaluations(
+        0, [Evaluation("model", sums, 1.0), Evaluation("ema", better, 2.0)]
+    )
+    assert figures["top1"] == 62.5
+    written = lines(tmp_path / "run", "eval")
+    assert [line["weights"] for line in written] == ["model", "ema"]
+    assert [line["train_seconds_so_far"] for line in written] == [8.0, 10.0]
 
 
-def test_incomplete_epoch_has_no_figures(tmp_path: Path, clock: Clock) -> None:
+def test_a_step_s_end_is_called_out(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For benchmarks, whose waiting there is no part of the next step."""
+    ended: list[int] = []
+
+    def wait(step: int) -> None:
+        ended.append(step)
+        clock.now += 1000
+
     session = Session(tmp_path / "run", clock)
     session.steps(3)
-    session.recorder.end_epoch(0, complete=False)
-    assert lines(tmp_path / "run", "epoch") == []
+    monkeypatch.setattr(measuring, "AT_STEP_END", [wait])
+    session.meter.restart()
+    session.steps(1)
+    assert ended == [3]
+    assert lines(tmp_path / "run", "step")[-1]["seconds"] == 0.5
 
 
 def test_progress_bar_only_on_a_terminal(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Session(tmp_path / "a", clock).recorder.bar is None
+    session = Session(tmp_path / "a", clock)
+    session.steps(1)
+    assert session.recorder.bar is None
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
     session = Session(tmp_path / "b", clock)
+    session.steps(2)
     assert session.recorder.bar is not None
     assert session.recorder.bar.total == 15
-    session.steps(2)
     assert session.recorder.bar.n == 2
     session.recorder.close(SUMMARY)
-    assert Session(tmp_path / "c", clock, world=a_world(1, 2)).recorder.bar is None
+    session = Session(tmp_path / "c", clock, world=a_world(1, 2))
+    session.steps(1)
+    assert session.recorder.bar is None
 
 
 def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock: Clock) -> None:
     session = Session(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
     session.steps(8)
-    assert session.recorder.images_per_second is None  # steps 6 to 8 were without
+    assert session.meter.images_per_second is None  # steps 6 to 8 were without
     session.steps(1, seconds=100.0)  # the first of a stretch
     session.steps(3)
     session.steps(3, seconds=100.0)  # without again
-    assert session.recorder.images_per_second == 8.0
-    assert session.recorder.phases.means().steps == 3
+    assert session.meter.images_per_second == 8.0
+    assert session.meter.phases.means().steps == 3
     exchanged = [line["exchanged"] for line in lines(tmp_path / "run", "step")]
     assert exchanged[:12] == [True] * 4 + [False] * 4 + [True] * 4

@@ -2,15 +2,16 @@
 
     python benchmarks/harness/take_turns.py --socket PATH --side NAME --warm-up 3 -- SCRIPT ...
 
-Started by the benchmarks, under the script's own launcher, once for each rank. Of the trainers it
-catches the end of each pass through the loop of training, `Recorder.restart_clock`: whatever a step
-entails, be it a line of the record or a checkpoint, is inside a turn. Other scripts call
-`benchmarks.harness.turns.step_ended` themselves.
+Started by the benchmarks, under the script's own launcher, once for each rank. The trainers call
+`recipe.record.meter.AT_STEP_END` at the end of each step: whatever it entails, be it a line of the
+record or a checkpoint, is inside a turn. Other scripts call `benchmarks.harness.turns.step_ended`
+themselves.
 """
 
 import argparse
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,42 +47,35 @@ def main() -> None:
 
 def catch_steps() -> None:
     """Have the trainer's steps counted; the waiting stays out of its own clocks."""
-    from recipe.record.recorder import Recorder
+    from recipe.record import meter
 
-    restart_clock = Recorder.restart_clock
+    meter.AT_STEP_END.append(lambda step: turns.step_ended())
 
-    def end_step(recorder: Recorder) -> None:
+
+class Nothing:
+    """Stands in for what records and measures: whatever is asked of it, it does nothing."""
+
+    input, train_seconds = None, 0.0
+
+    def __init__(self, *_: Any) -> None:
+        self.energy = self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    def restart(self) -> None:
+        """The meter's last call in the loop of training: the end of a step."""
         turns.step_ended()
-        restart_clock(recorder)
-
-    replace(Recorder, restart_clock=end_step)
-
-
-def replace(owner: Any, **attributes: Any) -> None:
-    """Set attributes of a class or a module."""
-    for name, value in attributes.items():
-        setattr(owner, name, value)
 
 
 def take_instruments_out() -> None:
-    """Leave of the Recorder nothing that takes time: no clocks, energy, files, TensorBoard, console
-    and stop file; nor the metrics of the training batches."""
+    """Leave of the trainer nothing that takes time beside training: no clocks, energy, files,
+    TensorBoard and console; nor the metrics of the training batches."""
     import torch
 
-    import recipe.training.metrics
-    from recipe.record.recorder import Recorder
+    from recipe.record import meter, recorder
+    from recipe.training import metrics
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    names = ("_open", "begin", "start_clock", "lap", "trace", "step")
-    replace(
-        Recorder,
-        **dict.fromkeys(names, nothing),
-        restart_clock=lambda recorder: turns.step_ended(),
-        pending_sums=lambda recorder: torch.zeros(1, 4),
-        write_steps=lambda recorder, sums: False,
-    )
     no_sums: dict[torch.device, torch.Tensor] = {}
 
     def batch_sums(outputs: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -89,8 +83,14 @@ def take_instruments_out() -> None:
             no_sums[outputs.device] = torch.zeros(4, dtype=torch.float64, device=outputs.device)
         return no_sums[outputs.device]
 
-    # Before the trainer takes it from there.
-    replace(recipe.training.metrics, batch_sums=batch_sums)
+    # Before the trainer takes them from there.
+    parts: list[tuple[Any, str, Any]] = [
+        (recorder, "Recorder", Nothing),
+        (meter, "StepMeter", Nothing),
+        (metrics, "batch_sums", batch_sums),
+    ]
+    for module, name, substitute in parts:
+        setattr(module, name, substitute)
 
 
 if __name__ == "__main__":

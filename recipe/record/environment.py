@@ -22,7 +22,7 @@ from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
 from recipe.knobs import SETTINGS as KNOBS
 from recipe.record.energy import energy_summary
-from recipe.record.recorder import Recorder
+from recipe.record.meter import StepMeter
 from recipe.record.run_folder import utc_now
 from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
@@ -193,23 +193,29 @@ def fingerprint(
     }
 
 
-def usage_row(recorder: Recorder, model: nn.Module, device: torch.device) -> torch.Tensor:
+def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch.Tensor:
     """What this rank used, and a digest of its weights, for the ranks to exchange: float64 [n], NaN
     where something was not measured."""
     digest = int(weights_sha256(model, buffers=False)[:12], 16)  # 48 bits: exact in a float64
-    used = cpu_seconds() - recorder.cpu_seconds_before
-    means = astuple(recorder.phases.means())
-    files = recorder.input
+    used = cpu_seconds() - meter.cpu_seconds_before
+    means = astuple(meter.phases.means())
+    files = meter.input
     read = [files.files, files.bytes] if files is not None else [math.nan, math.nan]
-    suspects = sum(images.count for images in recorder.data.suspects)
+    suspects = sum(images.count for images in meter.data.suspects)
     row = [digest, used, peak_memory_bytes(device), *means, *read, suspects]
-    return torch.cat([torch.tensor(row, dtype=torch.float64), recorder.energy.row()])
+    return torch.cat([torch.tensor(row, dtype=torch.float64), meter.energy.row()])
 
 
 def summarize(
-    recorder: Recorder, figures: dict[str, float], usage: torch.Tensor, model: nn.Module
+    environment: dict[str, Any],
+    work: dict[str, Any],
+    meter: StepMeter,
+    figures: dict[str, float],
+    usage: torch.Tensor,
+    model: nn.Module,
 ) -> dict[str, Any]:
-    """The run's summary; `usage` holds every rank's `usage_row` [ranks, n].
+    """The run's summary; `work` is its fingerprint, `usage` holds every rank's `usage_row`
+    [ranks, n].
 
     Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
     at fault, and no figure of the run means anything.
@@ -217,24 +223,24 @@ def summarize(
     digests = usage[:, 0].tolist()
     if len(set(digests)) > 1:
         raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
-    progress, environment = recorder.progress, recorder.environment
-    images = progress.samples_seen - recorder.first_samples_seen
+    progress = meter.progress
+    images = progress.samples_seen - meter.first_samples_seen
     cpu = float(usage[:, 1].sum())
     return {
         **{
             key: environment[key]
             for key in ("engine", "launcher", "transport", "world_size", "threads")
         },
-        "epochs": progress.samples_seen / recorder.data.num_train,
+        "epochs": progress.samples_seen / meter.data.num_train,
         "steps": progress.step,
         "samples_seen": progress.samples_seen,
-        "images_per_second": recorder.images_per_second,
-        "train_seconds": recorder.step_seconds,
-        "total_seconds": recorder.train_seconds,
+        "images_per_second": meter.images_per_second,
+        "train_seconds": meter.step_seconds,
+        "total_seconds": meter.train_seconds,
         "cpu_seconds": cpu,
         "cpu_seconds_per_image": cpu / images if images else None,
         "peak_memory_bytes": int(usage[:, 2].max()),
-        "phases": phase_record(recorder.phases.means()),
+        "phases": phase_record(meter.phases.means()),
         "ranks": [
             {
                 "rank": rank,
@@ -245,26 +251,26 @@ def summarize(
             }
             for rank, row in enumerate(usage.tolist())
         ],
-        "input": input_summary(recorder, usage[:, 3:9], usage[:, 9:11], images),
+        "input": input_summary(meter, usage[:, 3:9], usage[:, 9:11], images),
         "energy": energy_summary(usage[:, 12:], images),
         "suspect_images": {
             "count": int(usage[:, 11].sum()),  # one that two ranks have met counts twice
-            "names": [name for images in recorder.data.suspects for name in images.names],
+            "names": [name for images in meter.data.suspects for name in images.names],
         },
         **{name: figures.get(name) for name in ("loss", "top1", "top5")},  # None: not evaluated
         "best_top1": max(progress.best_top1, figures["top1"]) if figures else None,
         "weights_sha256": weights_sha256(model),
-        "fingerprint": recorder.fingerprint,
+        "fingerprint": work,
         "ended_utc": utc_now(),
     }
 
 
 def input_summary(
-    recorder: Recorder, phases: torch.Tensor, read: torch.Tensor, images: int
+    meter: StepMeter, phases: torch.Tensor, read: torch.Tensor, images: int
 ) -> dict[str, float | None]:
     """What was read for training a second, over all ranks, and the share of the step time that the
     mean rank waited for it; None where no files were read, or no step counted."""
-    seconds = recorder.step_seconds
+    seconds = meter.step_seconds
     files, num_bytes = (float(value) for value in read.sum(dim=0))
     waits = [means.data / means.step for row in phases if (means := PhaseMeans(*row)).steps]
 

@@ -10,16 +10,22 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.files import whole_file
+from recipe.record.run_folder import one_sentence
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.world import World
 
 
-def write_trace(folder: Path, rank: int, step: int, model: nn.Module, loss: torch.Tensor) -> None:
-    """Write trace/rank-R/step-NNNNNN.npz: what one rank computed in a step (counted from 1).
+def write_trace(
+    config: Config, world: World, folder: Path, step: int, model: nn.Module, loss: torch.Tensor
+) -> None:
+    """Of the first --trace-steps steps (`step` counts from 1) write trace/rank-R/step-NNNNNN.npz:
+    what one rank computed. UserError if it cannot be written.
 
     Its arrays: `loss` (mean over this rank's last batch), `gradient/NAME` as the optimizer used it,
     `weight/NAME` and `buffer/NAME` (BatchNorm's statistics) after the step.
     """
+    if step > (config.trace_steps or 0):
+        return
     tensors = {"loss": loss}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -27,10 +33,11 @@ def write_trace(folder: Path, rank: int, step: int, model: nn.Module, loss: torc
         tensors[f"weight/{name}"] = parameter
     tensors |= {f"buffer/{name}": values for name, values in model.named_buffers()}
     arrays: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
-    path = folder / "trace" / f"rank-{rank}" / f"step-{step:06d}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        np.savez(file, **arrays)
+    path = folder / "trace" / f"rank-{world.rank}" / f"step-{step:06d}.npz"
+    with one_sentence(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            np.savez(file, **arrays)
 
 
 class StepProfiler:
@@ -60,16 +67,17 @@ class StepProfiler:
             if step == self.first + self.num_steps:
                 self._stop()
 
-    def close(self) -> str | None:
-        """End a profile that the training's end has cut short; a warning if there is none, or a
-        part."""
+    def close(self, say: Callable[[str], object]) -> None:
+        """End a profile that the training's end has cut short; `say` a warning if there is none, or
+        a part."""
         if not self.num_steps or self.done:
-            return None
-        asked = f"--profile-steps {self.num_steps}: the training ended"
+            return
+        asked = f"warning: --profile-steps {self.num_steps}: the training ended before step"
         if self.profile is None:
-            return f"{asked} before step {self.first + 1}, the first to be profiled: no profile"
+            say(f"{asked} {self.first + 1}, the first to be profiled: no profile")
+            return
         self._stop()
-        return f"{asked} before step {self.first + self.num_steps}: the profile is shorter"
+        say(f"{asked} {self.first + self.num_steps}: the profile is shorter")
 
     def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def _claim(config: Config, world: World, engine: str) -> Path:
         )
     if config.evaluate and (folder / "metrics.jsonl").exists():
         return folder
-    try:
+    with one_sentence(folder):
         if config.name is None:
             folder = new_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +84,19 @@ def _claim(config: Config, world: World, engine: str) -> Path:
             for left_by_a_killed_run in checkpoints.glob(".*.partial"):
                 left_by_a_killed_run.unlink()
         _remove_old_wish_to_stop(folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from None
     return folder
 
 
-def cannot_write(folder: Path, error: OSError) -> UserError:
-    """What to tell the user of a run folder in which nothing can be written."""
-    return UserError(
-        f"{folder}: the run cannot be written there ({error.strerror or error}); make room, or "
-        "choose another --log-dir"
-    )
+@contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Turn the error of a full or broken disk into a UserError that names the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the run cannot be written there ({error.strerror or error}); make room, or "
+            "choose another --log-dir"
+        ) from None
 
 
 def new_folder(path: Path) -> Path:
@@ -181,6 +184,15 @@ def _remove_old_wish_to_stop(folder: Path) -> None:
     if made < (folder / LOCK_FILE).stat().st_mtime - age and not is_of_this_job:
         path.unlink()
         print(f"removed {path}, which was made before this run began", flush=True)
+
+
+def stop_is_asked(
+    folder: Path, world: World, from_rank_0: Callable[[torch.Tensor], torch.Tensor]
+) -> bool:
+    """Whether rank 0 finds the stop file, so that all ranks learn of it at the same step, however
+    late their file systems show it."""
+    found = world.is_first and (folder / STOP_FILE).exists()
+    return bool(from_rank_0(torch.tensor([found], dtype=torch.uint8)))
 
 
 def utc_now() -> str:

@@ -1,17 +1,47 @@
-"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks."""
+"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; and what to
+say of a loss that is not finite."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Batch, to_device
+from recipe.errors import UserError
 from recipe.training.model import autocast
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
 # float64 [4].
 Sums = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step; `sums` are over all ranks."""
+
+    number: int  # counted from 1
+    samples_seen: int  # with it, over all ranks
+    learning_rate: float
+    sums: Sums
+    phases: dict[str, float]  # seconds of each, on this rank
+    exchanged: bool  # whether the ranks exchanged gradients
+
+    @property
+    def seconds(self) -> float:
+        """How long it took this rank."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A pass over all validation images; `sums` are over all ranks."""
+
+    weights: str  # model, or ema
+    sums: Sums
+    seconds: float
 
 
 @torch.no_grad()
@@ -50,3 +80,34 @@ def evaluate(
         sums += batch_sums(outputs, targets, loss)
     model.train(was_training)
     return sums
+
+
+def check_steps(steps: Sequence[Step], first_step: int) -> None:
+    """Raise UserError, on all ranks alike, at a loss that is not finite; the session began after
+    `first_step` steps."""
+    for step in steps:
+        if not math.isfinite(loss := means(step.sums)["loss"]):
+            rate = f"learning rate {step.learning_rate:.4g}"
+            place = f"the loss is {loss} at step {step.number} ({rate})"
+            raise _diverged(place, began_so=0 < first_step == step.number - 1)
+
+
+def check_evaluations(
+    evaluations: Sequence[Evaluation], step: int, config: Config, first_step: int
+) -> None:
+    """As `check_steps`, for evaluations after `step` steps."""
+    for evaluation in evaluations:
+        if not math.isfinite(loss := means(evaluation.sums)["loss"]):
+            began_so = step == first_step and (first_step > 0 or config.evaluate)
+            raise _diverged(f"the validation loss is {loss} after step {step}", began_so)
+
+
+def _diverged(place: str, began_so: bool) -> UserError:
+    if began_so:
+        remedy = "the weights that it began with are no good; take an earlier checkpoint"
+    else:
+        remedy = (
+            "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
+            "--clip-grad-norm"
+        )
+    return UserError(f"{place}: {remedy}")

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from recipe.config import Config
-from recipe.data.batches import validation_batches
-from recipe.record.checkpoint import Trainables
-from recipe.record.recorder import Recorder
-from recipe.training.metrics import evaluate
+from recipe.data.batches import Data, validation_batches
+from recipe.training.metrics import Evaluation, evaluate
 from recipe.training.model import copy_buffers, flat_batch_norm
+from recipe.training.state import Trainables
 from recipe.world import World
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
@@ -35,29 +34,28 @@ def align_batch_norm(
 
 
 def validate(
-    epoch: int,
     parts: Trainables,
-    recorder: Recorder,
+    config: Config,
+    world: World,
+    data: Data,
     device: torch.device,
     workers: int,
     sum_over_ranks: Collective,
     from_rank_0: Collective,
-) -> dict[str, float]:
-    """Loss, top-1 and top-5 over all validation images, of the better of model and EMA; `epoch`
-    (0-based) is what the record calls it by. Nothing for synthetic data, whose labels are random,
-    unless a flag asks for it."""
-    config, world, model, ema = recorder.config, recorder.world, parts.model, parts.ema
+) -> list[Evaluation]:
+    """The model and its moving average, if it has one, on all validation images. Nothing for
+    synthetic data, whose labels are random, unless a flag asks for it."""
+    model, ema = parts.model, parts.ema
     align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
-    if recorder.data.is_synthetic and not (config.evaluate or config.desired_acc):
-        return {}
-    results = []
+    if data.is_synthetic and not (config.evaluate or config.desired_acc):
+        return []
     if ema is not None:
         copy_buffers(model, ema.module)
+    evaluations = []
     for weights, candidate in {"model": model, "ema": ema}.items():
         if candidate is not None:
             started = time.perf_counter()
-            batches = validation_batches(recorder.data, config, world, device, workers)
+            batches = validation_batches(data, config, world, device, workers)
             sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
-            seconds = time.perf_counter() - started
-            results.append(recorder.evaluation(epoch, sums, seconds, weights))
-    return max(results, key=lambda figures: figures["top1"])
+            evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
+    return evaluations

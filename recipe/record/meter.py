@@ -1,0 +1,109 @@
+"""Measures the steps of a session: phases, metrics, throughput, input and energy."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from recipe.config import Config
+from recipe.data.batches import Data, open_input_meter, samples_per_step
+from recipe.device import cpu_seconds
+from recipe.record.energy import open_energy_meter
+from recipe.training.metrics import Step, Sums
+from recipe.training.phases import (
+    WARM_UP_STEPS,
+    PhaseSums,
+    StepClock,
+    begins_stretch,
+    exchanges_gradients,
+)
+from recipe.training.state import Progress
+from recipe.world import World
+
+# Called with the number of steps made, at the end of each pass through the loop of training: all
+# that a step entails, be it a line of the record or a checkpoint, is over, and the clocks of the
+# next one start when these return. For benchmarks.
+AT_STEP_END: list[Callable[[int], object]] = []
+
+
+class StepMeter:
+    """What the steps of this session took; the sums of metrics stay on the device meanwhile."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        data: Data,
+        progress: Progress,
+        workers: int,
+    ) -> None:
+        self.config, self.data, self.progress = config, data, progress
+        self.images_per_step = samples_per_step(config, world)
+        self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
+        self.earlier_train_seconds = progress.train_seconds
+        self.clock = StepClock(device)
+        # Sums, learning rate, step, and samples seen.
+        self.pending: list[tuple[Sums, float, int, int]] = []
+        self.phases = PhaseSums()
+        self.input = open_input_meter(data, workers)
+        self.energy = open_energy_meter(device, world.local_rank)
+        self.throughput_images = self.throughput_seconds = 0.0
+        self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
+        self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
+
+    def start(self) -> None:
+        """Training begins now."""
+        self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
+        self.energy.start()
+        self.clock.restart()
+
+    def lap(self, phase: str) -> None:
+        """A phase of the step has ended: one of `phases.PHASES`."""
+        self.clock.lap(phase)
+
+    def end_step(self, sums: Sums, learning_rate: float) -> None:
+        """A step has ended, and is counted in the progress."""
+        self.clock.end_step()
+        self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
+
+    def take_steps(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> list[Step]:
+        """The steps since the last call, their metrics over all ranks."""
+        rows = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending])).cpu()
+        self.energy.sample()
+        steps = [
+            Step(step, samples_seen, rate, row, phases, exchanges_gradients(self.config, step - 1))
+            for row, (_, rate, step, samples_seen), phases in zip(
+                rows, self.pending, self.clock.take(), strict=True
+            )
+        ]
+        self.pending.clear()
+        for step in steps:
+            self._count(step)
+        return steps
+
+    def _count(self, step: Step) -> None:
+        self.step_seconds += step.seconds
+        is_warm = step.number > self.first_step + WARM_UP_STEPS
+        if is_warm and not begins_stretch(self.config, step.number - 1):
+            self.phases.add(step.phases, step.exchanged)
+            self.throughput_images += self.images_per_step * step.exchanged
+            self.throughput_seconds += step.seconds * step.exchanged
+
+    def restart(self) -> None:
+        """Keep what happened since the last step out of the next one's duration."""
+        for call in AT_STEP_END:
+            call(self.progress.step)
+        self.energy.start()
+        self.clock.restart()
+
+    @property
+    def train_seconds(self) -> float:
+        """The training clock: seconds since training began, evaluation and checkpoints included."""
+        return self.earlier_train_seconds + time.perf_counter() - self.started
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Training throughput of all ranks together, without the first steps and evaluation; None
+        if too short."""
+        return self.throughput_images / self.throughput_seconds if self.throughput_seconds else None

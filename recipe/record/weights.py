@@ -1,0 +1,108 @@
+"""Weights from files, of this project and of other trainers."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import nn
+
+from recipe.errors import UserError
+from recipe.training.model import without_auxiliary_heads
+
+# Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
+HARMLESS: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    type(np.dtype("float32")),
+    type(np.dtype("float64")),
+    type(np.dtype("int64")),
+    (np.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
+    (np.float64(0).__reduce__()[0], "numpy._core.multiarray.scalar"),
+]
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
+    example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"--weights {path}: there is no such file")
+    state: Any
+    if file.suffix == ".safetensors":
+        state = _read_safetensors(file, f"--weights {path}")
+    else:
+        with file.open("rb") as content:
+            state = read_file(content, f"--weights {path}")
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+            break
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
+    ):
+        raise UserError(
+            f"--weights {path}: holds no state dict under 'model', 'state_dict' or at its top"
+        )
+    # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
+    state = {
+        re.sub(r"^((module|model)\.)+", "", key.replace("_orig_mod.", "")): value
+        for key, value in state.items()
+    }
+    load_state(model, without_auxiliary_heads(state), f"--weights {path}")
+
+
+def read_file(content: BinaryIO, name: str) -> Any:
+    try:
+        with torch.serialization.safe_globals(HARMLESS):
+            return torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises several kinds, none of which names the file
+        refused = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
+        if refused:
+            raise UserError(
+                f"{name}: holds a Python object ({refused[1]}), and to read it would be to run "
+                "code from the file; save it again with tensors and plain values only"
+            ) from None
+        raise UserError(f"{name}: is damaged, or is no file that torch.save wrote") from None
+
+
+def _read_safetensors(file: Path, name: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError  # few read such files
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
+
+
+def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
+    expected = model.state_dict()
+    # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
+    # not need it.
+    missing = [
+        key for key in expected if key not in state and not key.endswith("num_batches_tracked")
+    ]
+    unexpected = [key for key in state if key not in expected]
+    shapes = [key for key in expected if key in state and expected[key].shape != state[key].shape]
+    problems = []
+    if missing:
+        problems.append(f"lacks {missing[0]} (and {len(missing) - 1} more)")
+    if unexpected:
+        problems.append(
+            f"has {unexpected[0]} (and {len(unexpected) - 1} more), which the model lacks"
+        )
+    for key in shapes[:2]:
+        problems.append(f"{key} is {list(state[key].shape)}, not {list(expected[key].shape)}")
+    if problems:
+        raise UserError(
+            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
+            "of classes"
+        )
+    model.load_state_dict(state, strict=False)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,39 @@
+"""What training changes: the trained parts, and how far it has come."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+
+@dataclass
+class Progress:
+    """How far training has come; all ranks hold the same. Only the loop of training changes it."""
+
+    step: int = 0  # optimizer steps
+    samples_seen: int = 0  # over all ranks: the position in the stream of samples
+    best_top1: float = -1.0  # percent; below 0 before the first evaluation
+    train_seconds: float = 0.0  # on the training clock, over all the run's sessions
+
+    def end_step(self, num_samples: int, train_seconds: float) -> None:
+        """Count an optimizer step on `num_samples` images over all ranks."""
+        self.step += 1
+        self.samples_seen += num_samples
+        self.train_seconds = train_seconds
+
+    def take_best(self, figures: dict[str, float]) -> bool:
+        """Keep the best top-1 so far; whether it is that of the last evaluation's `figures`."""
+        is_best = figures.get("top1", -1.0) > self.best_top1
+        self.best_top1 = max(self.best_top1, figures.get("top1", -1.0))
+        return is_best
+
+
+@dataclass
+class Trainables:
+    """Everything that training changes, without any engine's wrapper."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None
