@@ -19,7 +19,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.data.image_folder import first_few
+from recipe.data.folder_errors import first_few
 from recipe.errors import UserError
 
 CLASS_NAME = re.compile(r"n\d{8}")

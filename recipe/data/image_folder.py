@@ -1,12 +1,8 @@
 """Which images a folder of class folders holds: listed once, cached, checked at each start."""
 
-import difflib
-import errno
 import fcntl
 import hashlib
 import os
-import re
-import shlex
 import sys
 import time
 import zipfile
@@ -19,13 +15,21 @@ from pathlib import Path
 
 import numpy as np
 
+from recipe.data.folder_errors import (
+    SUFFIXES,
+    check_link,
+    empty_classes,
+    endless_link,
+    first_few,
+    missing_folder,
+    no_file,
+    refuse_other_layouts,
+    suffix_of,
+    unreadable,
+)
 from recipe.errors import UserError
 from recipe.files import whole_file
 
-# What Pillow reads and what image sets are made of. Compared in lower case.
-SUFFIXES = frozenset(
-    b".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif".split()
-)
 # Raise it whenever a listing would come out differently, or is stored differently.
 CACHE_VERSION = 1
 # Folder times have steps (4 ms on ext4, 2 s on FAT and old NFS servers). A folder that changed
@@ -35,18 +39,6 @@ YOUNGEST_TRUSTED_NS = 2_000_000_000
 # On a local disk threads only get in each other's way: 1.28 million files took 3.2 s, alone 1.6 s.
 NUM_LISTING_THREADS = 8
 NUM_READING_THREADS = 8  # of `read_ahead`: the answers of network file systems overlap
-FLAT_VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.jpe?g", re.IGNORECASE)
-CLASS_ARCHIVE = re.compile(r"(n\d{8})\.tar")
-# Where Kaggle's archive and common set-ups have train/ and val/, below the folder that users name.
-LIKELY_INNER_FOLDERS = (
-    "ILSVRC/Data/CLS-LOC",
-    "Data/CLS-LOC",
-    "CLS-LOC",
-    "ILSVRC2012",
-    "imagenet",
-    "images",
-)
-SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class Listing:
         try:
             return os.stat(path).st_size
         except OSError as error:
-            raise UserError(_unreadable(path, error)) from error
+            raise UserError(unreadable(path, error)) from error
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
@@ -92,7 +84,7 @@ class Listing:
             with open(path, "rb", buffering=0) as file:
                 return file.read()
         except OSError as error:
-            raise UserError(_unreadable(path, error)) from error
+            raise UserError(unreadable(path, error)) from error
 
 
 @dataclass(frozen=True)
@@ -178,14 +170,6 @@ def locked(lock_file: Path) -> Iterator[None]:
         yield  # closing the file releases the lock; so does the process's end, however it comes
 
 
-def first_few(names: list[str], count: int = 3) -> str:
-    """The first `count` names, and how many more there are: what an error message has room for."""
-    if not names:
-        return "none"
-    more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
 def read_ahead(listing: Listing, indices: Iterable[int]) -> Iterator[bytes]:
     """The encoded bytes of images `indices`, in this order, read by a few threads that stay a
     little ahead."""
@@ -209,7 +193,7 @@ def read_ahead(listing: Listing, indices: Iterable[int]) -> Iterator[bytes]:
 def _class_names(root: Path) -> list[bytes]:
     """The names of the class folders in `root`, sorted; UserError if it does not look like one."""
     if not root.is_dir():
-        raise UserError(_missing_folder(root))
+        raise UserError(missing_folder(root))
     folders: list[str] = []
     files: list[str] = []
     try:
@@ -218,41 +202,13 @@ def _class_names(root: Path) -> list[bytes]:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_symlink():
-                    _check_link(entry.path)
+                    check_link(entry.path)
                 (folders if _is_folder(entry) else files).append(entry.name)
     except OSError as error:
         raise UserError(
             f"{root}: cannot be listed ({error.strerror}). Check its rights."
         ) from error
-    flat_val_images = sum(bool(FLAT_VAL_IMAGE.fullmatch(name)) for name in files)
-    if flat_val_images:
-        raise UserError(
-            f"{root}: {flat_val_images:,} images of ImageNet's validation set lie in it without "
-            f"class folders, as its archive has them. Sort them with: "
-            f"python -m recipe.prepare_val {shlex.quote(str(root))} --labels LOC_val_solution.csv "
-            "(Kaggle's file, or ILSVRC2012_devkit_t12.tar.gz)"
-        )
-    archives = [match[1] for name in files if (match := CLASS_ARCHIVE.fullmatch(name))]
-    still_packed = sorted(set(archives) - set(folders))
-    if still_packed:
-        raise UserError(
-            f"{root}: {len(still_packed):,} classes are still packed ({first_few(still_packed)}). "
-            f"Unpack each into a folder of its own: cd {shlex.quote(str(root))} && "
-            'for f in n*.tar; do d="${f%.tar}"; mkdir -p "$d" '
-            '&& tar -xf "$f" -C "$d" && rm "$f"; done'
-        )
-    if "train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders):
-        raise UserError(
-            f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
-            f"Name it with --data {root}, or its parts with --train-dir and --val-dir."
-        )
-    if not folders:
-        images = sum(_suffix(os.fsencode(name)) in SUFFIXES for name in files)
-        found = f"{images:,} images lie in it directly" if images else "it holds no folders"
-        raise UserError(
-            f"{root}: no class folders ({found}). Each class needs a folder with its images: "
-            f"{root / 'CLASS' / 'image.jpg'}"
-        )
+    refuse_other_layouts(root, folders, files)
     return sorted(map(os.fsencode, folders))
 
 
@@ -282,7 +238,7 @@ def _scan(root: Path, classes: list[bytes]) -> _Scan:
                 )
                 next_word_s += 30
     if empty:
-        raise UserError(_empty_classes(root, empty))
+        raise UserError(empty_classes(root, empty))
     listing = Listing(
         root=root,
         classes=tuple(map(os.fsdecode, classes)),
@@ -305,23 +261,11 @@ def _scan_class(
             folder, above = pending.pop()
             status = os.stat(os.path.join(root, folder))
             if _identity(status) in above:
-                raise UserError(_endless_link(Path(os.fsdecode(os.path.join(root, folder)))))
+                raise UserError(endless_link(Path(os.fsdecode(os.path.join(root, folder)))))
             times_ns[folder] = status.st_mtime_ns
-            with os.scandir(os.path.join(root, folder)) as entries:
-                for entry in entries:
-                    if entry.name.startswith(b"."):
-                        continue
-                    path = folder + b"/" + entry.name
-                    if _is_folder(entry):
-                        pending.append((path, above | {_identity(status)}))
-                    elif _suffix(entry.name) in SUFFIXES:
-                        if not entry.is_file():
-                            _check_link(entry.path)
-                            raise UserError(
-                                f"{os.fsdecode(entry.path)}: cannot be read as a file: it is a "
-                                "named pipe, a socket or a device. Remove it."
-                            )
-                        images.append(path)
+            folders, images_here = _scan_folder(root, folder)
+            pending += [(inner, above | {_identity(status)}) for inner in folders]
+            images += images_here
     except OSError as error:
         where = os.fsdecode(error.filename or os.path.join(root, name))
         raise UserError(
@@ -330,41 +274,33 @@ def _scan_class(
     return np.sort(np.array(images, dtype=np.bytes_)), times_ns
 
 
+def _scan_folder(root: bytes, folder: bytes) -> tuple[list[bytes], list[bytes]]:
+    """The folders and the images in a folder, relative to `root` as it is itself."""
+    folders, images = [], []
+    with os.scandir(os.path.join(root, folder)) as entries:
+        for entry in entries:
+            if entry.name.startswith(b"."):
+                continue
+            path = folder + b"/" + entry.name
+            if _is_folder(entry):
+                folders.append(path)
+            elif suffix_of(entry.name) in SUFFIXES:
+                if not entry.is_file():
+                    raise UserError(no_file(entry.path))
+                images.append(path)
+    return folders, images
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def _check_link(path: str | bytes) -> None:
-    """UserError if `path` is a link that leads nowhere, or to itself."""
-    if not os.path.islink(path):
-        return
-    name = os.fsdecode(path)
-    target = os.readlink(name)
-    try:
-        os.stat(path)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{name}: a link to {target}, which is not there. "
-            "Is the disk that it points to mounted? If so, remove the link."
-        ) from error
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(
-            f"{name}: a link to {target}, which leads back to it. Remove the link."
-        ) from error
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        _check_link(entry.path)  # says it better, if it is a link to itself
+        check_link(entry.path)  # says it better, if it is a link to itself
         raise
-
-
-def _suffix(name: bytes) -> bytes:
-    return name[name.rfind(b".") :].lower()
 
 
 # ---- the cache ----
@@ -423,95 +359,4 @@ def _warn_no_cache(cache: Path, root: Path, error: OSError) -> None:
         "--cache-dir DIR.",
         file=sys.stderr,
         flush=True,
-    )
-
-
-# ---- messages ----
-
-
-def _missing_folder(root: Path) -> str:
-    """What to say about a `root` that is not a folder, with a guess at what was meant."""
-    if root.exists():
-        return (
-            f"{root}: a file, not a folder of class folders. If it is an archive, unpack it first."
-        )
-    file = next((folder for folder in root.parents if folder.is_file()), None)
-    if file is not None:
-        return (
-            f"{file}: a file, not a folder that holds train/ and val/. If it is an archive, unpack "
-            "it first."
-        )
-    parent = root.parent
-    if not parent.is_dir():
-        nearest = next(folder for folder in root.parents if folder.is_dir())
-        missing = root.relative_to(nearest).parts[0]
-        close = _close_name(nearest, missing)
-        hint = f"did you mean {nearest / close}?" if close else "is the disk mounted?"
-        return f"{root}: no such folder; {nearest} has no {missing}: {hint}"
-    for inner in LIKELY_INNER_FOLDERS:
-        if (parent / inner / root.name).is_dir():
-            return f"{root}: no such folder; did you mean --data {parent / inner}?"
-    archives = sorted(path.name for path in parent.glob("ILSVRC2012_img_*.tar"))
-    if archives:
-        archive, folder = shlex.quote(str(parent / archives[0])), shlex.quote(str(root))
-        return (
-            f"{root}: no such folder, but {parent} holds {first_few(archives)}: unpack first, "
-            f"for instance: mkdir {folder} && tar -xf {archive} -C {folder}"
-        )
-    close = _close_name(parent, root.name)
-    if close:
-        option = {"train": " (--train-dir)", "val": " (--val-dir)"}.get(root.name, "")
-        return f"{root}: no such folder; did you mean {parent / close}{option}?"
-    if parent.name in SPLIT_NAMES and (parent.parent / root.name).is_dir():
-        return f"{root}: no such folder; did you mean --data {parent.parent}?"
-    if root.name in SPLIT_NAMES:
-        return (
-            f"{root}: no such folder; {parent} has no {root.name}/ inside. --data wants a folder "
-            "that holds train/ and val/; name them one by one with --train-dir and --val-dir."
-        )
-    return f"{root}: no such folder. Check the spelling, and whether the disk is mounted."
-
-
-def _unreadable(path: str, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{path}: no such file any more. Was it removed since the folder was listed?"
-    return f"{path}: cannot be read ({error.strerror}). Check its rights and its disk."
-
-
-def _endless_link(folder: Path) -> str:
-    """About the last link on the way to `folder`, which led to a folder above itself."""
-    link = next(filter(Path.is_symlink, (folder, *folder.parents)), folder)
-    return (
-        f"{link}: a link to {os.path.realpath(link)}, a folder above itself, so that its images "
-        "would never end. Remove the link."
-    )
-
-
-def _close_name(folder: Path, name: str) -> str | None:
-    """A folder in `folder` whose name is close to `name`, in another case, or means the same."""
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    except OSError:
-        return None
-    by_lower = {other.lower(): other for other in names}
-    synonyms = ["val", "valid", "validation"] if name.startswith("val") else [name, "training"]
-    for wanted in [name.lower(), *(s for s in synonyms if s != name)]:
-        if wanted in by_lower:
-            return by_lower[wanted]
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return by_lower[close[0]] if close else None
-
-
-def _empty_classes(root: Path, folders: list[Path]) -> str:
-    names = first_few([folder.name for folder in folders])
-    suffixes = {path.suffix for path in folders[0].iterdir() if path.is_file()}
-    found = (
-        f"{folders[0].name} holds files, but with {first_few(sorted(suffixes))} at their ends, "
-        "which is no image suffix known here"
-        if suffixes
-        else f"{folders[0].name} holds no files"
-    )
-    return (
-        f"{root}: {len(folders):,} of its classes without images: {names} ({found}). "
-        "Add their images, or remove the folders in both train and val."
     )

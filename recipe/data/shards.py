@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from recipe.data.image_folder import Listing, first_few
+from recipe.data.folder_errors import first_few
+from recipe.data.image_folder import Listing
 from recipe.errors import UserError
 
 INDEX = "index.npz"

@@ -66,26 +66,32 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.momentum = config.batch_norm_momentum
     if published is not None and download:
-        try:
-            state = published.get_state_dict(progress=False, check_hash=True)
-        except (OSError, RuntimeError) as error:  # the latter for a wrong checksum
-            raise UserError(
-                f"--pretrained: {published.url} could not be downloaded ({error}); give its file "
-                "with --weights"
-            ) from None
-        try:
-            model.load_state_dict(without_auxiliary_heads(state))
-        except RuntimeError:
-            raise UserError(
-                f"--pretrained: {config.arch}'s published weights are for images of another size "
-                f"than --train-crop-size {config.train_crop_size}"
-            ) from None
+        _load_published(model, published, config)
     _check_image_sizes(model, config)
     if config.channels_last:
         give_gradients_their_layout(model)
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def _load_published(
+    model: nn.Module, published: torchvision.models.WeightsEnum, config: Config
+) -> None:
+    try:
+        state = published.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:  # the latter for a wrong checksum
+        raise UserError(
+            f"--pretrained: {published.url} could not be downloaded ({error}); give its file "
+            "with --weights"
+        ) from None
+    try:
+        model.load_state_dict(without_auxiliary_heads(state))
+    except RuntimeError:
+        raise UserError(
+            f"--pretrained: {config.arch}'s published weights are for images of another size "
+            f"than --train-crop-size {config.train_crop_size}"
+        ) from None
 
 
 def give_gradients_their_layout(model: nn.Module) -> None:
