@@ -6,7 +6,7 @@
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare bench bench-gpu doctor test test-all test-cluster lint lock images clean
+.PHONY: help setup compare bench bench-gpu doctor test test-all test-full test-cluster lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -36,14 +36,24 @@ bench-gpu: setup  ## the same on this machine's GPU
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-# Torch's threads would only get in each other's way; what starts launchers sets its own.
-PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) python -m pytest -n 2 --dist loadgroup
+# The unit tests on two cores at once, and then, one at a time, those whose launchers need both. Each
+# call may find nothing that ARGS asks for (5); after an interruption (2) nothing more is started.
+PYTEST := $(IN_VENV) python -m pytest tests
+define run_tests
+OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not launch and not cluster$(1)" $(ARGS); \
+	unit=$$?; [ $$unit -ne 2 ] || exit 2; \
+	$(PYTEST) -m "(launch or cluster)$(1)" $(ARGS); launch=$$?; \
+	[ $$unit -eq 0 -o $$unit -eq 5 ] && [ $$launch -eq 0 -o $$launch -eq 5 ]
+endef
 
 test: setup  ## run the tests that a change has to pass (ARGS="-k resume": some of them)
-	$(PYTEST) tests -m "not full" $(ARGS)
+	$(call run_tests, and not full)
 
 test-all: setup  ## run all tests, with the rarest pairs of launchers and the long benchmarks
-	$(PYTEST) tests $(ARGS)
+	$(call run_tests,)
+
+test-full: setup  ## run only those that test-all has and test has not
+	$(call run_tests, and full)
 
 test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
 	$(IN_VENV) python -m pytest tests/cluster $(ARGS)

@@ -16,16 +16,6 @@ def pytest_configure() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests that start launchers to one worker of pytest-xdist, one after the other: each
-    needs both cores of a small machine, and they share what the first of them have trained. Of the
-    others, those of a file stay together, with their fixtures."""
-    for item in items:
-        together = item.get_closest_marker("launch") or item.get_closest_marker("cluster")
-        item.add_marker(pytest.mark.xdist_group("launchers" if together else item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once.
