@@ -16,7 +16,7 @@ BIN := $(abspath $(VENV))/bin
 IN_VENV := PATH="$(BIN):$$PATH"
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
 
 setup:  ## create the environment, install everything, build Horovod
