@@ -264,7 +264,7 @@ def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
         box = svg.locator(".hits circle").first.bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         page.mouse.move(x, y)
-        assert re.fullmatch(r"ddp-torchrun, 1 worker: [\d,]+", tip.inner_text())
+        assert re.fullmatch(r"ddp-torchrun, 1 worker: [\d,]+ images/s", tip.inner_text())
         page.mouse.move(0, 0)
         assert tip.is_hidden()
         page.touchscreen.tap(x, y)
