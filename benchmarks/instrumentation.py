@@ -4,7 +4,7 @@
 
 The trainer as it is (clocks, phases, metrics, energy, metrics.jsonl, TensorBoard, console) and the
 same trainer whose Recorder and batch metrics were replaced by nothing take turns. What is measured
-only when asked for (--ablation-steps, --trace-steps, --profile-steps) is off on both sides.
+only when asked for (--ablation-steps, --tensor-steps, --profile-steps) is off on both sides.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Compare what two runs computed, step by step: losses, gradients, weights, BatchNorm's buffers.
 
-    python compare/parity.py RUN_A RUN_B      two recorded runs, made with --trace-steps N
+    python compare/parity.py RUN_A RUN_B      two recorded runs, made with --tensor-steps N
     python compare/parity.py --ranks RUN      the ranks of one run with each other
     python compare/parity.py                  both engines, run now, on the embedded digits
     python compare/parity.py --workers 2 --steps 5 -- --arch resnet18 --data IMAGENET
@@ -33,11 +33,11 @@ from tabulate import tabulate
 
 from compare.errors import UserError, run_main
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
-from compare.plan.flags import flag_name
 from compare.plan.plan import RESERVED_FLAGS, Plan, Run
 from compare.plan.plan_file import positive
 from compare.run import check_tools
 from compare.running.launch import start_and_wait, utc_stamp
+from recipe.flags import flag_name
 
 WIDTH = 100  # columns
 TAIL_LINES = 40  # of a failed run's output that are shown; torchrun's own end takes 30
@@ -314,7 +314,7 @@ def read_array(arrays: Any, name: str, path: Path) -> np.ndarray | None:
 def unreadable(path: Path, error: Exception) -> UserError:
     return UserError(
         f"{path} cannot be read ({error}): it is damaged, or no trace; train again with "
-        "--trace-steps"
+        "--tensor-steps"
     )
 
 
@@ -412,7 +412,7 @@ def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 
         lacking = [name for name, files in zip(names, (a, b), strict=True) if not files]
         parity.not_compared.insert(0, (
             f"gradients, weights and buffers of each step: {' and '.join(lacking)} "
-            f"{'has' if len(lacking) == 1 else 'have'} no trace (train with --trace-steps N)"
+            f"{'has' if len(lacking) == 1 else 'have'} no trace (train with --tensor-steps N)"
         ))  # fmt: skip
     ends = [read_object(run / "summary.json") for run in (run_a, run_b)]
     prints = [end.get("fingerprint") or {} for end in ends]
@@ -486,7 +486,7 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     if len(files) < 2:
         raise UserError(
             f"{run}: holds traces of {len(files)} rank(s), and two are needed: train on several "
-            "with --trace-steps N"
+            "with --tensor-steps N"
         )
     first, *others = sorted(files)
     missing = ["loss: each rank has its own images"]
@@ -637,7 +637,7 @@ def run_both(options: argparse.Namespace) -> tuple[Path, Path]:
     # rank gets by the trainers' own rule: with equal numbers of workers that is equal.
     arguments = (
         "--keep-checkpoints", "0", *options.trainer_arguments,
-        "--trace-steps", str(options.steps), "--max-steps", str(options.steps),
+        "--tensor-steps", str(options.steps), "--max-steps", str(options.steps),
     )  # fmt: skip
     configurations = [CONFIGURATIONS[name] for name in options.configurations]
     check_tools(Plan(configurations=tuple(options.configurations), workers=(options.workers,)))
@@ -853,7 +853,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         )
     if (options.runs or options.ranks) and given:
         raise UserError(f"{given[0]}: only without run folders, when the engines run now")
-    for flag in (*RESERVED_FLAGS, "--trace-steps", "--max-steps"):
+    for flag in (*RESERVED_FLAGS, "--tensor-steps", "--max-steps"):
         if flag in map(flag_name, trainer):
             raise UserError(
                 f"{flag} cannot be passed to the trainers: --steps and --out before the -- say how "

@@ -22,7 +22,6 @@ knob, so that tuned runs can be compared with others.
 
 import difflib
 import json
-import math
 import os
 import re
 import sys
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe.errors import UserError
+from recipe.flags import FLAGS, knob_types
+from recipe.variables import HOROVOD_VARIABLES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,37 +40,7 @@ else:
     import tomli as tomllib
 
 # Settings of each engine that are knobs, as Config names them, with what a file may give them.
-SETTINGS: dict[str, dict[str, type]] = {
-    "ddp": {
-        "first_bucket_mb": float,
-        "bucket_cap_mb": float,
-        "gradient_as_bucket_view": bool,
-        "static_graph": bool,
-    },
-    "horovod": {"num_groups": int},
-}
-# The variables that are knobs: those that a rank's own process reads. By name, so that a typing
-# error is found, and because their neighbours are no knobs: HOROVOD_RANK, or HOROVOD_TIMELINE.
-HOROVOD_VARIABLES = (
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_CYCLE_TIME",
-    "HOROVOD_CACHE_CAPACITY",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "HOROVOD_HIERARCHICAL_ALLGATHER",
-    "HOROVOD_TORUS_ALLREDUCE",
-    "HOROVOD_NUM_NCCL_STREAMS",
-    "HOROVOD_BATCH_D2D_MEMCOPIES",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION",
-    "HOROVOD_DISABLE_GROUP_FUSION",
-    "HOROVOD_THREAD_AFFINITY",
-    "HOROVOD_MPI_THREADS_DISABLE",
-    "HOROVOD_AUTOTUNE",
-    "HOROVOD_AUTOTUNE_LOG",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-)
+SETTINGS = {engine: knob_types(engine) for engine in ("ddp", "horovod")}
 # Of Open MPI's parameters those of the libraries that carry messages. The others (ess_, orte_,
 # plm_, rmaps_, ...) start and place the processes: mpirun reads them, and it is too late for them.
 # Of torch's variables those of its process groups: others choose number formats.
@@ -143,7 +114,7 @@ def _read_table(path: Path, engine: str, table: dict[str, Any]) -> Knobs:
                     f"under [{elsewhere[0]}]"
                 )
             raise _unknown(path, f"{engine}.{name}", "knob", (*SETTINGS[engine], "environment"))
-        _check_value(path, f"{engine}.{name}", value, SETTINGS[engine][name])
+        _check_value(path, engine, name, value)
     variables = table.get("environment", {})
     if not isinstance(variables, dict):
         raise UserError(
@@ -156,16 +127,18 @@ def _read_table(path: Path, engine: str, table: dict[str, Any]) -> Knobs:
     return Knobs(numbers, dict(variables))
 
 
-def _check_value(path: Path, key: str, value: Any, wanted: type) -> None:
-    if wanted is bool:
-        is_good, told = isinstance(value, bool), "true or false"
-    elif wanted is int:
-        is_good, told = type(value) is int and value >= 1, "a whole number from 1 on"
-    else:
-        is_number = type(value) in (int, float)
-        is_good, told = is_number and 0 < value < math.inf, "a number above 0"
-    if not is_good:
-        raise UserError(f"--knobs {path}: {key} = {value!r}: give {told}")
+def _check_value(path: Path, engine: str, name: str, value: Any) -> None:
+    types, kind = {
+        bool: ((bool,), "true or false"),
+        int: ((int,), "a whole number"),
+        float: ((int, float), "a number"),
+    }[SETTINGS[engine][name]]
+    wrong = f"--knobs {path}: {engine}.{name} = {value!r}: "
+    if type(value) not in types:
+        raise UserError(f"{wrong}give {kind}")
+    bound = FLAGS[name].bound
+    if bound and not bound.holds(value):
+        raise UserError(wrong + bound.advice)
 
 
 def _check_variable(path: Path, engine: str, name: str, value: Any) -> None:

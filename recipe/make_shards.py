@@ -26,13 +26,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from recipe.config import DataFlags, cache_folder
+from recipe.config import cache_folder
 from recipe.data.damage import SuspectImages
 from recipe.data.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
 from recipe.data.images import decode_and_look, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 from recipe.errors import UserError
 from recipe.files import whole_file
+from recipe.flags import DataFlags
 
 PARTS = ("train", "val")
 IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from recipe.config import Config, digits
+from recipe.config import Config
+from recipe.presets import digits
 from recipe.world import World
 
 CPU = torch.device("cpu")

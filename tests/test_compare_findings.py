@@ -13,7 +13,6 @@ from making import CPU, a_config, a_world
 from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
 
 from compare.evidence.equality import (
-    DECIDED_BY,
     EQUAL_IN_ENVIRONMENT,
     EQUAL_IN_SUMMARY,
     EQUAL_WHERE_USED,
@@ -38,6 +37,7 @@ from compare.plan.plan import Case, Plan
 from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.device import core_row
+from recipe.flags import FLAGS
 from recipe.record.environment import describe, fingerprint
 from recipe.record.schema import Energy, Environment, Input, Phases, Rank, Summary
 from recipe.training.model import build_model
@@ -247,7 +247,7 @@ def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
         real_fingerprint(replace(base, **{field: CHANGES[field]})),
     )
     found = {name for name in first if first[name] != second[name]}
-    expected = {field, *DECIDED_BY.get(field, ())} - {"steps", "samples_seen"}
+    expected = {field, *FLAGS[field].decides} - {"steps", "samples_seen"}
     assert found == expected & first.keys()
 
 

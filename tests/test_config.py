@@ -1,5 +1,6 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
+import io
 import itertools
 import os
 import re
@@ -8,15 +9,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from making import a_world
 
 from recipe import config as config_module
 from recipe import errors
-from recipe.config import PRESETS, SECTIONS, Config, check, parse_args, without_effect
+from recipe.config import Config, check, parse_args, without_effect
 from recipe.errors import UserError
+from recipe.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
+from recipe.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 IMAGENET = "--data /imagenet "
@@ -88,6 +91,7 @@ def _words(name: str, value: str | None) -> list[str]:
         ("--random-crop-scale 0.5 0.6", "random_crop_scale", (0.5, 0.6)),
         ("--workers None", "workers", None),
         ("--desired-acc 75", "desired_acc", 75.0),
+        ("--trace-steps 2", "tensor_steps", 2),
     ],
 )
 def test_flag(line: str, name: str, value: object) -> None:
@@ -99,9 +103,22 @@ def test_a_flag_changes_nothing_else() -> None:
     assert parse("--opt-level O1").opt_level is None  # else it would disagree with --precision
 
 
-def test_every_setting_is_a_flag_of_one_section() -> None:
+def test_a_flag_is_declared_once() -> None:
+    """One field with a scope; all that follows from it is derived, and leaves no flag out."""
     names = [name for section in SECTIONS.values() for name in section.__dataclass_fields__]
-    assert sorted([*names, "preset", "knob_variables"]) == sorted(Config.__dataclass_fields__)
+    assert sorted([*names, "preset", "knob_variables"]) == sorted(FLAGS)
+    assert sorted(names_of(*get_args(Scope))) == sorted(FLAGS)
+    aliases = [alias for flag in FLAGS.values() for alias in flag.aliases]
+    assert len({*aliases, *map(spelled, FLAGS)}) == len(aliases) + len(FLAGS)
+    assert config_module._missing(Config(), "ddp", 1).keys() == set(get_args(Need))
+    for name, flag in FLAGS.items():
+        assert set(flag.needs) <= set(get_args(Need)) and set(flag.decides).isdisjoint(aliases)
+        assert bool(flag.engine) == (flag.scope == "speed") or name == "knob_variables"
+        assert (
+            flag.bound is None
+            or getattr(Config(), name) is None
+            or flag.bound.holds(getattr(Config(), name))
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -184,7 +201,7 @@ def test_folders() -> None:
         ({"random_erase": 50.0}, "from 0 to 1"),
         ({"model_ema_decay": 2.0}, "from 0 to 1"),
         ({"momentum": float("nan")}, "from 0 to 1"),
-        ({"batch_norm_momentum": 1.5}, "from 0 to 1"),
+        ({"batch_norm_momentum": 1.5}, "up to 1"),
         ({"batch_norm_momentum": 0.0}, "above 0"),
         ({"base_lr": -1.0}, "not negative"),
         ({"base_lr": float("nan")}, "not negative"),
@@ -356,6 +373,17 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `--help | head`."""
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert code_of("--help") == 0
+
+
 @pytest.mark.parametrize(
     ("line", "suggestion"),
     [
@@ -403,7 +431,7 @@ def test_cache_folder(variable: str | None, folder: str) -> None:
     environment = {"HOME": "/home/me", "PYTHONPATH": str(ROOT)}
     if variable is not None:
         environment["XDG_CACHE_HOME"] = variable
-    code = "from recipe.config import DataFlags, cache_folder as f; print(f(DataFlags.cache_dir))"
+    code = "from recipe.config import Config, cache_folder as f; print(f(Config.cache_dir))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )

@@ -15,9 +15,10 @@ import torch
 from making import CPU, TinyNet, a_config, a_world, write_images
 from torch import nn
 
-from recipe.config import Config, RunFlags
+from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.device import core_row, own_row
+from recipe.flags import RunFlags
 from recipe.record import environment
 from recipe.record.energy import open_energy_meter
 from recipe.record.environment import (

@@ -10,9 +10,11 @@ from making import a_world
 
 from ddp_train.buckets import bucket_sizes
 from recipe import errors
-from recipe.config import Config, digits, parse_args
+from recipe.config import Config, parse_args
 from recipe.errors import UserError
+from recipe.flags import names_of
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, read_knobs, set_variables
+from recipe.presets import digits
 
 FILE = """
 [ddp]
@@ -83,7 +85,7 @@ def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
         ("[horovod]\nstatic_graph = true", ["horovod.static_graph", "belongs under [ddp]"]),
         ("[ddp]\nbucket_cap_mb = 0", ["ddp.bucket_cap_mb = 0:", "above 0"]),
         ("[ddp]\nbucket_cap_mb = nan", ["ddp.bucket_cap_mb = nan:", "above 0"]),
-        ("[ddp]\nbucket_cap_mb = true", ["ddp.bucket_cap_mb = True:", "above 0"]),
+        ("[ddp]\nbucket_cap_mb = true", ["ddp.bucket_cap_mb = True:", "a number"]),
         ("[ddp]\nstatic_graph = 1", ["ddp.static_graph = 1:", "true or false"]),
         ("[horovod]\nnum_groups = 2.0", ["horovod.num_groups = 2.0:", "a whole number"]),
         ("[ddp]\nenvironment = 3", ["ddp.environment = 3", "[ddp.environment]"]),
@@ -171,15 +173,13 @@ def test_set_variables_leaves_others_alone() -> None:
     assert (mine, lines, environ) == ({"C": "3"}, [], {"A": "1", "B": "2", "C": "3"})
 
 
-def test_every_knob_is_a_setting_and_none_is_work() -> None:
-    from compare.evidence import equality
-    from recipe.record.environment import NOT_WORK
-
-    assert sorted(equality.KNOBS) == sorted(n for names in SETTINGS.values() for n in names)
-    for settings in SETTINGS.values():
-        for name in settings:
-            assert getattr(digits(), name) in (None, False), "the engine's own default"
-            assert name in NOT_WORK
+def test_every_knob_is_off_by_default_and_none_is_work() -> None:
+    for name in names_of("speed"):
+        assert not getattr(digits(), name), "the engine's own default"
+    assert {n for names in SETTINGS.values() for n in names} == {*names_of("speed")} - {
+        "knob_variables"
+    }
+    assert SETTINGS["ddp"]["bucket_cap_mb"] is float and SETTINGS["horovod"]["num_groups"] is int
 
 
 @pytest.mark.parametrize(

@@ -461,7 +461,7 @@ def test_both_engines_compute_the_same_live(tmp_path, monkeypatch, capsys):
 def test_another_seed_and_another_rate_are_told_apart(tmp_path, capsys):
     """A real divergence, with its cause: not only made-up ones."""
     for name, flags in {"a": "", "seed": "--seed 7", "rate": "--base-lr 0.02"}.items():
-        flags = f"{TINY} {flags} --log-dir {tmp_path} --name {name} --max-steps 2 --trace-steps 2"
+        flags = f"{TINY} {flags} --log-dir {tmp_path} --name {name} --max-steps 2 --tensor-steps 2"
         done = launch("python", "ddp", flags, ranks=1)
         assert done.returncode == 0, done.output
     assert main([str(tmp_path / "a"), str(tmp_path / "seed"), "--json"]) == 1

@@ -11,8 +11,9 @@ from making import a_config
 from torch import nn
 from torchvision.ops._utils import split_normalization_params
 
-from recipe.config import PRESETS, Config
+from recipe.config import Config
 from recipe.data.digits import NUM_TRAIN_IMAGES
+from recipe.presets import PRESETS
 from recipe.training.model import build_model, parameter_groups
 from recipe.training.schedule import learning_rate
 

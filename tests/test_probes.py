@@ -16,7 +16,7 @@ def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
     loss = model(torch.rand(2, 3, 8, 8)).square().mean()
     loss.backward()
     for step in (7, 8):
-        write_trace(a_config(trace_steps=7), a_world(1, 2), tmp_path, step, model, loss)
+        write_trace(a_config(tensor_steps=7), a_world(1, 2), tmp_path, step, model, loss)
     (path,) = tmp_path.rglob("*.*")
     assert path == tmp_path / "trace/rank-1/step-000007.npz"
     arrays = np.load(path)

@@ -231,7 +231,7 @@ def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock
 
 @pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
 def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: Clock) -> None:
-    config = replace(CONFIG, trace_steps=9)
+    config = replace(CONFIG, tensor_steps=9)
     session = Session(tmp_path / "run", clock, config=config)
     session.steps(4)
     recorder = session.recorder

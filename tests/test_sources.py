@@ -8,8 +8,8 @@ import pytest
 from launching import ENGINES, losses, rarely, read_json, train
 from test_dali import needs_dali
 
-from recipe.config import DataFlags
 from recipe.data.digits import prepare_digits
+from recipe.flags import DataFlags
 from recipe.make_shards import make_shards
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]

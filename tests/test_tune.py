@@ -23,11 +23,11 @@ from compare.running.search import SearchError, Trial, Value, is_gain, most_runs
 from compare.running.tune import (
     Found,
     comparison_command,
-    ddp_knobs,
     file_text,
     free_knobs,
     horovod_knobs,
     settings_knob,
+    settings_knobs,
     tuning_plan,
     variable_knob,
     with_knobs,
@@ -126,7 +126,7 @@ def test_what_is_a_gain(ratios: list[float], gains: bool) -> None:
 
 def test_all_that_is_tried_may_stand_in_the_file(tmp_path: Path) -> None:
     horovod = horovod_knobs(True, False, 8, 2) + horovod_knobs(False, True, 8, 2)
-    for engine, knobs in {"ddp": ddp_knobs(), "horovod": horovod}.items():
+    for engine, knobs in {"ddp": settings_knobs("ddp"), "horovod": horovod}.items():
         for knob in knobs:
             assert len({value.shown for value in knob.values}) == len(knob.values) > 0
             for value in knob.values:
@@ -149,7 +149,7 @@ def test_a_candidate_is_started_with_flags_and_variables() -> None:
 
 def test_what_the_user_has_set_is_not_searched() -> None:
     plan = plan_of("--", "--no-static-graph", "--bucket_cap_mb=3", "--fp16-allreduce")
-    free, lines = free_knobs(ddp_knobs(), CONFIGURATIONS["ddp-torchrun"], plan, {})
+    free, lines = free_knobs(settings_knobs("ddp"), CONFIGURATIONS["ddp-torchrun"], plan, {})
     assert [k.name for k in free] == ["first_bucket_mb", "gradient_as_bucket_view"]
     assert len(lines) == 2 and "--bucket-cap-mb is set already" in lines[0]
     knobs = horovod_knobs(True, False, 2, 1)

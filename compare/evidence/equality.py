@@ -7,42 +7,12 @@ from typing import Any
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.run_folder import recorded
 from compare.evidence.words import short
+from recipe.flags import FLAGS, names_of
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
 PLACES = {"log_dir", "name"}
-# What a file of knobs sets (recipe/knobs.py, which a report does without), beside variables.
-KNOBS = (
-    "first_bucket_mb", "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "num_groups",
-)  # fmt: skip
 # What may differ as well where the plan starts the two in different ways.
 START = {"engine", "launcher", "transport"}
-# What a setting of the trainers decides beside itself: where a plan varies it, these may differ,
-# too. A setting that is missing here decides nothing else that is compared. (The initial weights
-# are of one precision, the schedule of one batch: its unit is the epoch, not the step.)
-STEPS = ("steps", "samples_seen")
-RATES = ("learning_rates_sha256",)
-DATA = ("data_order_sha256", "num_images", "num_val_images")
-DECIDED_BY = {
-    "fp16_allreduce": ("wire_format",),
-    "batch_size": STEPS,
-    "batches_per_allreduce": (*STEPS, *RATES),
-    "epochs": (*STEPS, *RATES),
-    "max_steps": STEPS,
-    "seed": ("data_order_sha256", "initial_weights_sha256"),
-    "arch": ("initial_weights_sha256",),
-    "pretrained": ("initial_weights_sha256",),
-    "weights": ("initial_weights_sha256",),
-    "data": (*DATA, *STEPS, "initial_weights_sha256"),
-    "train_dir": (*DATA, *STEPS, "initial_weights_sha256"),
-    "val_dir": ("num_val_images",),
-    "synthetic_images": (*DATA, *STEPS),
-    "cuda": ("device", "device_name", "CUDA version"),
-    "use_adasum": RATES,
-    **dict.fromkeys(
-        ("base_lr", "lr_scheduler", "lr_step_epochs", "lr_gamma", "lr_min", "warmup_epochs",
-         "warmup_method"), RATES,
-    ),
-}  # fmt: skip
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores")
 # What environment.json calls it, and its name here; records of earlier trainers lack these.
@@ -55,11 +25,6 @@ EQUAL_WHERE_WRITTEN = {
 }
 # Software that not every configuration uses: equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi")
-# Flags that tell what was compared; the page shows the others folded away.
-CHIEF_FLAGS = (
-    "arch", "batch_size", "batches_per_allreduce", "precision", "batch_norm", "epochs", "threads",
-    "seed",
-)  # fmt: skip
 ABSENT = "absent"
 
 
@@ -102,7 +67,7 @@ def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
     others |= {field: environment[field] for field in used}
     others |= {field: getattr(run.summary, field) for field in START} | run.environment.variables
     facts = {
-        field: (value, field in flags and field not in CHIEF_FLAGS)
+        field: (value, field in flags and not (field in FLAGS and FLAGS[field].chief))
         for field, value in run.summary.fingerprint.items()
     }
     for field, value in others.items():
@@ -125,7 +90,7 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
         varied |= START
     if a["flags"] != b["flags"]:
         for field in comparison.plan["varied"]:
-            varied |= {field, *DECIDED_BY.get(field, ())}
+            varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
     if a["environment"] != b["environment"]:
         names = a["environment"].keys() | b["environment"].keys()
         varied |= {n for n in names if a["environment"].get(n) != b["environment"].get(n)}
@@ -145,7 +110,7 @@ def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     if not tuned:
         return set()
     variables = {name for config in tuned for name in config.knob_variables}
-    return {"knob_variables", *KNOBS, *variables}
+    return {*names_of("speed"), *variables}
 
 
 def compared_text(comparison: Comparison, first: str, second: str) -> str:

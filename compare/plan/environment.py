@@ -5,15 +5,7 @@ import sys
 from pathlib import Path
 
 from compare.plan.ssh import MPIRUN_VARIABLE, ssh_flags
-
-# Variables that change what an engine does or how fast. They are left as the user set them, the
-# same for both engines, and written into the plan, so that a resumed comparison cannot mix them.
-STEERING_PREFIXES = (
-    "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
-    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
-    "SLURM_MPI_TYPE", "SLURM_PMIX_FENCE", "SLURM_CPU_BIND",
-)  # fmt: skip
-
+from recipe.variables import steers
 
 # The trainers set their threads by one rule. A value left over from the shell would be
 # overwritten by torchrun alone, and then the two engines would not run on equal terms.
@@ -44,11 +36,13 @@ def set_variables() -> dict[str, str]:
 
 
 def steering_variables() -> dict[str, str]:
-    """Return the variables of the user's shell that may change what the engines do."""
+    """Return the variables of the user's shell that may change what the engines do or how fast.
+    They are left as the user set them, the same for both engines, and written into the plan, so
+    that a resumed comparison cannot mix them."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(STEERING_PREFIXES)
+        if steers(name)
         and not name.startswith("OMPI_ALLOW_RUN_AS_ROOT")
         and name not in REMOVED_VARIABLES
     }

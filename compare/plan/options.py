@@ -2,15 +2,15 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import recipe.errors
 from compare.errors import UserError
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
-from compare.plan.flags import flag_name, without_flag
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
 from compare.plan.plan import ROOT, Plan, knobs_files
 from compare.plan.plan_file import (
@@ -23,6 +23,7 @@ from compare.plan.plan_file import (
     read_plan_file,
 )
 from recipe.config import check, read_flags
+from recipe.flags import flag_name, without_flag
 from recipe.knobs import read_all_knobs
 
 TUNING_ROUNDS = 5
@@ -31,9 +32,7 @@ TUNING_ROUNDS = 5
 def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
     about the plan bears the name of its field and is None where it was not given."""
-    own, trainer = argv, list[str]()
-    if "--" in argv:
-        own, trainer = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    own, trainer = split_words_at_dashes(argv)
     first_line, _, examples = about.partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="python compare/run.py",
@@ -43,8 +42,27 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    default = Plan()
-    add = parser.add_argument
+    add_task(parser.add_argument)
+    for title, add_flags in {
+        "what is compared": add_comparison,
+        "with how many workers, and where": add_workers,
+        "how often": add_repetitions,
+        "how it is done": add_procedure,
+    }.items():
+        add_flags(parser.add_argument_group(title).add_argument)
+    options = parser.parse_args(own)
+    options.runs = Path("runs")
+    options.arguments_after_dashes = trainer
+    return options
+
+
+def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the command's own words, and those of the trainers after the first `--`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
+
+
+def add_task(add: Callable[..., Any]) -> None:
     add(
         "plan",
         nargs="?",
@@ -68,7 +86,8 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         f"(default: {TUNING_ROUNDS})",
     )
 
-    add = parser.add_argument_group("what is compared").add_argument
+
+def add_comparison(add: Callable[..., Any]) -> None:
     add(
         "--configurations",
         nargs="+",
@@ -101,6 +120,9 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         help="configurations that are judged against each other (default: each against the first)",
     )
     add("--null", action="store_const", const=True, help="compare each configuration with itself")
+
+
+def add_workers(add: Callable[..., Any]) -> None:
     add(
         "--workers",
         nargs="+",
@@ -137,7 +159,9 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         help="with --global-batch-size: the learning rate, whatever the number of workers",
     )
 
-    add = parser.add_argument_group("how often").add_argument
+
+def add_repetitions(add: Callable[..., Any]) -> None:
+    default = Plan()
     add(
         "--blocks",
         type=int,
@@ -195,7 +219,8 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         help="leave out the short run of each engine before the first measured one",
     )
 
-    add = parser.add_argument_group("how it is done").add_argument
+
+def add_procedure(add: Callable[..., Any]) -> None:
     add(
         "--slurm",
         metavar="'FLAGS'",
@@ -224,10 +249,6 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         help="do not start when something would make the result worthless (other load, unequal "
         "threads, ...), where otherwise a warning is printed",
     )
-    options = parser.parse_args(own)
-    options.runs = Path("runs")
-    options.arguments_after_dashes = trainer
-    return options
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -328,15 +349,13 @@ def check_slurm(plan: Plan, options: argparse.Namespace) -> None:
 def command_words(argv: list[str], folder: Path, without: Sequence[str] = ()) -> list[str]:
     """Return the command that goes on in this very folder, from the flags of the first one;
     `without` names flags with a value that are left out."""
-    own, trainer = argv, list[str]()
-    if "--" in argv:
-        own, trainer = argv[: argv.index("--")], argv[argv.index("--") :]
+    own, trainer = split_words_at_dashes(argv)
     own = [word for word in own if word not in ("--new", "--dry-run")]
     for flag in without:
         own = without_flag(own, flag)
     if not any(word == "--out" or word.startswith("--out=") for word in own):
         own = ["--out", str(folder), *own]
-    return ["python", script_path(), *own, *trainer]
+    return ["python", script_path(), *own, *(["--"] if trainer else []), *trainer]
 
 
 def script_path() -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 from compare.errors import UserError
 from compare.plan.blocks import drawn
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
-from compare.plan.flags import flag_name, last_value, without_flag
 from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
+from recipe.flags import flag_name, last_value, without_flag
 
 TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 

@@ -30,9 +30,9 @@ from compare.errors import UserError
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.environment import RUN_MARK
-from compare.plan.flags import flag_name, last_value
 from compare.plan.hosts import SLURM, read_hostfile, read_hosts
 from compare.plan.plan import ABLATION_STEPS, RESERVED_FLAGS, ROOT, Case, Plan
+from recipe.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
-from compare.plan.flags import last_value
 from compare.plan.hosts import is_here, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
 from compare.running.launch import busy_cpu_seconds
+from recipe.flags import last_value
 
 # Shares of a core. A mail program that wakes up now and then is below both, a compiler above.
 LEAST_LOAD, LEAST_LOAD_PER_CORE = 0.2, 0.05

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from compare.errors import UserError
 from compare.plan.blocks import seconds_left
-from compare.plan.flags import flag_name, without_flag
 from compare.plan.options import command_words
 from compare.plan.plan import ROOT, Plan, Run
 from compare.plan.record import asked_differences, plan_record
@@ -35,6 +34,7 @@ from compare.running.progress import (
     with_blocks_there,
 )
 from recipe.files import write_json
+from recipe.flags import flag_name, without_flag
 
 SLURM_FOLDER = "slurm"  # in the comparison's folder: the job's number, and what the jobs print
 SCRIPT = "slurm/compare.sbatch"

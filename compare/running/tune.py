@@ -26,7 +26,6 @@ from compare.evidence.paired import Estimate, estimate_ratio
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
-from compare.plan.flags import flag_name, last_value, without_flag
 from compare.plan.hosts import is_only_here, placement
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
 from compare.plan.plan import Plan, Run
@@ -52,8 +51,10 @@ from compare.running.search import (
     most_runs,
     search,
 )
+from recipe.config import read_flags
 from recipe.files import replace_file, write_json
-from recipe.knobs import Knobs, knobs_text, read_all_knobs
+from recipe.flags import FLAGS, flag_name, last_value, spelled, without_flag
+from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs
 
 MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do not count
 LEAST_STEPS = 10
@@ -80,15 +81,11 @@ def shown(value: bool | float | int) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
-def ddp_knobs() -> list[Knob]:
-    """DDP's knobs. NCCL's own are not among them: it chooses algorithm and protocol for each size
-    by a model of the machine, and a variable would force one on all sizes."""
-    return [
-        settings_knob("bucket_cap_mb", 1.0, 5.0, 25.0, 50.0, 100.0),
-        settings_knob("first_bucket_mb", 0.25, 4.0),
-        settings_knob("gradient_as_bucket_view", True),
-        settings_knob("static_graph", True),
-    ]
+def settings_knobs(engine: str) -> list[Knob]:
+    """An engine's knobs that are settings. NCCL's own variables are not among them: it chooses
+    algorithm and protocol for each size by a model of the machine, and a variable would force one
+    on all sizes."""
+    return [settings_knob(name, *FLAGS[name].tries) for name in SETTINGS[engine]]
 
 
 def horovod_knobs(by_mpi: bool, by_nccl: bool, workers: int, hosts: int) -> list[Knob]:
@@ -112,7 +109,7 @@ def horovod_knobs(by_mpi: bool, by_nccl: bool, workers: int, hosts: int) -> list
     sizes = [str(size * MIB) for size in (0, 1, 4, 16, 64)]
     knobs.append(variable_knob("HOROVOD_FUSION_THRESHOLD", *sizes))
     knobs.append(variable_knob("HOROVOD_CYCLE_TIME", "0.1", "0.5", "3.5"))
-    knobs.append(settings_knob("num_groups", 1, 4))
+    knobs += settings_knobs("horovod")
     if by_mpi:
         knobs.append(variable_knob("OMPI_MCA_mpi_yield_when_idle", "0"))
     if by_nccl:
@@ -124,7 +121,7 @@ def horovod_knobs(by_mpi: bool, by_nccl: bool, workers: int, hosts: int) -> list
 def knobs_for(configuration: Configuration, plan: Plan) -> list[Knob]:
     """Return what is to be tried for a configuration, most promising first."""
     if configuration.engine == "ddp":
-        return ddp_knobs()
+        return settings_knobs("ddp")
     workers = max(plan.workers)
     arguments = plan.run(0, plan.cases[0], configuration, workers).arguments
     on_gpus = "--no-cuda" not in arguments and preflight.visible_gpus() > 0
@@ -147,35 +144,31 @@ def free_knobs(
     case = plan.cases[0]
     words = (*plan.trainer_arguments, *case.flags, *configuration.flags)
     given = {flag_name(word) for word in words}
-    passes = last_value(words, "--batches-per-allreduce")
     set_already = environ.keys() | configuration.variables.keys()
     free, lines = [], []
     for knob in knobs:
         names = {name for value in knob.values for name in (*value.settings, *value.variables)}
-        flags = {flag_of(name) for value in knob.values for name in value.settings}
+        flags = {spelled(name) for value in knob.values for name in value.settings}
         own = sorted(flags & given or {f for f in flags if f"--no-{f[2:]}" in given})
         own += sorted(names & set_already)
         if own:
             lines.append(f"{knob.name} is left as it is: {own[0]} is set already")
-        elif knob.name == "num_groups" and not takes_groups(words):
-            lines.append("num_groups is left out: groups of gradients are for fp32 averages only")
-        elif knob.name == "static_graph" and passes not in (None, "1"):
-            lines.append("static_graph is left out: not with --batches-per-allreduce")
+        elif flags and (reason := why_refused(knob, configuration, plan)):
+            lines.append(f"{knob.name} is left out: {reason}")
         else:
             free.append(knob)
     return free, lines
 
 
-def takes_groups(words: Sequence[str]) -> bool:
-    """Tell whether Horovod's trainer lets gradients be grouped, see recipe/config.py."""
-    forbidding = {"--fp16-allreduce", "--use-adasum", "--gradient-predivide-factor"}
-    if forbidding & {flag_name(word) for word in words}:
-        return False
-    return last_value(words, "--wire-format") in (None, "fp32")
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def why_refused(knob: Knob, configuration: Configuration, plan: Plan) -> str:
+    """Return why the trainers do not take a knob beside the plan's flags; "" if they do."""
+    candidate = with_knobs(configuration, knob.values[0].on(Knobs()))
+    run = plan.run(0, plan.cases[0], candidate, max(plan.workers))
+    try:
+        read_flags(candidate.engine, run.workers, list(run.arguments), talk=False)
+    except recipe.errors.UserError as error:
+        return str(error)
+    return ""
 
 
 def with_knobs(configuration: Configuration, knobs: Knobs) -> Configuration:
@@ -183,7 +176,7 @@ def with_knobs(configuration: Configuration, knobs: Knobs) -> Configuration:
     file for it."""
     flags = list(configuration.flags)
     for name, value in knobs.settings.items():
-        flags += [flag_of(name)] if value is True else [flag_of(name), shown(value)]
+        flags += [spelled(name)] if value is True else [spelled(name), shown(value)]
     environment = configuration.environment | knobs.variables
     return replace(configuration, flags=tuple(flags), environment=environment)
 

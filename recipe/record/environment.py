@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,50 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.config import Config, RunFlags
+from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
-from recipe.knobs import SETTINGS as KNOBS
+from recipe.flags import names_of
 from recipe.record.energy import energy_summary
 from recipe.record.meter import StepMeter
 from recipe.record.run_folder import utc_now
 from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
+from recipe.variables import steers_rank
 from recipe.world import World
 
 # Settings that say where files are or how gradients travel, not what is computed: the data itself
 # is in data_order_sha256, and what --weights brought in initial_weights_sha256.
-NOT_WORK = {item.name for item in fields(RunFlags)} | {
-    "train_dir",
-    "val_dir",
-    "data",
-    "weights",
-    "cache_dir",
-    "cuda",
-    "preset",
-    "threads",
-    "knobs",
-    "knob_variables",
-    *(name for settings in KNOBS.values() for name in settings),
-}
+NOT_WORK = set(names_of("speed", "place", "run"))
 
 
 # Before this process sets any for its engine, as the two engines need other ones.
 VARIABLES_AT_START = dict(os.environ)
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
-STEERING_PREFIXES = (
-    "NCCL_", "TORCH_NCCL_", "PYTORCH_", "KMP_", "MALLOC_", "HOROVOD_AUTOTUNE", "HOROVOD_TORUS",
-    "HOROVOD_HIERARCHICAL", "HOROVOD_BATCH", "HOROVOD_CCL", "OMPI_MCA_coll",
-)  # fmt: skip
-STEERING_NAMES = {
-    "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY",
-    "HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_THREAD_AFFINITY",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_TIMELINE", "GLOO_SOCKET_IFNAME",
-    "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "CUDA_LAUNCH_BLOCKING", "LD_PRELOAD",
-}  # fmt: skip
-SET_BY_LAUNCHERS = {
-    "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_SOCKET_IFNAME",
-}  # fmt: skip
 
 
 def describe(
@@ -124,12 +100,7 @@ def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[
 
     Without those by which launchers tell ranks who they are, which differ in every run.
     """
-    return {
-        name: value
-        for name, value in sorted(environ.items())
-        if name in STEERING_NAMES
-        or (name.startswith(STEERING_PREFIXES) and name not in SET_BY_LAUNCHERS)
-    }
+    return {name: value for name, value in sorted(environ.items()) if steers_rank(name)}
 
 
 def mpi_version() -> str | None:

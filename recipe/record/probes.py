@@ -18,13 +18,13 @@ from recipe.world import World
 def write_trace(
     config: Config, world: World, folder: Path, step: int, model: nn.Module, loss: torch.Tensor
 ) -> None:
-    """Of the first --trace-steps steps (`step` counts from 1) write trace/rank-R/step-NNNNNN.npz:
+    """Of the first --tensor-steps steps (`step` counts from 1) write trace/rank-R/step-NNNNNN.npz:
     what one rank computed. UserError if it cannot be written.
 
     Its arrays: `loss` (mean over this rank's last batch), `gradient/NAME` as the optimizer used it,
     `weight/NAME` and `buffer/NAME` (BatchNorm's statistics) after the step.
     """
-    if step > (config.trace_steps or 0):
+    if step > (config.tensor_steps or 0):
         return
     tensors = {"loss": loss}
     for name, parameter in model.named_parameters():

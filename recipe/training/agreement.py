@@ -20,16 +20,10 @@ from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.device import NAME_BYTES, own_row
 from recipe.errors import UserError
+from recipe.flags import FLAGS, spelled
 from recipe.watch import goes_on
 from recipe.world import World
 
-# What may differ between hosts: where files are (what is in them is compared), and what depends on
-# the host's cores. `cuda` shows as the type of device.
-OF_A_HOST = {
-    "data", "train_dir", "val_dir", "cache_dir", "log_dir", "knobs", "threads", "workers", "cuda",
-}  # fmt: skip
-# Rank 0 alone reads these files; the others wait for what is in them.
-READ_BY_RANK_0 = {"resume", "weights"}
 PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
@@ -45,10 +39,10 @@ def facts_of(engine: str, config: Config, data: Data, device: torch.device) -> d
         if engine == package or package != "horovod":
             facts[f"{package}'s version"] = metadata.version(package)
     for name, value in asdict(config).items():
-        if name in READ_BY_RANK_0:
-            facts[f"--{name}"] = "given" if value else "not given"
-        elif name not in OF_A_HOST:
-            facts["--" + name.replace("_", "-")] = str(value)
+        if FLAGS[name].per_rank == "first":
+            facts[spelled(name)] = "given" if value else "not given"
+        elif FLAGS[name].per_rank == "equal":
+            facts[spelled(name)] = str(value)
     facts["training images"], facts["validation images"] = str(data.num_train), str(data.num_val)
     for name, listing in {"training": data.train, "validation": data.val}.items():
         facts[f"{name} data"] = "files" if listing is not None else "synthetic"

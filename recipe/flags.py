@@ -1,0 +1,400 @@
+"""All flags of a run. A flag is one field here: its type, its default, what else there is to know
+about it (see `Flag`), and its documentation below. Everything else follows: the parser and
+`--help`, the bounds that are checked, the run's fingerprint, what the ranks must share, the knobs,
+what `compare` knows.
+
+Imports nothing slow: a report reads this, too.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+Scope = Literal[
+    "work",  # decides what is computed, or how: part of the fingerprint
+    "speed",  # a knob: how fast gradients are exchanged, and nothing else
+    "place",  # where files lie, and what a host has: the fingerprint holds what came of it
+    "measurement",  # what is measured beside the training: in the fingerprint, for it takes time
+    "run",  # what is written, and when the run ends
+]
+# What a flag has an effect with; recipe/config.py has the words for a run that lacks it.
+Need = Literal[
+    "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
+    "step schedule", "cosine schedule", "warm-up", "residual blocks", "new weights",
+    "Horovod's sum", "ddp", "horovod",
+]  # fmt: skip
+
+
+class Bound(NamedTuple):
+    """What a flag's number must be."""
+
+    holds: Callable[[float], bool]
+    advice: str
+
+
+def at_least(smallest: int) -> Bound:
+    return Bound(lambda value: value >= smallest, f"must be at least {smallest}")
+
+
+# Not a number lies within none of them.
+SHARE = Bound(lambda v: 0 <= v <= 1, "is a share or probability; give a number from 0 to 1")
+SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 and up to 1")
+NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
+ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
+PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
+SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What there is to know of a flag beside its type, its default and its documentation."""
+
+    scope: Scope
+    bound: Bound | None = None
+    aliases: tuple[str, ...] = ()  # its other names on the command line
+    needs: tuple[Need, ...] = ()
+    # equal: on all ranks; own: of each rank; first: rank 0 alone reads the file that it names
+    per_rank: Literal["equal", "own", "first"] = "equal"
+    engine: Literal["ddp", "horovod"] | None = None  # of a knob
+    tries: tuple[float, ...] = ()  # of a knob: the values that `compare/run.py --tune` measures
+    # What else differs, as a report calls it, between two runs that differ in this flag. (The
+    # initial weights are of one precision, the schedule of one batch: its unit is the epoch.)
+    decides: tuple[str, ...] = ()
+    chief: bool = False  # says what was compared; a report's page folds the others away
+
+
+def flag(scope: Scope, default: Any, bound: Bound | None = None, **others: Any) -> Any:
+    """A field of a section below; `others` are those of `Flag`, a tuple of one without its
+    brackets."""
+    for name in others.keys() & {"aliases", "needs", "tries", "decides"}:
+        if not isinstance(others[name], tuple):
+            others[name] = (others[name],)
+    return field(default=default, metadata={"flag": Flag(scope, bound, **others)})
+
+
+work, speed, measurement, run = (partial(flag, s) for s in ("work", "speed", "measurement", "run"))
+place = partial(flag, "place", per_rank="own")
+DATA = ("data_order_sha256", "num_images", "num_val_images")
+STEPS = ("steps", "samples_seen")
+RATES = ("learning_rates_sha256",)
+WEIGHTS = ("initial_weights_sha256",)
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Where the images come from and what is done to their pixels."""
+
+    data: str = place("digits", needs="--data", decides=(*DATA, *STEPS, *WEIGHTS))
+    """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed;
+    evaluated only with --evaluate or --desired-acc), or a folder with train/ and val/ in ImageNet's
+    layout, or as shards (python -m recipe.make_shards)."""
+    train_dir: str | None = place(None, decides=(*DATA, *STEPS, *WEIGHTS))
+    """Training folder, one sub-folder a class, or shards; overrides --data."""
+    val_dir: str | None = place(None, decides="num_val_images")
+    """Validation folder, with the same classes; overrides --data."""
+    cache_dir: str = place(
+        (os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/imagenet-horovod-ddp"
+    )
+    """Where the digits and the listings of large folders are kept."""
+    in_memory: bool = work(False, needs="images")
+    """Read all images' files at the start, into memory that the ranks of a host share; refused
+    where they do not fit."""
+    dali: bool = work(False, needs=("images", "training"))
+    """Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there is one
+    (needs the extra `dali`): the same crops and flips, the pixels of another decoder."""
+    workers: int | None = work(None, at_least(0), aliases="-j", needs="images", per_rank="own")
+    """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
+    training process) on the CPU, where training itself keeps the cores busy."""
+    train_crop_size: int = work(224, at_least(1))
+    """Side of training images, pixels."""
+    val_resize_size: int = work(256, at_least(1), needs="images")
+    """Shorter side of validation images before their centre is cropped, pixels."""
+    val_crop_size: int = work(224, at_least(1))
+    """Side of validation images, pixels."""
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = work("bilinear", needs="images")
+    """How images are resized."""
+    random_crop_scale: tuple[float, float] = work((0.08, 1.0), needs="images")
+    """Share of the image's area that a random crop takes: smallest and largest."""
+    hflip_prob: float = work(0.5, SHARE, needs="images")
+    """Probability of a horizontal flip."""
+    auto_augment: Literal["ra", "ta_wide", "autoaugment", "augmix"] | None = work(
+        None, needs="images"
+    )
+    """Automatic augmentation: RandAugment, TrivialAugment (wide), AutoAugment, AugMix."""
+    random_erase: float = work(0.0, SHARE, needs="images")
+    """Probability that a random rectangle is erased."""
+    synthetic_images: int = work(
+        12_800, at_least(1), needs="synthetic data", decides=(*DATA, *STEPS)
+    )
+    """Images an epoch of --data synthetic (1,000 classes)."""
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """What is trained."""
+
+    arch: str = work("resnet50", aliases=("-a", "--model"), decides=WEIGHTS, chief=True)
+    """Any torchvision classification model."""
+    pretrained: bool = work(False, decides=WEIGHTS)
+    """Start from torchvision's best published weights (a download)."""
+    weights: str | None = place(None, per_rank="first", decides=WEIGHTS)
+    """Start from this file: a checkpoint of this project, of pytorch/examples, of torchvision's
+    reference, of Horovod's example, or a bare state dict."""
+    batch_norm: Literal["local", "average", "sync"] = work("local", needs="workers", chief=True)
+    """BatchNorm statistics over ranks. local: each rank its own, rank 0's are evaluated and saved
+    (DDP's default, done once an evaluation instead of once a forward). average: the running
+    statistics are averaged over ranks before each evaluation and checkpoint. sync: SyncBatchNorm,
+    one batch over all ranks (GPU only)."""
+    batch_norm_momentum: float | None = work(None, SHARE_ABOVE_0)
+    """Share of each batch in BatchNorm's running statistics. Default: the network's own, mostly
+    0.1, which takes some fifty steps to forget what it began with."""
+    zero_init_residual: bool = work(False, needs=("residual blocks", "new weights"))
+    """Begin with each residual block as the identity: the scale of its last BatchNorm starts at 0
+    (ResNet, ResNeXt and Wide ResNet)."""
+    label_smoothing: float = work(0.0, SHARE, needs="training")
+    """Share of the target's probability that is spread over all classes."""
+    model_ema: bool = work(False)
+    """Evaluate and keep an exponential moving average of the weights, too."""
+    model_ema_decay: float = work(0.9999, SHARE, needs="model EMA")
+    """Its decay per optimizer step."""
+
+
+@dataclass(frozen=True)
+class OptimizationFlags:
+    """How it is trained. Learning rates are per worker: they are scaled by the number of
+    workers."""
+
+    epochs: int = work(90, at_least(1), needs="training", decides=(*STEPS, *RATES), chief=True)
+    """Passes over the training images."""
+    batch_size: int = work(
+        32, at_least(1), aliases="-b", needs="training", decides=STEPS, chief=True
+    )
+    """Images per worker and forward pass."""
+    val_batch_size: int = work(32, at_least(1))
+    """Images per worker and forward pass in validation."""
+    batches_per_allreduce: int = work(
+        1, at_least(1), needs="training", decides=(*STEPS, *RATES), chief=True
+    )
+    """Forward and backward passes whose gradients are accumulated before they are exchanged."""
+    base_lr: float = work(0.0125, NOT_NEGATIVE, needs="training", decides=RATES)
+    """Learning rate for one worker; multiplied by workers x batches_per_allreduce (Adasum: see
+    docs/recipe.md)."""
+    momentum: float = work(0.9, SHARE, needs="training")
+    """Of SGD."""
+    nesterov: bool = work(False)
+    """Nesterov's momentum."""
+    wd: float = work(5e-5, NOT_NEGATIVE, aliases="--weight-decay", needs="training")
+    """Weight decay."""
+    norm_weight_decay: float | None = work(None, NOT_NEGATIVE)
+    """Weight decay of normalisation layers; default: --wd."""
+    bias_weight_decay: float | None = work(None, NOT_NEGATIVE)
+    """Weight decay of biases outside normalisation layers; default: --wd."""
+    lr_scheduler: Literal["step", "cosine"] = work("step", decides=RATES)
+    """step: times --lr-gamma at each of --lr-step-epochs. cosine: down to --lr-min at the end."""
+    lr_step_epochs: tuple[int, ...] = work((30, 60, 80), needs="step schedule", decides=RATES)
+    """Epochs at which the step schedule goes down."""
+    lr_gamma: float = work(0.1, NOT_NEGATIVE, needs="step schedule", decides=RATES)
+    """Factor of the step schedule."""
+    lr_min: float = work(0.0, NOT_NEGATIVE, needs="cosine schedule", decides=RATES)
+    """Where the cosine schedule ends (after scaling)."""
+    warmup_epochs: float = work(
+        5.0, NOT_NEGATIVE, aliases="--lr-warmup-epochs", needs="training", decides=RATES
+    )
+    """Epochs of warm-up."""
+    warmup_method: Literal["gradual", "linear"] = work(
+        "gradual", aliases="--lr-warmup-method", needs="warm-up", decides=RATES
+    )
+    """gradual: from one worker's rate to the scaled rate (Goyal et al. 2017). linear: from 1 % of
+    the scaled rate."""
+    clip_grad_norm: float | None = work(None, ABOVE_0, needs="training")
+    """Largest norm of the gradient of all weights together."""
+    seed: int = work(42, SEED, decides=("data_order_sha256", *WEIGHTS), chief=True)
+    """Of weights, data order, augmentation and dropout."""
+
+
+@dataclass(frozen=True)
+class SpeedFlags:
+    """Number formats, devices and communication."""
+
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = work("fp32", chief=True)
+    """fp32; tf32 in matrix products (GPU); autocast to bf16; autocast to fp16 with loss scaling."""
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None = work(None)
+    """Apex's name for a precision: O0 is fp32 and O1 is fp16; O2 and O3 have no counterpart
+    here."""
+    channels_last: bool = work(False)
+    """NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md)."""
+    compile: bool = work(False)
+    """Compile the network's blocks by torch.compile: for GPUs. It takes minutes at the start, and
+    on CPUs it is slower than without (docs/performance.md)."""
+    wire_format: Literal["fp32", "fp16", "auto"] = work("fp32", needs=("workers", "training"))
+    """Number format in which gradients are sent. auto: the faster of the two here, as measured
+    before training (a resumed run measures anew)."""
+    fp16_allreduce: bool = work(False, decides="wire_format")
+    """Horovod's name for --wire-format fp16."""
+    use_adasum: bool = work(False, needs="workers", decides=RATES)
+    """Combine gradients by Adasum instead of averaging them (Horovod only)."""
+    gradient_predivide_factor: float | None = work(
+        None, ABOVE_0, needs=("workers", "Horovod's sum")
+    )
+    """Divide gradients by this before they are summed and by the rest afterwards (Horovod only).
+    Default: the number of workers, which is what DDP always does, and which keeps fp16 sums from
+    overflowing."""
+    knobs: str | None = place(None)
+    """A file of settings and variables that make the exchange of gradients faster here, as
+    `compare/run.py --tune FILE` finds and writes them. Flags and the environment win over it."""
+    bucket_cap_mb: float | None = speed(
+        None, ABOVE_0, engine="ddp", tries=(1.0, 5.0, 25.0, 50.0, 100.0)
+    )
+    """Largest bucket of gradients that are exchanged together, MiB (DDP only; its default is 25
+    after a first one of 1). Horovod's counterpart is the variable HOROVOD_FUSION_THRESHOLD."""
+    first_bucket_mb: float | None = speed(None, ABOVE_0, engine="ddp", tries=(0.25, 4.0))
+    """Size of the first bucket, whose gradients are ready first, MiB (DDP only). Default: that of
+    the others if --bucket-cap-mb is given, else 1."""
+    gradient_as_bucket_view: bool = speed(False, engine="ddp", tries=True)
+    """Let gradients live in the buckets: saves a copy and their memory (DDP only)."""
+    static_graph: bool = speed(False, engine="ddp", tries=True)
+    """Promise that every step uses the same parameters in the same order (DDP only)."""
+    num_groups: int | None = speed(None, at_least(1), engine="horovod", tries=(1, 4))
+    """Exchange the gradients in so many groups, each as soon as all of it is ready (Horovod only,
+    fp32 only). Default: each cycle sends what is ready."""
+    cuda: bool = place(True, decides=("device", "device_name", "CUDA version"))
+    """Use GPUs where there are any."""
+    deterministic: bool = work(False)
+    """The same bits in every run on the same machines, for which GPUs take slower kernels and
+    Horovod sends each gradient by itself; see docs/recipe.md."""
+    threads: int | None = place(None, at_least(1), chief=True)
+    """CPU threads per rank. Default: this rank's share of the cores that it may use."""
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What is written, where it goes on, and when it ends."""
+
+    log_dir: str = place("runs")
+    """Holds a folder for each run."""
+    name: str | None = run(None)
+    """The run's folder under --log-dir. Default: time, engine, model and number of workers, and a
+    number where that is taken."""
+    log_interval: int = run(10, at_least(1))
+    """Steps between two reductions of the training metrics."""
+    resume: str | None = run(None, per_rank="first")
+    """A checkpoint's path, or `auto`: the newest whole checkpoint of the run --name, or a fresh
+    start."""
+    allow_changed_data: bool = run(False)
+    """Go on from a checkpoint although there are other images than it was trained on: the order of
+    the images is then another one."""
+    checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"))
+    """Also write a checkpoint every so many steps; one is written after every epoch."""
+    keep_checkpoints: int = run(2, at_least(0))
+    """Newest checkpoints to keep, beside the best; 0 writes none at all."""
+    evaluate: bool = run(False, aliases=("-e", "--test-only"))
+    """Only evaluate: --weights, --pretrained or --resume."""
+    desired_acc: float | None = run(None, PERCENTAGE, needs="training")
+    """End as soon as validation top-1 reaches this, percent."""
+    max_steps: int | None = run(None, at_least(1), needs="training", decides=STEPS)
+    """End after this many steps; the schedule stays that of --epochs."""
+    stall_timeout: int = run(600, at_least(0))
+    """Seconds since a rank's last batch after which it takes the run for frozen and ends it; 0:
+    never. Longer than one rank may keep the others waiting, and than --compile takes."""
+
+
+@dataclass(frozen=True)
+class MeasurementFlags:
+    """What is measured beside the training; all of it off unless asked for, since it takes time."""
+
+    ablation_steps: int | None = measurement(None, at_least(2), needs="training")
+    """Measure exposed communication: stretches of so many steps alternate in which gradients are
+    exchanged, and in which they are computed but thrown away. The training learns half as much."""
+    tensor_steps: int | None = measurement(
+        None, at_least(1), aliases="--trace-steps", needs="training"
+    )
+    """Write gradients, weights, BatchNorm statistics and loss of the first steps, on every rank,
+    for compare/parity.py."""
+    profile_steps: int | None = measurement(None, at_least(1), needs="training")
+    """Profile so many steps after the first few, on every rank, for compare/timeline.py."""
+
+
+SECTIONS = {
+    "data": DataFlags,
+    "model": ModelFlags,
+    "optimization": OptimizationFlags,
+    "speed": SpeedFlags,
+    "measurement": MeasurementFlags,
+    "run": RunFlags,
+}
+
+
+@dataclass(frozen=True)
+class Config(
+    RunFlags, MeasurementFlags, SpeedFlags, OptimizationFlags, ModelFlags, DataFlags
+):  # the last base's fields come first
+    """Every setting of a run, flat; written to config.json and into each checkpoint."""
+
+    preset: str = run("digits")
+    knob_variables: dict[str, str] = field(default_factory=dict, metadata={"flag": Flag("speed")})
+
+    @property
+    def sends_fp16(self) -> bool:
+        """Whether gradients are sent as fp16."""
+        return self.wire_format == "fp16"
+
+
+FLAGS: dict[str, Flag] = {item.name: item.metadata["flag"] for item in fields(Config)}
+
+
+def names_of(*scopes: Scope) -> list[str]:
+    """The fields of Config in these scopes."""
+    return [name for name, flag in FLAGS.items() if flag.scope in scopes]
+
+
+def knob_types(engine: str) -> dict[str, type]:
+    """The settings of an engine that are knobs, with the type of their values."""
+    hints = get_type_hints(Config)
+    return {
+        name: (get_args(hints[name]) or (hints[name],))[0]  # of `int | None` the first
+        for name, flag in FLAGS.items()
+        if flag.engine == engine
+    }
+
+
+def spelled(name: str) -> str:
+    """A field of Config as it is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+# Second names; one is a shorthand.
+ALIASES = {alias: spelled(name) for name, flag in FLAGS.items() for alias in flag.aliases}
+ALIASES["--opt-level"] = "--precision"
+
+
+def flag_name(word: str) -> str:
+    """A word's flag by its first name, without a value; "" if the word is no flag."""
+    name = word.split("=")[0].replace("_", "-")
+    name = ALIASES.get(name, name)
+    return name if name.startswith("--") else ""
+
+
+def last_value(words: Sequence[str], flag: str) -> str | None:
+    """The value that a trainer would take for a flag: the last one given."""
+    value = None
+    for word, following in zip_longest(words, words[1:]):
+        if flag_name(word) == flag:
+            value = word.partition("=")[2] if "=" in word else following
+    return value
+
+
+def without_flag(words: Sequence[str], flag: str) -> list[str]:
+    """The words without a flag that takes one value."""
+    kept, skip = list[str](), False
+    for word in words:
+        if skip:
+            skip = False
+        elif flag_name(word) == flag:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
