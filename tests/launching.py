@@ -141,6 +141,27 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def change_on_rank(rank: int, module: str, code: str, folder: Path) -> dict[str, str]:
+    """The environment in which `code` runs on one rank, as soon as that has imported a `module`."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code))
+    return {"PYTHONPATH": str(folder)}
+
+
+# Runs in each Python process at its start.
+SITECUSTOMIZE = """
+import builtins, os, sys
+real_import = builtins.__import__
+def patched(name, *args, **kwargs):
+    imported = real_import(name, *args, **kwargs)
+    if name == "{1}" and builtins.__import__ is patched:
+        builtins.__import__ = real_import
+        exec({2!r}, {{"module": sys.modules[name]}})
+    return imported
+if "{0}" in map(os.environ.get, ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")):
+    builtins.__import__ = patched
+"""
+
+
 def read_json(path: Path) -> Any:
     """A JSON file's contents."""
     return json.loads(path.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SMALL, TRAINERS, launch, rarely, run
+from launching import SMALL, TRAINERS, change_on_rank, launch, rarely, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
 
 from recipe import watch
@@ -249,9 +249,9 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:
     """Rank 0 finds a GPU (here a pretended one, with a pretended NCCL), and rank 1 none."""
-    (tmp_path / "sitecustomize.py").write_text(GPU_ON_RANK_0)
+    changed = change_on_rank(0, "recipe.device", PRETENDED_GPU, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, timeout=120, PYTHONPATH=str(tmp_path))
+    finished = launch(launcher, engine, arguments, timeout=120, **changed)
     assert finished.returncode != 0
     assert finished.output.count("the ranks would not train the same thing") == 1
     assert "type of device: cuda on rank 0" in finished.output
@@ -264,49 +264,28 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
 def test_ranks_whose_weights_have_drifted_apart_keep_no_checkpoint(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(DRIFT_ON_RANK_1)
+    changed = change_on_rank(1, "recipe.record.probes", DRIFT, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path} --name run --max-steps 2"
-    finished = launch(launcher, engine, arguments, timeout=120, PYTHONPATH=str(tmp_path))
+    finished = launch(launcher, engine, arguments, timeout=120, **changed)
     assert finished.returncode != 0
     assert finished.output.count("after step 2 the ranks hold different weights: ") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-# These run in each Python process at its start.
-DRIFT_ON_RANK_1 = """
-import builtins, os
-if "1" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):
-    real_import = builtins.__import__
-    def patched(name, *args, **kwargs):
-        module = real_import(name, *args, **kwargs)
-        if name == "recipe.record.probes" and not hasattr(module, "drifts"):
-            import torch
-            module.drifts = True
-            def drift(config, world, folder, step, model, loss):  # after each optimizer step
-                with torch.no_grad():
-                    next(model.parameters()).view(-1)[0] += 1
-            module.write_trace = drift
-        return module
-    builtins.__import__ = patched
+DRIFT = """
+import torch
+def drift(config, world, folder, step, model, loss):  # after each optimizer step
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+module.write_trace = drift
 """
-GPU_ON_RANK_0 = """
-import builtins, os, types
-if "0" in map(os.environ.get, ("RANK", "OMPI_COMM_WORLD_RANK")):
-    real_import = builtins.__import__
-    def patched(name, *args, **kwargs):
-        module = real_import(name, *args, **kwargs)
-        if name == "recipe.device" and not hasattr(module, "pretended"):
-            import torch
-            import torch.distributed as dist
-            real_init = dist.init_process_group
-            def init(backend, **others):
-                import torch.testing._internal.distributed.fake_pg
-                real_init(backend.replace("nccl", "fake"), **others)
-            module.pretended = True
-            module.choose_device = lambda config, world: torch.device("cuda", 0)
-            properties = types.SimpleNamespace(uuid="GPU-0")
-            torch.cuda.get_device_properties = lambda device: properties
-            dist.init_process_group = init
-        return module
-    builtins.__import__ = patched
+PRETENDED_GPU = """
+import types, torch, torch.distributed as dist
+real_init = dist.init_process_group
+def init(backend, **others):
+    import torch.testing._internal.distributed.fake_pg
+    real_init(backend.replace("nccl", "fake"), **others)
+module.choose_device = lambda config, world: torch.device("cuda", 0)
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="GPU-0")
+dist.init_process_group = init
 """

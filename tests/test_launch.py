@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import SMALL, launch, rarely, read_json, read_lines, run
+from launching import SMALL, change_on_rank, launch, rarely, read_json, read_lines
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
@@ -78,38 +78,22 @@ class TestMistakes:
     )
     def test_one_rank_raises(self, launcher: str, engine: str, tmp_path: Path) -> None:
         """Only rank 1 fails, while rank 0 waits for it in a collective."""
-        (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
-        finished = launch(
-            launcher,
-            engine,
-            f"{SMALL} --log-dir {tmp_path}/runs",
-            timeout=120,
-            PYTHONPATH=str(tmp_path),
-        )
+        changed = change_on_rank(1, "recipe.training.model", BREAK, tmp_path)
+        arguments = f"{SMALL} --log-dir {tmp_path}/runs"
+        finished = launch(launcher, engine, arguments, timeout=120, **changed)
         assert finished.returncode != 0
         assert finished.output.count("RuntimeError: rank 1 is out of order") == 1
         assert "[rank 1 on " in finished.output
         assert "Connection closed" not in finished.output, "the victim spoke, too"
 
 
-# Runs in each Python process at its start: makes rank 1 raise in its fifth step.
-BREAK_RANK_1 = """
-import os, sys
-if "1" in map(os.environ.get, ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")):
-    import threading, builtins
-    real_import = builtins.__import__
-    def patched(name, *args, **kwargs):
-        module = real_import(name, *args, **kwargs)
-        done = hasattr(module, "real_seed_step")
-        if name == "recipe.training.model" and "seed_step" in vars(module) and not done:
-            module.real_seed_step = module.seed_step
-            def seed_step(config, step, rank):
-                if step == 5:
-                    raise RuntimeError("rank 1 is out of order")
-                module.real_seed_step(config, step, rank)
-            module.seed_step = seed_step
-        return module
-    builtins.__import__ = patched
+BREAK = """
+real_seed_step = module.seed_step
+def seed_step(config, step, rank):
+    if step == 5:
+        raise RuntimeError("rank 1 is out of order")
+    real_seed_step(config, step, rank)
+module.seed_step = seed_step
 """
 
 
@@ -126,18 +110,7 @@ def _before_the_launchers_words(output: str) -> str:
 
 
 def test_horovod_under_torchrun_is_not_two_lone_copies(tmp_path: Path) -> None:
-    finished = run(
-        [
-            "torchrun",
-            "--nproc-per-node",
-            "2",
-            "horovod_train/train.py",
-            *SMALL.split(),
-            "--log-dir",
-            str(tmp_path),
-        ],
-        120,
-    )
+    finished = launch("torchrun", "horovod", f"{SMALL} --log-dir {tmp_path}", timeout=120)
     assert finished.returncode != 0
     assert finished.output.count("2 independent copies") == 1
     assert not list(tmp_path.iterdir()), "nothing was trained or written"
