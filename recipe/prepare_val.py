@@ -77,14 +77,14 @@ def make_plan(val_dir: Path, labels: dict[str, str]) -> Plan:
     filed: dict[str, str] = {}  # image -> folder it lies in
     with os.scandir(val_dir) as entries:
         for entry in entries:
+            is_class = CLASS_NAME.fullmatch(entry.name)
             if entry.is_dir():
-                if CLASS_NAME.fullmatch(entry.name):
-                    for name in os.listdir(entry.path):
-                        if match := IMAGE_NAME.fullmatch(name):
-                            filed[match[1]] = entry.name
+                names = os.listdir(entry.path) if is_class else []
+                images = filter(None, map(IMAGE_NAME.fullmatch, names))
+                filed |= {image[1]: entry.name for image in images}
             elif match := IMAGE_NAME.fullmatch(entry.name):
                 flat[match[1]] = entry.name
-            elif CLASS_NAME.fullmatch(entry.name):
+            elif is_class:
                 raise UserError(f"{entry.path}: a file where a class folder must be. Move it away.")
     if not flat and not filed:
         raise UserError(f"{val_dir}: holds no ILSVRC2012_val_*.JPEG. Name the folder that does.")

@@ -284,10 +284,12 @@ def _scan_folder(root: bytes, folder: bytes) -> tuple[list[bytes], list[bytes]]:
             path = folder + b"/" + entry.name
             if _is_folder(entry):
                 folders.append(path)
-            elif suffix_of(entry.name) in SUFFIXES:
-                if not entry.is_file():
-                    raise UserError(no_file(entry.path))
+            elif suffix_of(entry.name) not in SUFFIXES:
+                continue
+            elif entry.is_file():
                 images.append(path)
+            else:
+                raise UserError(no_file(entry.path))
     return folders, images
 
 

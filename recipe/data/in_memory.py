@@ -8,6 +8,7 @@ an agreement on names.
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import socket
@@ -137,11 +138,11 @@ def _fill(listings: Sequence[Listing], num_images: int, world: World) -> Memory:
                 disable=None if world.is_first else True,
                 leave=False,
             ) as bar:
-                for listing in listings:
-                    for data in read_ahead(listing, range(len(listing))):
-                        file.write(data)
-                        sizes.append(len(data))
-                        bar.update()
+                parts = (read_ahead(listing, range(len(listing))) for listing in listings)
+                for data in itertools.chain.from_iterable(parts):
+                    file.write(data)
+                    sizes.append(len(data))
+                    bar.update()
             file.seek(0)
             file.write(np.cumsum(sizes, dtype=np.int64).tobytes())
         # From here on nobody can change it, not even by mistake.
