@@ -11,7 +11,8 @@ import sys
 from dataclasses import replace
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import Side, Workload, run_blocks, trainer_side
+from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.sides import Side, Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
 
 GOAL = 1.25

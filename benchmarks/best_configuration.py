@@ -11,14 +11,13 @@ import sys
 
 from benchmarks.harness import bench
 from benchmarks.harness.blocks import (
-    Workload,
     estimate,
     estimate_value,
     run_blocks,
     throughput,
-    trainer_side,
     work_per_cpu_second,
 )
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
 
 GOAL = 2.7

@@ -12,7 +12,8 @@ is also told in seconds, and what it would come to at ResNet-50's step.
 import sys
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import Block, Workload, estimate_value, run_blocks, trainer_side
+from benchmarks.harness.blocks import Block, estimate_value, run_blocks
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
 
 GOAL = 0.99

@@ -15,7 +15,7 @@ import os
 import sys
 
 from benchmarks.harness import bench, scaling
-from benchmarks.harness.blocks import Workload
+from benchmarks.harness.sides import Workload
 from benchmarks.harness.workloads import QUICK
 
 GOALS = {"ddp": 0.88, "horovod": 0.75}

@@ -10,7 +10,7 @@ See benchmarks/harness/scaling.py for why it is against two at once.
 import sys
 
 from benchmarks.harness import bench, scaling
-from benchmarks.harness.blocks import Workload
+from benchmarks.harness.sides import Workload
 from benchmarks.harness.workloads import QUICK
 
 GOALS = {"ddp": 0.98, "horovod": 0.97}

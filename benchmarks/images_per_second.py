@@ -10,7 +10,8 @@ import sys
 from dataclasses import replace
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import estimate_value, run_blocks, throughput, trainer_side
+from benchmarks.harness.blocks import estimate_value, run_blocks, throughput
+from benchmarks.harness.sides import trainer_side
 from benchmarks.harness.workloads import gpu_workload
 
 GOALS = {"H200": 3500.0, "H100": 3200.0}

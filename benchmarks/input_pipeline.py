@@ -24,19 +24,10 @@ from os import getloadavg
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import (
-    BenchmarkError,
-    Block,
-    Side,
-    Turn,
-    estimate,
-    estimate_value,
-    say,
-    start_process,
-    tail,
-    work_per_cpu_second,
-)
+from benchmarks.harness.blocks import Block, estimate, estimate_value, say, work_per_cpu_second
 from benchmarks.harness.pipelines import BATCH_SIZE
+from benchmarks.harness.sides import BenchmarkError, Side
+from benchmarks.harness.stage import Turn, start_process, tail
 from benchmarks.real_data import make_jpegs
 from compare.running.launch import end_processes
 

@@ -18,16 +18,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import (
-    ENGINES,
-    BenchmarkError,
-    Side,
-    Workload,
-    say,
-    start_process,
-    tail,
-    trainer_side,
-)
+from benchmarks.harness.blocks import say
+from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, Workload, trainer_side
+from benchmarks.harness.stage import start_process, tail
 from benchmarks.real_data import make_jpegs
 from compare.evidence.paired import estimate_ratio
 from compare.running.launch import end_processes

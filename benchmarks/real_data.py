@@ -15,14 +15,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import (
-    BenchmarkError,
-    Workload,
-    estimate_value,
-    run_blocks,
-    say,
-    trainer_side,
-)
+from benchmarks.harness.blocks import estimate_value, run_blocks, say
+from benchmarks.harness.sides import BenchmarkError, Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
 from compare.plan.sources import ROOT
 

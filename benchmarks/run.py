@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import BenchmarkError, say
+from benchmarks.harness.blocks import say
+from benchmarks.harness.sides import BenchmarkError
 from compare.running.launch import utc_now
 from recipe.files import replace_file, write_json
 

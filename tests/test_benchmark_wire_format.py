@@ -17,8 +17,10 @@ from launching import ROOT, run
 from benchmarks import wire_format
 from benchmarks.harness import bench, namespaces
 from benchmarks.harness.bench import Row
-from benchmarks.harness.blocks import BenchmarkError, Block, Options, Turn
+from benchmarks.harness.blocks import Block, Options
 from benchmarks.harness.namespaces import Host
+from benchmarks.harness.sides import BenchmarkError
+from benchmarks.harness.stage import Turn
 from benchmarks.wire_format import AtRate, Rate
 
 

@@ -15,17 +15,11 @@ from PIL import Image
 
 from benchmarks import communication_bound, images_per_second, input_pipeline
 from benchmarks import run as bench_run
-from benchmarks.harness import bench, blocks, phases, pipelines
+from benchmarks.harness import bench, blocks, phases, pipelines, sides
 from benchmarks.harness.bench import Measured, Row
-from benchmarks.harness.blocks import (
-    BenchmarkError,
-    Block,
-    Side,
-    Turn,
-    Workload,
-    make_turn,
-    trainer_side,
-)
+from benchmarks.harness.blocks import Block
+from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
+from benchmarks.harness.stage import Turn, make_turn
 from compare import keep
 from compare.evidence import packed
 from recipe.config import Config
@@ -281,7 +275,7 @@ def test_commands() -> None:
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
     command = pair.command(Path("/f"), 1, turns=["--socket", "/s"])
-    assert command[:6] == ["python", blocks.TAKE_TURNS, "--socket", "/s", "--side", "y"]
+    assert command[:6] == ["python", sides.TAKE_TURNS, "--socket", "/s", "--side", "y"]
     assert command[command.index("--copy") + 1] == "1" and "--overruns" in command
     assert command[command.index("--log-dir") + 1] == "/f"
 

@@ -19,18 +19,10 @@ from hypothesis import strategies as st
 from launching import LAUNCHERS, run
 
 from compare import collectives
-from compare.collectives import (
-    BACKENDS,
-    main,
-    rate_text,
-    read_measurement,
-    size_bytes,
-    size_text,
-    table,
-    time_text,
-    verdict,
-)
+from compare.collectives import BACKENDS, main, size_bytes
+from compare.evidence.collectives import read_measurement, size_text
 from compare.evidence.paired import estimate_ratio
+from compare.page.collectives import rate_text, table, time_text, unsteady, verdict
 from compare.plan.plan import UserError as PlanError
 from recipe import allreduce
 from recipe.allreduce import Backend, Message, fill, first_difference, own_pattern, sum_pattern
@@ -289,7 +281,7 @@ def test_figures_that_jump_are_told(tmp_path):
     times = {"torch.distributed": [1e-3] * 3, "horovod-gloo": [1e-3] * 3, "mpi4py": [1e-3, 9e-3]}
     times["mpi4py"].append(1e-3)  # steady within a launch, and not from launch to launch
     measurement = read_measurement(write_folder(tmp_path / "m", times))
-    told = " ".join(collectives.unsteady(measurement))
+    told = " ".join(unsteady(measurement))
     assert "torch.distributed" not in told
     assert "on horovod-gloo" in told  # within each launch
     assert "on mpi4py" in told

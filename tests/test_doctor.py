@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 
 from compare import doctor
-from compare.doctor import (
-    Finding,
-    agreement,
-    block_lines,
-    common_networks,
-    data_problem,
-    host_findings,
-    network_findings,
-)
+from compare.doctor import block_lines, common_networks, network_findings
 from compare.plan.sources import ROOT
+from compare.running.host_findings import SAME, Finding, agreement, host_findings
 from compare.running.launch import Outcome
+from compare.running.probe import data_problem
 
 NETWORK = [
     {
@@ -104,11 +98,11 @@ def test_each_thing_that_is_broken_is_told_with_its_remedy(name: str) -> None:
     assert remedy in found.remedy
 
 
-@pytest.mark.parametrize("key", doctor.SAME)
+@pytest.mark.parametrize("key", SAME)
 def test_hosts_must_agree(key: str) -> None:
     hosts = {"a": facts(), "b": facts(), "c": facts(**{key: "another"})}
     (found,) = [f for f in agreement(hosts) if f.status != "ok"]
-    assert found.status == "failed" and found.subject == doctor.SAME[key]
+    assert found.status == "failed" and found.subject == SAME[key]
     assert "another on c" in found.found and "a, b" in found.found
 
 

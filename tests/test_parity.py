@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import launch
 
-from compare.parity import main, measure, ulp_distances
+from compare.evidence.distances import measure, ulp_distances
+from compare.parity import main
 
 LAYERS = ("conv1.weight", "bn1.weight", "fc.weight")
 STEPS, RANKS = (1, 2, 3, 4), (0, 1)

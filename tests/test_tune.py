@@ -18,21 +18,18 @@ from compare.plan.options import parse_options
 from compare.plan.plan import Run
 from compare.run import main
 from compare.running import tune as tune_module
-from compare.running.launch import Outcome
-from compare.running.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
-from compare.running.tune import (
-    Found,
-    comparison_command,
-    file_text,
+from compare.running.knobs_found import Found, file_text, write_file
+from compare.running.knobs_to_try import (
     free_knobs,
     horovod_knobs,
     settings_knob,
     settings_knobs,
-    tuning_plan,
     variable_knob,
     with_knobs,
-    write_file,
 )
+from compare.running.launch import Outcome
+from compare.running.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
+from compare.running.tune import comparison_command, tuning_plan
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
 BUCKETS = settings_knob("bucket_cap_mb", 1.0, 50.0, 100.0)
@@ -435,6 +432,7 @@ def test_tuning_and_training_with_the_file(
     monkeypatch.setattr(tune_module, "knobs_for", lambda c, plan: [knobs[c.engine]])
     monkeypatch.setattr(tune_module, "is_gain", lambda estimate: True)
     monkeypatch.setattr("compare.running.search.is_gain", lambda estimate: True)
+    monkeypatch.setattr("compare.running.knobs_found.is_gain", lambda estimate: True)
     monkeypatch.setattr("compare.running.search.TELLING_ROUNDS", 9)
     monkeypatch.setattr(tune_module, "LEAST_ROUNDS", 1)
     monkeypatch.setattr(tune_module, "warm_up", lambda *_: None)

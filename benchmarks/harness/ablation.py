@@ -10,7 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.blocks import BenchmarkError, Side, say, start_process, tail
+from benchmarks.harness.blocks import say
+from benchmarks.harness.sides import BenchmarkError, Side
+from benchmarks.harness.stage import start_process, tail
 from compare.running.launch import end_processes
 
 STRETCH = 5  # steps; the first of each stretch does not count

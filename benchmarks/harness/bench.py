@@ -14,16 +14,9 @@ from typing import Any
 import psutil
 import tabulate
 
-from benchmarks.harness.blocks import (
-    QUIET_CORES,
-    BenchmarkError,
-    Block,
-    Options,
-    Side,
-    Turn,
-    estimate,
-    throughput,
-)
+from benchmarks.harness.blocks import QUIET_CORES, Block, Options, estimate, throughput
+from benchmarks.harness.sides import BenchmarkError, Side
+from benchmarks.harness.stage import Turn
 from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.paired import Estimate

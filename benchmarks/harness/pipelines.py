@@ -21,7 +21,8 @@ from PIL import Image
 from torchvision import io, transforms
 from torchvision.transforms import v2
 
-from benchmarks.harness.blocks import Turn, wait_for_quiet
+from benchmarks.harness.blocks import wait_for_quiet
+from benchmarks.harness.stage import Turn
 from compare.running.launch import busy_cpu_seconds
 from recipe.config import Config
 from recipe.data.batches import TrainImages

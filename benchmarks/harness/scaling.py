@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import ablation, bench
-from benchmarks.harness.blocks import ENGINES, Block, Side, Workload, run_blocks, trainer_side
+from benchmarks.harness.blocks import Block, run_blocks
+from benchmarks.harness.sides import ENGINES, Side, Workload, trainer_side
 
 WORKERS = 2
 

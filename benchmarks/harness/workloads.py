@@ -1,7 +1,7 @@
 """The trainings that benchmarks measure, by machine."""
 
 from benchmarks.harness.bench import BEST_FLAGS
-from benchmarks.harness.blocks import Workload
+from benchmarks.harness.sides import Workload
 
 QUICK = Workload("shufflenet_v2_x0_5", 32, 4)  # a step takes hundredths of a second
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import psutil
 
+from compare.evidence.paired import least_load
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_here, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
 from compare.running.launch import busy_cpu_seconds
 from recipe.flags import last_value
 
-# Shares of a core. A mail program that wakes up now and then is below both, a compiler above.
-LEAST_LOAD, LEAST_LOAD_PER_CORE = 0.2, 0.05
 BUSIEST_SHOWN = 3
 GIB = 2**30
 DISK_NEEDED = GIB
@@ -69,7 +68,7 @@ def process_cpu_seconds() -> dict[int, tuple[float, str]]:
 
 def other_load_warnings(load: tuple[float, list[str]]) -> list[str]:
     cores, busiest = load
-    if cores < max(LEAST_LOAD, LEAST_LOAD_PER_CORE * (os.cpu_count() or 1)):
+    if cores < least_load(os.cpu_count() or 1):
         return []
     who = ", ".join(busiest) or "processes that cannot be seen from here"
     return [

