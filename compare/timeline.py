@@ -157,19 +157,7 @@ def read_horovod(path: Path, name: str) -> tuple[Lane, list[str]]:
     (horovod/common/timeline.cc).
     """
     events, whole = read_array(path)
-    started = next(
-        (
-            event["args"]["start_time_since_epoch_in_micros"]
-            for event in events
-            if "start_time_since_epoch_in_micros" in event.get("args", {})
-        ),
-        None,
-    )
-    if started is None:
-        raise UserError(
-            f"{path} does not tell when it began (start_time_since_epoch_in_micros), so it cannot "
-            "be put on one clock with the other profiles; delete it, or profile again"
-        )
+    started = horovod_start(events, path)
     lane = Lane(name, path)
     open_spans: dict[Any, list[Event]] = {}
     ends_alone = 0
@@ -213,6 +201,18 @@ def read_horovod(path: Path, name: str) -> tuple[Lane, list[str]]:
             f"{ends_alone} had begun before it (left out)"
         )
     return lane, notes
+
+
+def horovod_start(events: list[Event], path: Path) -> int:
+    """Return the Unix time, in microseconds, at which Horovod's timeline begins."""
+    field = "start_time_since_epoch_in_micros"
+    for event in events:
+        if field in event.get("args", {}):
+            return int(event["args"][field])
+    raise UserError(
+        f"{path} does not tell when it began ({field}), so it cannot be put on one clock with the "
+        "other profiles; delete it, or profile again"
+    )
 
 
 def read_array(path: Path) -> tuple[list[Event], bool]:
