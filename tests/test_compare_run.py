@@ -144,7 +144,8 @@ class Comparing:
 def comparing(tmp_path):
     comparing = Comparing(tmp_path)
     yield comparing
-    left = comparing.processes()
+    # The watchdog of a run that was interrupted may need a moment to see that nothing is left.
+    _, left = psutil.wait_procs(comparing.processes(), timeout=10)
     for process in left:
         process.kill()
     assert not left, f"left behind: {left}"

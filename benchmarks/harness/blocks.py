@@ -9,9 +9,9 @@ that wait for each other suffer more from a neighbour than two that do not.
 
 A block starts each side, in random order, lets all warm up, and goes through the turns, forwards
 and backwards alternately. Its ratio of two sides is the median over its rounds. The unit of
-evidence is the block, since what chance decides once a launch (where pages and threads come to lie)
-stays for all turns of it: compare/evidence/paired.py makes the estimate and
-the interval from the blocks' ratios.
+evidence is the block, since what chance decides once a launch (how pages and threads are placed)
+stays for all turns of it: compare/evidence/paired.py makes the estimate and the interval from the
+blocks' ratios. sides.py says what is started, stage.py holds the processes.
 """
 
 import json
