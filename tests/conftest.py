@@ -4,6 +4,7 @@ import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     from launching import train
 
     @functools.cache
-    def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:
+    def made(*how: Any) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
-        train(folder, launcher, engine, arguments, ranks)
+        train(folder, *how)
         return folder
+
+    def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:
+        return made(launcher, engine, arguments, ranks)
 
     return folder_of
