@@ -118,6 +118,14 @@ def run(
     return Finished(process.returncode, text, seconds)
 
 
+def wait_until(is_so: Callable[[], Any], seconds: float = 120) -> None:
+    """Wait; fail if it never is so."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.05)
+
+
 def _wait_for_end(mark: str, seconds: float) -> list[psutil.Process]:
     """Processes that still carry `mark` after at most `seconds`."""
     deadline = time.monotonic() + seconds

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import psutil
 import pytest
-from launching import ROOT, run
+from launching import ROOT, run, wait_until
 
 from benchmarks import wire_format
 from benchmarks.harness import bench, namespaces
@@ -159,9 +158,7 @@ def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> No
     )  # fmt: skip
     auto = tmp_path / "out" / "blocks" / "10-ddp" / "block-1" / "auto-0.5-Gbps"
     try:
-        deadline = time.monotonic() + 120
-        while not auto.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: auto.exists() or process.poll() is not None)
         own = psutil.Process(process.pid).children(recursive=True)
         # Others may have hosts on this machine, too.
         names = {told("ip", "netns", "identify", str(one.pid)).strip() for one in own} - {""}

@@ -6,17 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import LAUNCHERS, run
+from launching import LAUNCHERS, marked, run, wait_until
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
@@ -440,29 +438,11 @@ sys.exit(collectives.main(sys.argv[1:]))
 def start_driver(folder: Path, deed: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, "--out", str(folder / "out"), *words],
-        env=os.environ | {"DEED": deed, "DRIVEN_IN": str(folder), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"DEED": deed, "LAUNCH_MARK": str(folder), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def started_in(folder: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DRIVEN_IN") == str(folder):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.05)
 
 
 def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path):
@@ -480,16 +460,16 @@ def test_a_launch_that_hangs_is_ended_with_all_its_processes(tmp_path):
     driver = start_driver(tmp_path, "hang", "--backends", "torch.distributed", "--timeout", "2")
     out, _ = driver.communicate(timeout=60)
     assert "TIMED OUT" in out
-    wait_until(lambda: started_in(tmp_path) == [])
+    wait_until(lambda: marked(str(tmp_path)) == [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_an_interruption(tmp_path, number):
     driver = start_driver(tmp_path, "hang", "--backends", "torch.distributed")
-    wait_until(lambda: len(started_in(tmp_path)) >= 4)  # driver, watchdog, launcher, worker
+    wait_until(lambda: len(marked(str(tmp_path))) >= 4)  # driver, watchdog, launcher, worker
     driver.send_signal(number)
     _, err = driver.communicate(timeout=60)
-    wait_until(lambda: started_in(tmp_path) == [])
+    wait_until(lambda: marked(str(tmp_path)) == [])
     if number == signal.SIGINT:
         assert driver.returncode == 130
         assert "interrupted" in err

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, rarely, run
+from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, rarely, run, wait_until
 from making import a_world
 
 from recipe import watch
@@ -92,13 +92,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
             if process.is_running() if isinstance(process, psutil.Process) else True:
                 process.kill()
         one.launcher.communicate()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_rank_ends_with_its_launcher(start: Callable[..., Started]) -> None:

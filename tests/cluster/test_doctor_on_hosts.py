@@ -1,7 +1,6 @@
 """The doctor on two hosts: sound ones, and with one thing after the other broken for real."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,6 @@ from hosts import Host, hosts
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with hosts(tmp_path_factory.mktemp("cluster") / "hosts") as made:
-        yield made
 
 
 def examine(hosts: list[Host], tmp_path: Path, *words: str) -> tuple[int, dict[str, dict]]:

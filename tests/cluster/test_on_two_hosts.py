@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts import SEARCH_PATH, Host, hosts
-from launching import ROOT, SMALL, read_json
+from launching import ROOT, SMALL, read_json, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -39,12 +38,6 @@ ENVIRONMENT = {
     # adds depends on where a message is cut: weights are equal to the bit only without fusion.
     "HOROVOD_FUSION_THRESHOLD": "0",
 }
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with hosts(tmp_path_factory.mktemp("cluster") / "hosts") as made:
-        yield made
 
 
 @pytest.fixture
@@ -131,9 +124,7 @@ def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path
             )  # fmt: skip
             running.callback(process.wait)
             running.callback(process.terminate)
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
     places = {tuple(path.name.split("-")) for path in tmp_path.iterdir()}
     assert {place[:2] for place in places} == {
         (job, node) for job in "ab" for node in ("node0", "node1")

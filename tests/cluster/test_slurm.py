@@ -3,15 +3,14 @@
 import contextlib
 import json
 import re
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
-from hosts import BIN, Host, hosts
-from launching import SMALL, rarely, read_json, read_lines
+from hosts import BIN, Host
+from launching import SMALL, rarely, read_json, read_lines, wait_until
 
 from compare.plan.configurations import CONFIGURATIONS
 from slurm import Slurm, slurm, wait_for
@@ -33,9 +32,8 @@ LONG = f"{SMALL} --epochs 500 --max-steps 100000"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    folder = tmp_path_factory.mktemp("slurm")
-    with hosts(folder / "hosts") as made, slurm(made, folder / "slurm") as up:
+def cluster(two_hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm(two_hosts, tmp_path_factory.mktemp("slurm") / "slurm") as up:
         yield up
 
 
@@ -304,7 +302,4 @@ def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, tmp_path: P
     assert leftovers(cluster.hosts)
     cluster.ask("scancel", job)
     wait_for_end(cluster, job, folder, "CANCELLED")
-    deadline = time.monotonic() + 30
-    while leftovers(cluster.hosts) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert leftovers(cluster.hosts) == []
+    wait_until(lambda: leftovers(cluster.hosts) == [], 30)
