@@ -17,19 +17,18 @@ DDP, HOROVOD, HOROVOD_GLOO = ENGINES
 # Each adds something that an engine could do in its own way.
 VARIANTS = {
     "fp32": "",
-    "gradients of several buckets, fp16 wire": "--arch resnet18 --max-steps 8 --fp16-allreduce",
+    "gradients of several buckets": "--arch resnet18 --max-steps 8",
+    "fp16 wire": "--fp16-allreduce --max-steps 20",
     "fp16 with loss scaling": "--precision fp16 --clip-grad-norm 1 --max-steps 10",
     "accumulation, clipping, averaged BatchNorm, EMA": (
         "--batches-per-allreduce 2 --batch-size 6 --clip-grad-norm 1 --batch-norm average "
         "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov "
         "--norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
-    "gradients of several buckets": "--arch resnet18 --max-steps 8",
-    "fp16 wire": "--fp16-allreduce --max-steps 20",
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, *OFTEN, BUCKETS, WIRE, BF16 = VARIANTS  # the last three only in make test-all
+FP32, *OFTEN, BF16 = VARIANTS  # BF16 only in make test-all: to an engine it is like fp32
 
 
 @contextlib.contextmanager
@@ -70,8 +69,8 @@ def check_equal(*folders: Path) -> None:
     [
         *((variant, HOROVOD) for variant in [FP32, *OFTEN]),
         (FP32, HOROVOD_GLOO),
-        *(rarely(variant, HOROVOD) for variant in [BUCKETS, WIRE, BF16]),
-        *(rarely(variant, HOROVOD_GLOO) for variant in [*OFTEN, BUCKETS, WIRE, BF16]),
+        rarely(BF16, HOROVOD),
+        *(rarely(variant, HOROVOD_GLOO) for variant in [*OFTEN, BF16]),
     ],
 )
 def test_engines_end_with_equal_weights(
