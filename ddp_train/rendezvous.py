@@ -1,4 +1,4 @@
-"""Where the ranks of a DDP run meet, under whichever launcher; nobody types MASTER_ADDR."""
+"""Where the ranks of a DDP run meet, under any launcher; the user never sets MASTER_ADDR."""
 
 import ipaddress
 import os
@@ -19,7 +19,7 @@ from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 # Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
-# shared file system, or to list its data; how long whoever is at a port may take to answer; what a
+# shared file system, or to list its data; how long a process at a port may take to answer; what a
 # rank says for it.
 MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
 
@@ -36,7 +36,7 @@ def meeting_point(world: World) -> dict[str, Any]:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if world.launcher == "horovodrun":
         raise UserError(
-            "horovodrun over Gloo started this process and tells DDP no address to meet at: start "
+            "horovodrun over Gloo started this process and gives DDP no address to meet at: start "
             "ddp_train/train.py "
             "with torchrun, mpirun or horovodrun --mpi"
         )
@@ -58,8 +58,8 @@ def meeting_point(world: World) -> dict[str, Any]:
 
 
 def _keep_gloo_off_loopback(first_host: str) -> None:
-    """Name the interface that leads to `first_host` for Gloo, which listens at what this host's
-    name stands for: on Debian and Ubuntu that is 127.0.1.1, where no other host comes.
+    """Name the interface that leads to `first_host` for Gloo, which listens at the address of
+    this host's name: on Debian and Ubuntu that is 127.0.1.1, which no other host reaches.
 
     UserError if there is none.
     """
@@ -87,14 +87,14 @@ def _keep_gloo_off_loopback(first_host: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = chosen
         return
     raise UserError(
-        f"{name}: this host's name stands for {own}, where other hosts cannot reach it: let "
+        f"{name}: this host's name resolves to {own}, where other hosts cannot reach it: let "
         "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "
         "interface that leads to them; there are " + ", ".join(psutil.net_if_addrs())
     )
 
 
 def _address_of(name: str) -> str:
-    """What Gloo takes for this host: its name's first address, and 127.0.0.1 if it has none."""
+    """Gloo's address for this host: the first of its name, and 127.0.0.1 if it has none."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
     except OSError:
@@ -108,7 +108,7 @@ def patience(config: Config) -> timedelta:
 
 def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list[int], bytes]:
     """The step's first node, the ports at which its rank 0 may be asked where the ranks meet, and
-    the words by which it is known: another job may be at any of the ports."""
+    the words that identify it: another job may be at any of the ports."""
     nodes = environ["SLURM_STEP_NODELIST"]  # such as rack[1-2]n[003-006,9],gpu1
     # The list up to its first comma outside brackets, and of each bracket the first number.
     node = re.match(r"(\[[^\]]*\]|[^\[,])+", nodes)
@@ -122,8 +122,8 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list
 
 
 def _store_through_slurm(world: World) -> dist.Store:
-    """A store on a free port of rank 0's host, which rank 0 tells to whoever asks at the first free
-    one of the ports that all ranks can work out from the job's and the step's number."""
+    """A store on a free port of rank 0's host, which rank 0 announces at the first free one of
+    the ports that all ranks can work out from the job's and the step's number."""
     host, ports, mark = slurm_address(os.environ)
     if world.local_size == world.size:
         host = "127.0.0.1"
@@ -143,7 +143,7 @@ def _store_through_slurm(world: World) -> dist.Store:
 
 
 def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
-    """Give whoever connects the answer, until so many ranks have thanked for it."""
+    """Answer each connection, until so many ranks have confirmed."""
     with listener:
         while ranks:
             asking, _ = listener.accept()
@@ -154,7 +154,7 @@ def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
 
 
 def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
-    """The port of the store; UserError if nobody at `ports` knows it within MEETING_SECONDS."""
+    """The port of the store; UserError if no process at `ports` knows it within MEETING_SECONDS."""
     deadline, error = time.monotonic() + MEETING_SECONDS, OSError("other jobs answer there")
     while time.monotonic() < deadline:
         for port in ports:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build the images: python docker/build.py cpu cuda
 
-It works with Docker (buildx), Podman or Buildah, whichever is there, and tags what it builds with
+It works with Docker (buildx), Podman or Buildah, whichever is installed, and tags its images with
 the project's version, the target and the lock's torch: imagenet-horovod-ddp:0.1.0-cpu-torch2.14.1.
-imagenet-horovod-ddp:cpu is the one that was built last.
+imagenet-horovod-ddp:cpu is the last build.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUILDERS = {
 
 
 class Problem(Exception):
-    """What is wrong and what to do, in words for the user."""
+    """What is wrong and what to do, for the user."""
 
 
 def main() -> int:
@@ -62,16 +62,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--base", help="a Debian 12 image (default: debian:bookworm-slim)")
     parser.add_argument("--name", default="imagenet-horovod-ddp", help="before the tag's colon")
     parser.add_argument(
-        "--pip-config", type=Path, help="pip.conf for the build alone: your index or mirror"
+        "--pip-config", type=Path, help="pip.conf for the build only: your index or mirror"
     )
     parser.add_argument(
-        "--ca-bundle", type=Path, help="certificates for pip, for the build alone: your proxy's"
+        "--ca-bundle", type=Path, help="certificates for pip, for the build only: your proxy's"
     )
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     args = parser.parse_args()
     for target in args.targets:
         if target not in TARGETS:
-            parser.error(f"there is no target {target!r}: take of {', '.join(TARGETS)}")
+            parser.error(f"there is no target {target!r}: choose from {', '.join(TARGETS)}")
     return args
 
 
@@ -153,7 +153,7 @@ def build(builder: str, target: str, command: list[str], tag: str) -> None:
     seconds = time.monotonic() - started
     if code:
         raise Problem(
-            f"{target} failed after {seconds:.0f} s (exit code {code}); the reason stands above."
+            f"{target} failed after {seconds:.0f} s (exit code {code}); see the reason above."
         )
     print(f"images: {tag}: {image_size(builder, tag)}, built in {seconds:.0f} s", flush=True)
 

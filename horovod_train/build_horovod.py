@@ -1,4 +1,4 @@
-"""Build Horovod 0.28.1 for the torch of the Python that runs this, install it, prove that it works.
+"""Build Horovod 0.28.1 for the torch of the Python that runs this, install it, and check it.
 
     python horovod_train/build_horovod.py                MPI and Gloo, and NCCL if a GPU is visible
     python horovod_train/build_horovod.py --nccl         NCCL on a machine without a GPU
@@ -79,7 +79,7 @@ PATCHES = [
         "#include <iostream>\n",
         "#include <cstdint>\n#include <iostream>\n",
     ),
-    # Where a host cannot resolve its own name, Gloo would crash without a word.
+    # Where a host cannot resolve its own name, Gloo would crash without a message.
     (
         "third_party/gloo/gloo/transport/tcp/device.cc",
         "auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);\n"
@@ -106,7 +106,7 @@ PATCHES = [
     ),
     ("setup.py", "            make_args.append('VERBOSE=1')", "            pass"),
 ]
-# A torch that was built with CUDA makes CMake use whichever CUDA toolkit lies around.
+# A torch that was built with CUDA makes CMake use any CUDA toolkit that it finds.
 CPU_PATCHES = [
     (
         "cmake/Modules/FindPytorch.cmake",
@@ -135,7 +135,7 @@ hvd.shutdown()
 
 
 class BuildError(Exception):
-    """What went wrong and what to do, in words for the user."""
+    """What went wrong and what to do, for the user."""
 
 
 def main() -> None:
@@ -341,7 +341,7 @@ def find_nccl(
         raise BuildError(
             f"torch {torch.__version__} needs nvcc {cuda} to build for NCCL. There is none here, "
             "and before CUDA 13 none among the wheels. Load the toolkit (CUDA_HOME, or nvcc on "
-            "PATH), or give --no-nccl."
+            "PATH), or use --no-nccl."
         )
     flags = torch._C._cuda_getArchFlags()  # unlike torch.cuda.get_arch_list, answers without a GPU
     gpu = {
@@ -438,7 +438,7 @@ def print_facts(facts: dict[str, Any], places: dict[str, Any], cache: str) -> No
 def build_wheel(
     facts: dict[str, Any], places: dict[str, Any], cache: Path, sdist: Path | None
 ) -> Path:
-    """Build in a folder beside the cache's and move the result there whole."""
+    """Build in a folder beside the cache, then move the finished result there."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache.parent))
@@ -488,7 +488,7 @@ def unpack(archive: Path, work: Path) -> Path:
     if digest != SDIST_SHA256:
         raise BuildError(
             f"{archive} is not the source of Horovod {VERSION}: its sha256 is {digest}, and not "
-            f"{SDIST_SHA256}. Find out what your registry or mirror hands out before you go on."
+            f"{SDIST_SHA256}. Check your registry or mirror before you continue."
         )
     with tarfile.open(archive) as tar:
         tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
@@ -574,7 +574,7 @@ def toolkit_from_wheels(cuda: str, work: Path) -> Path:
         [*PIP, "install", "--quiet", "--no-deps", "--target", str(work / "cuda"), *packages]
     )
     if done.returncode:
-        raise BuildError(f"nvcc {cuda} could not be had as wheels:\n{done.stdout.strip()}")
+        raise BuildError(f"nvcc {cuda} is not available as wheels:\n{done.stdout.strip()}")
     folder = f"cu{cuda.split('.')[0]}"
     from_torch = wheel_folder(folder)
     if from_torch is None:
@@ -592,7 +592,7 @@ def toolkit_from_wheels(cuda: str, work: Path) -> Path:
 
 
 def run_logged(command: list[str], environment: dict[str, str], log: Path, cache: Path) -> None:
-    """Run the build, say how far it is, and show the part of its log that matters if it fails."""
+    """Run the build, print its progress, and if it fails the part of its log that matters."""
     terminal = sys.stdout.isatty()
     jobs = environment["CMAKE_BUILD_PARALLEL_LEVEL"]
     print(f"  building with {jobs} jobs, some minutes of work", flush=True)
@@ -670,9 +670,7 @@ def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
     wanted = {"PyTorch": True, "Gloo": True, "MPI": facts["mpi"], "NCCL": facts["gpu"]}
     lacking = [name for name in wanted if wanted[name] and not has[name]]
     if lacking:
-        raise BuildError(
-            f"the installed Horovod has no {' and no '.join(lacking)}: give --rebuild."
-        )
+        raise BuildError(f"the installed Horovod has no {' and no '.join(lacking)}: use --rebuild.")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "allreduce.py")
         script.write_text(CHECK)
@@ -732,7 +730,7 @@ def exit_code(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left of a group: politely, then not."""
+    """End what is left of a group: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -54,10 +54,10 @@ def choose_device(config: Config, world: World) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large pieces of freed memory for the next step, which asks for the
-    same ones, instead of giving them back to the system.
+    """Have the C library keep large pieces of freed memory for the next step, which needs the same
+    ones, instead of returning them to the system.
 
-    Each page that comes anew costs a page fault and is filled with zeros first: on the CPU a step
+    Each new page costs a page fault and is filled with zeros first: on the CPU a step
     of ResNet-18 at 224 pixels had 96,000 of these and took 8 to 10 % longer.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -146,7 +146,7 @@ def own_row(world: World, values: torch.Tensor) -> torch.Tensor:
 
 def loader_workers(config: Config, device: torch.device, threads: int) -> int:
     """Loader processes for this rank: --workers, or its share of the cores where a GPU leaves them
-    free. On a CPU, none: there they cost what they save (docs/data.md)."""
+    free. On a CPU, none: there they cost more than they save (docs/data.md)."""
     if config.workers is not None:
         return config.workers
     return min(threads, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0

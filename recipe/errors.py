@@ -61,7 +61,7 @@ LOST_PEER_SIGNS = (
 
 
 class UserError(ValueError):
-    """A mistake that its user can mend: the message holds the value, what is wrong with it, and
+    """An error that the user can fix: the message has the value, what is wrong with it, and
     what to do."""
 
 

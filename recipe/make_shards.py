@@ -4,8 +4,8 @@
     python -m recipe.make_shards SHARDS --verify
 
 IMAGENET holds train/ and val/ in ImageNet's layout, as for --data; afterwards `--data SHARDS` is
-the same training, image by image. The images are copied as they are. A shard is there whole or not
-at all, and an interrupted run is finished by the same command. The same folder gives the same
+the same training, image by image. The images are copied unchanged. A shard is written whole or not
+at all, and the same command finishes an interrupted run. The same folder gives the same
 bytes. The `webdataset` library reads the tar files, too: 000000123.jpg and 000000123.cls, the
 label.
 """
@@ -78,8 +78,8 @@ def make_shards(
         (target / ".lock").unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"{error.filename or target}: cannot be written ({error.strerror}). Mend that and give "
-            "the same command again: it goes on where it stopped."
+            f"{error.filename or target}: cannot be written ({error.strerror}). Fix that and run "
+            "the same command again: it resumes where it stopped."
         ) from error
     return lines
 
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if (options.shards is None) != options.verify:
-        parser.error("give the folder and where its shards are written, or the shards and --verify")
+        parser.error("name the folder and where to write its shards, or the shards and --verify")
     try:
         if options.verify:
             lines = verify_shards(options.folder)
@@ -290,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
         return 130
     print("\n".join(lines))
     return 0

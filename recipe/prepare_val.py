@@ -4,8 +4,8 @@
     python -m recipe.prepare_val VAL_DIR --labels ILSVRC2012_devkit_t12.tar.gz
 
 ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; which class
-each shows stands in a second file. All is checked before the first image is moved, nothing is
-copied or deleted, and an interrupted run is finished by the same command.
+each shows is in a second file. Everything is checked before the first image is moved, nothing is
+copied or deleted, and the same command finishes an interrupted run.
 """
 
 import argparse
@@ -33,10 +33,10 @@ LABELS_HELP = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done: `moves` maps file names to class folders; the rest counts and reports."""
+    """What to do: `moves` maps file names to class folders; the rest counts and reports."""
 
     moves: dict[str, str]
-    num_done: int  # images that lie in their class folder already
+    num_done: int  # images that are in their class folder already
     num_classes: int
     missing: list[str]  # labelled images that are in neither place, without suffix
 
@@ -68,13 +68,15 @@ def read_labels(file: Path) -> dict[str, str]:
 
 
 def make_plan(val_dir: Path, labels: dict[str, str]) -> Plan:
-    """Compare `val_dir` with `labels`, without a change; UserError if something does not fit."""
+    """Compare `val_dir` with `labels` and change nothing; UserError if something does not match."""
     if not val_dir.is_dir():
         raise UserError(f"{val_dir}: no such folder. It should hold ILSVRC2012_val_*.JPEG.")
     if not os.access(val_dir, os.W_OK | os.X_OK):
-        raise UserError(f"{val_dir}: no right to move files there. Run as the owner of the folder.")
+        raise UserError(
+            f"{val_dir}: no permission to move files there. Run as the owner of the folder."
+        )
     flat: dict[str, str] = {}  # image -> file name
-    filed: dict[str, str] = {}  # image -> folder it lies in
+    filed: dict[str, str] = {}  # image -> its folder
     with os.scandir(val_dir) as entries:
         for entry in entries:
             is_class = CLASS_NAME.fullmatch(entry.name)
@@ -141,7 +143,7 @@ def _labels_from_devkit(meta: bytes, ground_truth: bytes) -> dict[str, str]:
         labels = {f"ILSVRC2012_val_{i:08d}": class_of_id[id_] for i, id_ in enumerate(ids, start=1)}
     except Exception as error:  # scipy raises many kinds for a damaged file
         raise UserError(
-            f"the development kit cannot be read ({error!r}). Fetch it anew."
+            f"the development kit cannot be read ({error!r}). Download it again."
         ) from error
     return _checked(labels, "the development kit")
 
@@ -178,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--labels", type=Path, required=True, metavar="FILE", help=LABELS_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check all, move nothing")
     parser.add_argument(
-        "--allow-missing", action="store_true", help="go on though labelled images are not there"
+        "--allow-missing", action="store_true", help="continue even if labelled images are missing"
     )
     options = parser.parse_args(arguments)
     try:
@@ -195,7 +197,7 @@ def prepare(val_dir: Path, labels_file: Path, dry_run: bool, allow_missing: bool
     plan = make_plan(val_dir, labels)
     if plan.missing and not allow_missing:
         raise UserError(
-            f"{val_dir}: {len(plan.missing):,} of {len(labels):,} labelled images are not there "
+            f"{val_dir}: {len(plan.missing):,} of {len(labels):,} labelled images are missing "
             f"({first_few(plan.missing)}). Unpack the archive again, or give --allow-missing."
         )
     if not dry_run:
@@ -204,7 +206,7 @@ def prepare(val_dir: Path, labels_file: Path, dry_run: bool, allow_missing: bool
         except OSError as error:
             raise UserError(
                 f"{error.filename}: cannot be moved ({error.strerror}). "
-                "Mend that and give the same command again: it goes on where it stopped."
+                "Fix that and run the same command again: it resumes where it stopped."
             ) from error
     return (
         f"{val_dir}: {'would move' if dry_run else 'moved'} {len(plan.moves):,} images, "

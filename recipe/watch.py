@@ -49,8 +49,8 @@ _signs_of_life = 0
 
 
 def goes_on() -> None:
-    """Tell the watch that this rank goes on; from the first time on, when all ranks have met, it
-    looks for the next."""
+    """Tell the watch that this rank is alive; the first call, when all ranks have met, starts its
+    clock."""
     global _signs_of_life
     _signs_of_life += 1
 
@@ -97,9 +97,9 @@ def is_launcher(words: Sequence[str]) -> bool:
 
 
 def launchers_of(world: World) -> dict[int, str]:
-    """The processes without which this rank must not go on, and when each was started: its
-    ancestors up to the first of its launchers; none if no launcher started it, whatever nohup, tmux
-    or a shell did."""
+    """The processes that this rank must not outlive, and when each was started: its
+    ancestors up to the first of its launchers; none if no launcher started it, regardless of nohup,
+    tmux or a shell."""
     if world.launcher == "none":
         return {}
     ancestors = []
@@ -120,7 +120,7 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def _started(pid: int, before: str | None = None) -> str | None:
-    """When a process was started, by the kernel's own clock, which nobody sets; None if it has
+    """When a process was started, by the kernel's own clock, which is never set; None if it has
     ended, and the answer of `before` if that is not to be seen."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

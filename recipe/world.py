@@ -82,8 +82,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:
-    """What to tell the user of a process that is one of N to its launcher but of another number to
-    its engine.
+    """The message for a process whose launcher started N but whose engine sees another number.
 
     Started so, N processes would each train the whole data set alone, at N times the cost, and
     overwrite each other's files; nothing would look wrong. Returns None when both agree.
@@ -111,13 +110,13 @@ def _free_shared_memory() -> int:
 def prepare_mpi(world: World) -> None:
     """Let MPI_Init find what it needs; call it before anything initialises MPI.
 
-    An Open MPI that was installed from a wheel does not lie under the prefix that it was built
-    with, but in Python's environment. Its mpirun tells ranks on its own host so, by OPAL_PREFIX;
-    not those on other hosts, and srun tells none.
+    An Open MPI that was installed from a wheel is not under the prefix that it was built with,
+    but in Python's environment. Its mpirun passes that to ranks on its own host, in OPAL_PREFIX,
+    but not to those on other hosts; srun passes it to none.
 
-    Who waits for a message in Open MPI looks for it again and again. Horovod's background thread
-    waits most of the time, and where the ranks' threads fill all cores that would keep one of them
-    from computing; so it offers its core to others between two looks.
+    Open MPI polls for messages. Horovod's background thread waits most of the time; if the ranks'
+    threads use all cores its polling keeps one of them from computing. So it yields its core
+    between two polls.
 
     Ranks of one host speak through its memory. Open MPI would open a TCP port to all networks for
     them all the same; it is needed where /dev/shm has no room for what they share there.

@@ -4,8 +4,8 @@
 #     VENV    the environment (default .venv; where there is none, the shell's own is used)
 #     RUNS    where run folders are made (default runs)
 #     NAME    the run's name (default: the job's name and number)
-# What a site needs beside that (module load, NCCL_SOCKET_IFNAME=...) stands in slurm/site.sh, which
-# is nobody else's and not in git.
+# What a site needs beside that (module load, NCCL_SOCKET_IFNAME=...) goes into slurm/site.sh, which
+# git ignores.
 refuse() {
     echo "$1" >&2
     exit 2

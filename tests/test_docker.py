@@ -270,7 +270,7 @@ def test_what_a_user_got_wrong_is_told(build: ModuleType, monkeypatch: pytest.Mo
         assert done.returncode
         return done.stderr
 
-    assert "there is no target 'gpu': take of cpu, cuda, test" in message("gpu")
+    assert "there is no target 'gpu': choose from cpu, cuda, test" in message("gpu")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(build.Problem, match="SOURCE_DATE_EPOCH=yesterday is not a number"):
         build.source_date_epoch()

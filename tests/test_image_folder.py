@@ -385,7 +385,7 @@ def test_empty_classes_are_named(tmp_path: Path, cache: Path) -> None:
 def test_no_classes(tmp_path: Path, cache: Path) -> None:
     assert "holds no folders" in refused(tmp_path, cache)
     make(tmp_path, "1.jpg", "2.jpg")
-    assert "2 images lie in it directly" in refused(tmp_path, cache)
+    assert "2 images are directly in it" in refused(tmp_path, cache)
 
 
 def test_flat_validation_folder(tmp_path: Path, cache: Path) -> None:
@@ -487,7 +487,7 @@ def test_folder_without_rights() -> None:
         (root / "a").chmod(0)
         try:
             os.seteuid(user or 65534)
-            assert "Check its rights" in refused(root, cache)
+            assert "Check its permissions" in refused(root, cache)
         finally:
             os.seteuid(user)
             (root / "a").chmod(0o755)

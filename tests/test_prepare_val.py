@@ -141,7 +141,7 @@ def test_again_when_all_is_done(val: Path, table: Path, capsys: pytest.CaptureFi
 def test_missing_images(val: Path, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (val / "ILSVRC2012_val_00000004.JPEG").unlink()
     message = refused(val, table, capsys)
-    assert "1 of 10 labelled images are not there (ILSVRC2012_val_00000004)" in message
+    assert "1 of 10 labelled images are missing (ILSVRC2012_val_00000004)" in message
     assert main([str(val), "--labels", str(table), "--allow-missing"]) == 0
     assert len(tree(val)) == 9
     assert "1 images missing" in capsys.readouterr().out

@@ -3,8 +3,8 @@
     python tools/make_jpegs.py runs/jpegs --images 640
     python compare/run.py input
 
-The pictures are smooth random colours with some noise on top: worth nothing for training, but as
-dear to read and decode as photographs of 500 x 375 pixels. (ImageNet's 1.28 million files for
+The pictures are smooth random colours with some noise on top: useless for training, but as
+expensive to read and decode as photographs of 500 x 375 pixels. (ImageNet's 1.28 million files for
 training take 138 GB: 108 KB each.)
 """
 
@@ -29,12 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, help="is made; must not be there yet")
+    add("folder", type=Path, help="will be created; must not exist")
     add("--images", type=int, default=640, metavar="N", help="for training (default: 640)")
     add("--classes", type=int, default=10, metavar="N", help="sub-folders (default: 10)")
     options = parser.parse_args(argv)
     if options.classes < 1 or options.images < options.classes:
-        parser.error(f"--images {options.images} --classes {options.classes}: one a class at least")
+        parser.error(f"--images {options.images} --classes {options.classes}: at least one a class")
     try:
         options.folder.mkdir(parents=True)
     except OSError as error:

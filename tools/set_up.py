@@ -3,9 +3,9 @@
 `make setup` runs this. It reads VENV (default .venv), PYTHON (where the user named one), MPI
 (system: the MPI on PATH, not the wheel's), NCCL (1: build Horovod with it though no GPU is here, 0:
 without) and WITHOUT_HOROVOD=1 from the environment, and remembers the last three. Each finished
-step leaves a stamp in the environment: the same command goes on where an interrupted one stopped,
-and has nothing to do when all stamps are right. It clears nothing: an environment that it cannot go
-on with is refused. The syntax is that of Python 3.8, so that an old one can say that it is old.
+step leaves a stamp in the environment: the same command resumes an interrupted one, and does
+nothing when all stamps are right. It deletes nothing: an environment that it cannot complete is
+refused. The syntax is that of Python 3.8, so that an old Python can say that it is too old.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def main() -> int:
         print(f"set-up: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nset-up: interrupted. The same command goes on from here.", file=sys.stderr)
+        print("\nset-up: interrupted. The same command resumes here.", file=sys.stderr)
         return 130
     print(f"set-up: done in {time.monotonic() - started:.0f} s ({venv})")
     return 0
 
 
 class StepFailed(Exception):
-    """A step that ended badly, in words for the user."""
+    """A step that failed, with a message for the user."""
 
 
 # ---- stamps
@@ -140,7 +140,7 @@ def only_one_at_a_time(venv: Path) -> Iterator[None]:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("set-up: another one is at work on this environment: waiting for it", flush=True)
+        print("set-up: another set-up is using this environment: waiting for it", flush=True)
         fcntl.flock(folder, fcntl.LOCK_EX)
     except OSError:
         pass  # some network file systems lock no folders
@@ -154,7 +154,7 @@ def only_one_at_a_time(venv: Path) -> Iterator[None]:
 
 
 def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
-    """All that this machine lacks: its name, and what is wrong with how to get it right."""
+    """All that this machine lacks: its name, and what is wrong and how to fix it."""
     checks = {
         "system": check_system(platform.system(), platform.machine()),
         "python": check_python(sys.version_info[:3], os.environ.get("PATH", "")),
@@ -350,8 +350,8 @@ def build_horovod(venv: Path, mpi: str, nccl: str) -> None:
     command += {"1": ["--nccl"], "0": ["--no-nccl"]}.get(nccl, [])
     if subprocess.call(command, stdin=subprocess.DEVNULL):
         raise StepFailed(
-            "Horovod is not there (the reason stands above). PyTorch DDP, the recipe and compare "
-            "are installed and work; WITHOUT_HOROVOD=1 goes on without it."
+            "Horovod is not installed (see the reason above). PyTorch DDP, the recipe and compare "
+            "are installed and work; WITHOUT_HOROVOD=1 leaves it out."
         )
 
 
@@ -368,7 +368,7 @@ def pip(venv: Path) -> list[str]:
 
 
 def run(command: list[str], step: str, what: str) -> None:
-    """Run a step's command: on a terminal in sight, else with a sign of life every 30 seconds."""
+    """Run a step's command: on a terminal with its output, else with a line every 30 seconds."""
     print(f"set-up: {step}: {what}", flush=True)
     started = shown = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -388,7 +388,7 @@ def run(command: list[str], step: str, what: str) -> None:
     if process.returncode:
         raise StepFailed(
             f"{step} failed (exit code {process.returncode}).\n{end}\n"
-            "When that is put right, the same command goes on from here."
+            "Fix that and run the same command again: it resumes here."
         )
     print(f"set-up: {step}: done in {time.monotonic() - started:.0f} s", flush=True)
 

@@ -50,13 +50,13 @@ class Data:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether batches are made up once, on the device."""
+        """Whether batches are random pixels, made once on the device."""
         return self.train is None
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What a run must find again to go on: how many images, and a digest of their names, labels
-        and classes, the same whether they are files, shards or in memory."""
+        """What must be unchanged for a run to resume: the number of images, and a digest of their
+        names, labels and classes, the same for files, shards and in memory."""
         digest = hashlib.sha256()
         for listing in (self.train, self.val):
             if listing is not None:
@@ -170,8 +170,8 @@ def open_input_meter(data: Data, workers: int) -> InputMeter | None:
 
 
 class TrainImages(Dataset):
-    """Augmented training images, in batches; an image's key is (epoch, index), which alone decides
-    its pixels."""
+    """Augmented training images, in batches; an image's key (epoch, index) alone decides its
+    pixels."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ def _loaded(
         if not multiprocessing.connection.wait(sentinels, timeout=1.0):
             raise
         raise UserError(
-            "a loader worker was killed, most often by the system for want of memory: give fewer "
+            "a loader worker was killed, usually because memory ran out: use fewer "
             "--workers, or --workers 0, or let the job have more memory"
         ) from error
 
@@ -314,8 +314,8 @@ def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -
 def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
     """Batches on a GPU, normalised, each copied there while the step before it computes.
 
-    The copy has a stream of its own, and is asked for before the batch that it follows is handed
-    out: also a host that waits for the GPU in each step, as loss scaling lets it, is in time.
+    The copy has its own stream, and is requested before the previous batch is returned: so it is in
+    time even if the host waits for the GPU in each step, as loss scaling does.
     """
     side = _copying_stream(device)
     coming: tuple[Batch, torch.cuda.Event] | None = None
@@ -348,7 +348,7 @@ def _in_shared_memory(batch: Any) -> Any:
     """A whole batch, a tuple of tensors, in memory that the trainer can read.
 
     Here, because a worker's thread that sends would put it there as well, but where there is no
-    room it would lose the batch without a word, and the trainer would wait for it for ever.
+    room it would silently lose the batch, and the trainer would wait for ever.
     """
     try:
         for tensor in batch:
@@ -361,7 +361,7 @@ def _in_shared_memory(batch: Any) -> Any:
             f"loader workers hand over their batches in /dev/shm, which is full "
             f"({room.f_blocks * room.f_frsize / 1e6:,.0f} MB in all, and a batch takes "
             f"{size / 1e6:,.1f} MB): make it larger (docker run "
-            "--shm-size 8g, or --ipc host), or give fewer --workers, or --workers 0"
+            "--shm-size 8g, or --ipc host), or use fewer --workers, or --workers 0"
         ) from error
     return batch
 
@@ -415,8 +415,8 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
     With --channels-last only the images change their layout: the convolutions then run in NHWC and
     still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
-    Batches of files are there already on a GPU, and come back as they are. Every batch of a run
-    comes this way, which shows the watch that this rank goes on.
+    Batches of files are on the GPU already, and are returned unchanged. Every batch of a run
+    comes this way, which tells the watch that this rank is alive.
     """
     goes_on()
     if batch[0].is_floating_point():

@@ -1,9 +1,9 @@
 """Training images decoded, cropped, resized and flipped by NVIDIA DALI, on the GPU if there is one.
 
-Chance and order stay here. Loader workers read the encoded images and draw each one's crop and flip
-from its key, as for every other source; DALI is told both with the bytes. So the same seed shows
-the same part of the same image in the same step, a run is resumed exactly, and only the last bits
-of the pixels are those of another decoder and another resampling.
+Randomness and order stay here. Loader workers read the encoded images and draw each one's crop and
+flip from its key, as for every other source, and pass both to DALI with the bytes. So the same seed
+shows the same part of the same image in the same step, and a run resumes exactly. Only the last
+bits of the pixels differ, by another decoder and another resampling.
 """
 
 import importlib.util
@@ -166,8 +166,8 @@ def _about_an_image(under_way: Iterable[Encoded], listing: Listing, error: Excep
     indices = [int(index) for encoded in under_way for index in encoded[5]]
     for index in indices:
         decode(listing.read(index), listing.name(index))  # raises an error that names it
-    told = str(error).rpartition("encountered:")[2]  # after where in the pipeline it happened
-    reason = next((line for line in told.splitlines() if line.strip()), "no reason given")
+    text = str(error).rpartition("encountered:")[2]  # after where in the pipeline it happened
+    reason = next((line for line in text.splitlines() if line.strip()), "no reason given")
     return RuntimeError(
         f"DALI has failed ({reason.strip()}) at one of the images {listing.name(indices[0])} to "
         f"{listing.name(indices[-1])}, which the decoder used without --dali can decode"

@@ -41,7 +41,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
     flat_val_images = sum(bool(FLAT_VAL_IMAGE.fullmatch(name)) for name in files)
     if flat_val_images:
         raise UserError(
-            f"{root}: {flat_val_images:,} images of ImageNet's validation set lie in it without "
+            f"{root}: {flat_val_images:,} images of ImageNet's validation set are in it without "
             f"class folders, as its archive has them. Sort them with: "
             f"python -m recipe.prepare_val {shlex.quote(str(root))} --labels LOC_val_solution.csv "
             "(Kaggle's file, or ILSVRC2012_devkit_t12.tar.gz)"
@@ -62,7 +62,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
         )
     if not folders:
         images = sum(suffix_of(os.fsencode(name)) in SUFFIXES for name in files)
-        found = f"{images:,} images lie in it directly" if images else "it holds no folders"
+        found = f"{images:,} images are directly in it" if images else "it holds no folders"
         raise UserError(
             f"{root}: no class folders ({found}). Each class needs a folder with its images: "
             f"{root / 'CLASS' / 'image.jpg'}"
@@ -70,7 +70,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
 
 
 def missing_folder(root: Path) -> str:
-    """What to say about a `root` that is not a folder, with a guess at what was meant."""
+    """The message for a `root` that is not a folder, with a guess at what was meant."""
     if root.exists():
         return (
             f"{root}: a file, not a folder of class folders. If it is an archive, unpack it first."
@@ -147,7 +147,7 @@ def unreadable(path: str, error: OSError) -> str:
     """About an image that was listed and cannot be read."""
     if isinstance(error, FileNotFoundError):
         return f"{path}: no such file any more. Was it removed since the folder was listed?"
-    return f"{path}: cannot be read ({error.strerror}). Check its rights and its disk."
+    return f"{path}: cannot be read ({error.strerror}). Check its permissions and its disk."
 
 
 def endless_link(folder: Path) -> str:
@@ -160,7 +160,7 @@ def endless_link(folder: Path) -> str:
 
 
 def check_link(path: str | bytes) -> None:
-    """UserError if `path` is a link that leads nowhere, or to itself."""
+    """UserError if `path` is a broken link, or leads to itself."""
     if not os.path.islink(path):
         return
     name = os.fsdecode(path)

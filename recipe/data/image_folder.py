@@ -1,4 +1,4 @@
-"""Which images a folder of class folders holds: listed once, cached, checked at each start."""
+"""Which images a folder of class folders holds: listed once, cached, and checked at each start."""
 
 import fcntl
 import hashlib
@@ -89,7 +89,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class _Scan:
-    """A listing with what is needed to notice that it is out of date."""
+    """A listing, and what shows that it is out of date."""
 
     listing: Listing
     folders: np.ndarray  # bytes [num_folders]: each folder that was read, relative to the root
@@ -144,7 +144,7 @@ def check_train_and_val(train: Listing, val: Listing) -> None:
         if len(train.classes) > 1:
             return
         raise UserError(
-            f"{train.root}: holds a single class, {train.classes[0]}, so that each answer would be "
+            f"{train.root}: holds a single class, {train.classes[0]}, so each prediction would be "
             "right. Add a folder for each other class; or are they inside this one?"
         )
     only_train = sorted(set(train.classes) - set(val.classes))
@@ -161,8 +161,8 @@ def check_train_and_val(train: Listing, val: Listing) -> None:
 def locked(lock_file: Path) -> Iterator[None]:
     """Hold an exclusive lock on `lock_file` (created if missing) against other processes.
 
-    Only a means to save double work: on a file system without locks the body runs all the same, so
-    whatever it writes must be right without one (temporary file, rename).
+    It only avoids double work: on a file system without locks the body runs all the same, so what
+    it writes must be correct without one (temporary file, rename).
     """
     with open(lock_file, "a") as file:
         with suppress(OSError):
@@ -206,7 +206,7 @@ def _class_names(root: Path) -> list[bytes]:
                 (folders if _is_folder(entry) else files).append(entry.name)
     except OSError as error:
         raise UserError(
-            f"{root}: cannot be listed ({error.strerror}). Check its rights."
+            f"{root}: cannot be listed ({error.strerror}). Check its permissions."
         ) from error
     refuse_other_layouts(root, folders, files)
     return sorted(map(os.fsencode, folders))
@@ -269,7 +269,7 @@ def _scan_class(
     except OSError as error:
         where = os.fsdecode(error.filename or os.path.join(root, name))
         raise UserError(
-            f"{where}: cannot be listed ({error.strerror}). Check its rights."
+            f"{where}: cannot be listed ({error.strerror}). Check its permissions."
         ) from error
     return np.sort(np.array(images, dtype=np.bytes_)), times_ns
 
@@ -357,7 +357,7 @@ def _changed(root: Path, folders: np.ndarray, times_ns: np.ndarray, started_ns: 
 def _warn_no_cache(cache: Path, root: Path, error: OSError) -> None:
     print(
         f"warning: {cache.parent}: the listing of {root} cannot be kept there ({error.strerror}), "
-        "so each process lists it anew at each start. Choose a folder that can be written with "
+        "so each process lists it again at each start. Choose a folder that can be written with "
         "--cache-dir DIR.",
         file=sys.stderr,
         flush=True,

@@ -1,9 +1,7 @@
-"""From a file's bytes to a uint8 image in the batch: decoding, and augmentation that its key alone
-decides.
+"""From a file's bytes to a uint8 image in the batch: decoding, and augmentation drawn from its key.
 
-Decoding by libjpeg-turbo is what most of the time goes to, and it ends where the crop ends. The
-rest is kept small beside it: only the crop is resized, by torch's vectorised integer arithmetic,
-straight into the batch.
+Most of the time goes to decoding by libjpeg-turbo, which stops where the crop ends. Only the crop
+is resized, by torch's vectorised integer arithmetic, straight into the batch.
 (benchmarks/input_pipeline.py measures it.)
 """
 
@@ -56,7 +54,7 @@ def decode(content: bytes, name: str) -> np.ndarray:
     GPUs by default.
 
     UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, or a
-    JPEG with damaged data, which Pillow would fill up with grey without a word; also if there is
+    JPEG with damaged data, which Pillow would silently fill with grey; also if there is
     more data than the image needs, as most damage leaves it.
     """
     image, left_over = decode_and_look(content, name)
@@ -66,7 +64,7 @@ def decode(content: bytes, name: str) -> np.ndarray:
 
 
 def decode_and_look(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """As `decode`, but what is left over is no error: the image, and how many bytes those are."""
+    """As `decode`, but leftover bytes are no error: the image, and their number."""
     with _named(name, content):
         size = _jpeg_size(content)
         if size is None:
@@ -78,7 +76,7 @@ def suspect(name: str, left_over: int, note: str = "") -> UserError:
     """The error about an image with so many bytes more than it needs."""
     return UserError(
         f"{name}: {left_over:,} bytes more than its pixels need, as most damage leaves a JPEG file"
-        f"{note}. Replace the file by a good copy, save it anew if it looks right, or remove it."
+        f"{note}. Replace the file by a good copy, save it again if it looks right, or remove it."
     )
 
 
@@ -94,7 +92,7 @@ def image_size(content: bytes, name: str) -> tuple[int, int]:
 
 @contextmanager
 def _named(name: str, content: bytes) -> Iterator[None]:
-    """Turn whatever a decoder raises into a UserError about the file `name`."""
+    """Turn any exception of a decoder into a UserError about the file `name`."""
     try:
         yield
     except (MemoryError, UserError):
@@ -243,11 +241,11 @@ class TrainTransform:
     def __post_init__(self) -> None:
         scale, ratio = self.scale, self.ratio
         _check(self.size >= 1, f"train image size {self.size}: must be at least 1 pixel")
-        _check(0 < scale[0] <= scale[1] <= 1, f"crop scale {scale}: wants 0 < from <= to <= 1")
-        _check(0 < ratio[0] <= ratio[1], f"crop ratio {ratio}: wants 0 < from <= to")
+        _check(0 < scale[0] <= scale[1] <= 1, f"crop scale {scale}: must be 0 < from <= to <= 1")
+        _check(0 < ratio[0] <= ratio[1], f"crop ratio {ratio}: must be 0 < from <= to")
         for name in ("flip_probability", "erase_probability"):
             value = getattr(self, name)
-            _check(0 <= value <= 1, f"{name.replace('_', ' ')} {value}: wants 0 to 1")
+            _check(0 <= value <= 1, f"{name.replace('_', ' ')} {value}: must be 0 to 1")
         mode = _interpolation(self.interpolation)
         steps: list[nn.Module] = []
         if self.auto_augment is not None:
@@ -259,7 +257,7 @@ class TrainTransform:
     def _auto_augment(self, mode: InterpolationMode) -> nn.Module:
         if self.auto_augment == "ra":
             magnitude = self.ra_magnitude
-            _check(0 <= magnitude <= 30, f"RandAugment magnitude {magnitude}: wants 0 to 30")
+            _check(0 <= magnitude <= 30, f"RandAugment magnitude {magnitude}: must be 0 to 30")
             return v2.RandAugment(magnitude=magnitude, interpolation=mode)
         if self.auto_augment == "ta_wide":
             return v2.TrivialAugmentWide(interpolation=mode)
@@ -267,7 +265,7 @@ class TrainTransform:
             return v2.AutoAugment(interpolation=mode)  # the policy learned on ImageNet
         if self.auto_augment == "augmix":
             severity = self.augmix_severity
-            _check(1 <= severity <= 10, f"AugMix severity {severity}: wants 1 to 10")
+            _check(1 <= severity <= 10, f"AugMix severity {severity}: must be 1 to 10")
             # AugMix mixes tensors, which torchvision cannot turn with bicubic interpolation.
             if mode == InterpolationMode.BICUBIC:
                 mode = InterpolationMode.BILINEAR
@@ -277,7 +275,7 @@ class TrainTransform:
         )
 
     def draw(self, height: int, width: int, key: Key) -> Draw:
-        """Draw what is done to an image of this size, in pixels, by its key alone.
+        """Draw the augmentation of an image of this size, in pixels, from its key alone.
 
         Thus a resumed run, another number of ranks or loader workers, and the other engine see the
         same pixels. The crop is torchvision's RandomResizedCrop.
@@ -429,7 +427,9 @@ def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:
 
 
 def _interpolation(name: str) -> InterpolationMode:
-    _check(name in INTERPOLATIONS, f"interpolation {name!r}: wants {', '.join(INTERPOLATIONS)}")
+    _check(
+        name in INTERPOLATIONS, f"interpolation {name!r}: choose from {', '.join(INTERPOLATIONS)}"
+    )
     return InterpolationMode(name)
 
 

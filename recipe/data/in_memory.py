@@ -3,7 +3,7 @@
 The memory is a file without a name (memfd): no folder has to be large enough, and it is gone with
 the last process that uses it, however that ends. The first rank of a host reads the images and
 hands the open file to the others over a local socket; so the ranks need neither a collective nor
-an agreement on names.
+common names.
 """
 
 import errno
@@ -66,8 +66,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class InMemory(Listing):
-    """A listing whose images lie in memory, from the `first` of it on, and which is called there as
-    in its `source`."""
+    """A listing whose images are in memory, from its image `first` on, named as in its `source`."""
 
     source: Listing
     memory: Memory
@@ -99,7 +98,7 @@ def keep_in_memory(listings: Sequence[Listing], world: World) -> list[Listing]:
         with _listen() as server:  # before it is read, so that the others can begin to wait
             memory = _fill(listings, num_images, world)
             giver = server.dup()
-        # In a thread: a rank that comes late, or never, keeps nobody from going on.
+        # In a thread: a rank that comes late, or never, holds up no other.
         threading.Thread(
             target=_give, args=(giver, memory.descriptor, world.local_size - 1), daemon=True
         ).start()
@@ -145,7 +144,7 @@ def _fill(listings: Sequence[Listing], num_images: int, world: World) -> Memory:
                     bar.update()
             file.seek(0)
             file.write(np.cumsum(sizes, dtype=np.int64).tobytes())
-        # From here on nobody can change it, not even by mistake.
+        # From here on it cannot be changed, not even by mistake.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except OSError as error:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Images in a few large tar files, read at random: what file systems like, in our own order.
+"""Images in a few large tar files, read at random: fast on network file systems.
 
     SHARDS/train/train-000000.tar ...   image and label of each sample, as `webdataset` has them
-    SHARDS/train/index.npz              where each image lies, and which it is in the folder
+    SHARDS/train/index.npz              where each image is, and its name in the folder
     SHARDS/val/...                      the same
 
 `python -m recipe.make_shards` writes them from a folder of class folders. Since the index keeps the
@@ -32,7 +32,7 @@ MAX_OPEN_SHARDS = 256
 
 @dataclass(frozen=True)
 class Shards(Listing):
-    """A listing whose images lie in tar files in `root`, `images_per_shard` in each but the last.
+    """A listing whose images are in tar files in `root`, `images_per_shard` in each but the last.
 
     `offsets` and `sizes` (int64 [num_images], bytes) are of the encoded image in its shard;
     `checksums` (uint32 [num_images]) its CRC-32. Reading opens a shard once a process, and then
@@ -48,7 +48,7 @@ class Shards(Listing):
     _open: dict[str, "_Descriptor"] = field(default_factory=dict, repr=False, compare=False)
 
     def shard(self, index: int) -> str:
-        """The name of the shard that image `index` lies in."""
+        """The name of the shard that has image `index`."""
         return self.shards[index // self.images_per_shard]
 
     def name(self, index: int) -> str:
@@ -115,8 +115,8 @@ def holds_shards(folder: Path) -> bool:
         return True
     if (folder / UNFINISHED).is_dir():
         raise UserError(
-            f"{folder}: holds shards that are not all written yet. Give the same "
-            "python -m recipe.make_shards command again: it goes on where it stopped."
+            f"{folder}: holds shards that are not all written yet. Run the same "
+            "python -m recipe.make_shards command again: it resumes where it stopped."
         )
     return False
 
@@ -169,7 +169,7 @@ def _check_files(shards: Shards) -> None:
             missing.append(name)
         except OSError as error:
             raise UserError(
-                f"{shards.root / name}: cannot be looked at ({error.strerror}). Check its rights."
+                f"{shards.root / name}: cannot be read ({error.strerror}). Check its permissions."
             ) from error
         else:
             if found != expected:
