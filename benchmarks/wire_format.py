@@ -15,7 +15,6 @@ slightly down, never up; so does taking the worst of several rates.
 """
 
 import itertools
-import json
 import re
 import sys
 import tempfile
@@ -57,7 +56,7 @@ from compare.page.chart import (
 )
 from compare.plan.blocks import drawn
 from compare.plan.environment import RUN_MARK
-from recipe.files import replace_file
+from recipe.files import replace_file, write_json
 
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")
@@ -225,7 +224,7 @@ class EngineBlock:
             for rate in drawn(rates, *place, "rates"):
                 found[rate] = self.measure_at(rate, stage, sides)
         told = {str(rate): asdict(block) for rate, (block, _) in found.items()}
-        (folder / "block.json").write_text(json.dumps(told, indent=1) + "\n")
+        write_json(folder / "block.json", told)
         return found
 
     def side(self, wire_format: str, name: str | None = None) -> Side:

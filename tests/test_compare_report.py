@@ -528,6 +528,7 @@ def test_cases_are_told_apart(tmp_path, capsys):
     Plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi"),
          judged_pairs=(("ddp-mpirun", "horovod-mpi"),), trainer_arguments=("--epochs", "1")),
     Plan(global_batch_size=64, global_learning_rate=0.1, until_interval=0.02, blocks=8),
+    replace(CASES, hosts="a:1,b:1", network_interface="eth0", phase_steps=40, timeout=60),
 ])  # fmt: skip
 def test_the_command_to_reproduce_makes_the_same_plan(plan):
     # What run.py adds to every plan's arguments stands in its record, too.

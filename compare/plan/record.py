@@ -140,12 +140,15 @@ def plan_from(record: dict[str, Any], path: Path) -> Plan:
     for name, details in given.get("configuration_details", {}).items():
         check_fields(path, f"configuration_details.{name}.", details, DETAILS, DETAILS)
         if name in names and name not in CONFIGURATIONS:
-            # The variables of the network are the plan's.
-            own = dict(details["environment"].items() - interface_variables(interface).items())
-            whole = {**details, "flags": tuple(details["flags"]), "environment": own}
+            own = details["environment"].items()
+            network = interface_variables(interface).items()  # which the plan says
+            environment = dict(pair for pair in own if pair not in network)
+            whole = {**details, "flags": tuple(details["flags"]), "environment": environment}
             defined.append(Configuration(name, **whole))
     if unknown := set(names) - CONFIGURATIONS.keys() - {own.name for own in defined}:
-        raise UserError(f"{path}: configuration_details: says nothing of {', '.join(unknown)}")
+        raise UserError(
+            f"{path}: configuration_details: says nothing of {', '.join(sorted(unknown))}"
+        )
     pairs = []
     for pair in given.get("pairs", []):
         if len(pair) != 2 or not set(pair).issubset(given["configurations"]):
