@@ -244,7 +244,8 @@ def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path)
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), rarely("mpirun", "horovod")])
+@pytest.mark.full
+@pytest.mark.parametrize(("launcher", "engine"), [("torchrun", "ddp"), ("mpirun", "horovod")])
 def test_a_host_whose_cuda_is_broken_does_not_hang(
     launcher: str, engine: str, tmp_path: Path
 ) -> None:

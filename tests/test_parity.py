@@ -444,6 +444,7 @@ TINY = (
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_both_engines_compute_the_same_live(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = f"--workers 2 --steps 3 --json --out live -- {TINY}"
