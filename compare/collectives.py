@@ -14,7 +14,6 @@ import importlib.util
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from compare.evidence.collectives import Measurement, read_measurement
 from compare.page.collectives import as_csv, as_json, heading, plot, sentences, table
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import REMOVED_VARIABLES, set_variables
+from compare.plan.environment import set_variables, shell_lines
 from compare.plan.hosts import most_on_a_host, read_hosts
 from compare.plan.plan_file import positive
 from compare.plan.sources import ROOT
@@ -38,6 +37,7 @@ from compare.running.launch import (
     start_command,
     utc_now,
     utc_stamp,
+    wait_up_to,
     write_outcome,
 )
 from compare.running.preflight import busy_cores, other_load_warnings
@@ -280,15 +280,8 @@ def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """Start a backend once, wait for its end, leave no process of it, write how it ended."""
     folder.mkdir(parents=True)
     out = folder / "measurements.jsonl"
-
-    def wait(process: subprocess.Popen[bytes]) -> str:
-        try:
-            process.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            return "timed out"
-        return "ended"
-
-    outcome = start_command(BACKENDS[name].command(options, out), folder, wait)
+    command = BACKENDS[name].command(options, out)
+    outcome = start_command(command, folder, wait_up_to(options.timeout))
     if outcome.status == "ended":
         is_good = outcome.exit_code == 0 and out.exists()
         outcome = replace(outcome, status="completed" if is_good else "failed")
@@ -298,9 +291,7 @@ def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
 
 def dry_run_lines(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return shell lines that make one block; they can be pasted as they are."""
-    variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
-    lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
-    lines += [f'export {name}="{value}"' for name, value in variables.items()]
+    lines = shell_lines()
     for name in drawn(options.backends, options.seed, 1):
         place = folder / "block-1" / name
         lines.append(f"mkdir -p {shlex.quote(str(place))}")

@@ -26,7 +26,7 @@ from typing import Any
 
 from compare.errors import UserError, run_main
 from compare.plan.blocks import seconds_left
-from compare.plan.environment import REMOVED_VARIABLES, set_variables
+from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import check_plan, list_plans
@@ -300,9 +300,7 @@ def dry_run_lines(
     plan: Plan, folder: Path, with_warm_up: bool, block: int | None = None
 ) -> list[str]:
     """Return shell lines that do what run.py does; they can be pasted as they are."""
-    variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
-    lines = [f"unset {' '.join(REMOVED_VARIABLES)}"]
-    lines += [f'export {name}="{value}"' for name, value in variables.items()]
+    lines = shell_lines()
     for run in plan.warm_up_runs() if with_warm_up else []:
         lines.append(shlex.join(run.command((folder / "warm-up" / run.cell).parent)))
     runs = [run for run in plan.runs() if block in (None, run.block)]

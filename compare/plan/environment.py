@@ -35,6 +35,13 @@ def set_variables() -> dict[str, str]:
     return variables
 
 
+def shell_lines() -> list[str]:
+    """Return the shell lines that make this environment, for commands that a person pastes."""
+    variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
+    exports = [f'export {name}="{value}"' for name, value in variables.items()]
+    return [f"unset {' '.join(REMOVED_VARIABLES)}", *exports]
+
+
 def steering_variables() -> dict[str, str]:
     """Return the variables of the user's shell that may change what the engines do or how fast.
     They are left as the user set them, the same for both engines, and written into the plan, so

@@ -280,6 +280,18 @@ def wait(
     return "ended"
 
 
+def wait_up_to(seconds: float) -> Callable[[subprocess.Popen[bytes]], str]:
+    """Return what waits for a command's end, or its time limit: for `start_command`."""
+
+    def wait(process: subprocess.Popen[bytes]) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return "ended"
+        return "timed out"
+
+    return wait
+
+
 def count_steps(metrics: Path) -> int:
     if not metrics.exists():
         return 0
