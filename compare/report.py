@@ -96,38 +96,18 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         type=Path,
         nargs="*",
         metavar="DIR",
-        help="comparisons' folders (default: the newest one under runs/; where there is none, the "
+        help="comparisons' folders (default: the newest one under runs/; if there is none, the "
         "recorded one under results/)",
     )
-    for name, text in (
-        ("markdown", "table and verdicts as Markdown, for an issue"),
-        ("csv", "one line a run, with units in the names of the columns"),
-        ("json", "everything that the report says, and every run's figures"),
+    terminal = "; without a FILE, or with -, to the terminal"
+    for name, const, metavar, text in (
+        ("markdown", STDOUT, "FILE", f"table and verdicts as Markdown, for an issue{terminal}"),
+        ("csv", STDOUT, "FILE", f"one line per run, columns named with their units{terminal}"),
+        ("json", STDOUT, "FILE", f"all of the report and every run's figures{terminal}"),
+        ("html", DEFAULT, "FILE", "the page (default: report.html in DIR)"),
+        ("svg", DEFAULT, "FOLDER", "every plot as a file (default: the folder plots in DIR)"),
     ):
-        add(
-            f"--{name}",
-            type=Path,
-            nargs="?",
-            const=STDOUT,
-            metavar="FILE",
-            help=f"{text}; without a FILE, or with -, to the terminal",
-        )
-    add(
-        "--html",
-        type=Path,
-        nargs="?",
-        const=DEFAULT,
-        metavar="FILE",
-        help="the page (default: report.html in DIR)",
-    )
-    add(
-        "--svg",
-        type=Path,
-        nargs="?",
-        const=DEFAULT,
-        metavar="FOLDER",
-        help="every plot as a file (default: the folder plots in DIR)",
-    )
+        add(f"--{name}", type=Path, nargs="?", const=const, metavar=metavar, help=text)
     add("--no-html", action="store_true", help="no page")
     options = parser.parse_args(argv)
     asked = [name for name in (*TEXT_FORMATS, "html", "svg") if getattr(options, name)]
@@ -233,7 +213,7 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
 
 
 def say(text: str, options: argparse.Namespace) -> None:
-    """Tell what was written, where it does not get into what goes through a pipe."""
+    """Report what was written, on stderr if a report goes to the terminal."""
     print(f"\n{text}", file=sys.stderr if options.to_terminal else sys.stdout)
 
 

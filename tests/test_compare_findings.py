@@ -30,6 +30,7 @@ from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import label_of
 from compare.page.context import page_title
 from compare.page.html import render_page
+from compare.page.plot import Selection
 from compare.page.plots import plot_phases
 from compare.page.text import terminal_report
 from compare.plan.configurations import Configuration
@@ -515,8 +516,8 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
         "Of these 10.0 ms, the engine's own work accounts for 15.0 ms (more than all of it); "
         "forward 5.0 ms less."
     )
-    plot = plot_phases(comparison, "")
-    assert plot is not None and "nobody is there to talk to" in plot.caption
+    plot = plot_phases(Selection(comparison, "", comparison.complete))
+    assert plot is not None and "there is no exchange" in plot.caption
     assert "exposed communication 15" not in plot.svg
 
 

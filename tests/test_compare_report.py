@@ -421,7 +421,7 @@ def test_epochs_are_told_without_what_the_last_step_takes_of_the_next(folder, ca
     for path in folder.glob("block-*/*/summary.json"):
         edit(path, epochs=6.0056328)
     assert report.main([str(folder)]) == 0
-    assert "Seconds on the training clock for 6 epochs," in (folder / "report.html").read_text()
+    assert "Training time for 6 epochs," in (folder / "report.html").read_text()
 
 
 def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):

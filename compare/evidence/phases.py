@@ -101,8 +101,8 @@ def explain(verdict: Verdict, comparison: Comparison) -> str:
     }
     if len(sizes) > 1:
         return (
-            "Where the difference comes from is not told: a step of the two holds different "
-            "numbers of images, so that their phases do not compare."
+            "Where the difference comes from is not shown: the two have different numbers of "
+            "images per step, so their phases cannot be compared."
         )
     return where_from(rows[slow], rows[fast])
 

@@ -1,5 +1,5 @@
-"""What stands around the figures of a report: what was trained on what, what may not be concluded
-from it, and how to do it again."""
+"""What stands around the figures of a report: what was trained on what, what it does not show, and
+how to reproduce it."""
 
 import datetime
 import shlex
@@ -80,14 +80,13 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     if run.environment.device == "cpu":
         lines.append(
             "GPUs. This was measured on a CPU: on a GPU a step computes many times faster and the "
-            "gradients travel through NCCL, so that neither the ratio nor its direction carries "
-            "over."
+            "gradients travel through NCCL, so neither the ratio nor its direction carries over."
         )
     else:
         lines.append(f"Other devices than {run.environment.device_name}.")
     lines.append(
         f"Other numbers of workers. {numbers} {'was' if len(measured) == 1 else 'were'} measured; "
-        "the lines in the plots end there because the knowledge does."
+        "nothing is known beyond them."
     )
     if len(run.environment.hosts) == 1:
         lines.append(
@@ -100,7 +99,7 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
         told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
         lines.append(
             f"Scaling to more machines. All workers share {count(run.environment.cores, 'core')}"
-            f" ({told}): the column “scaling” tells how well those cores were used, not "
+            f" ({told}): the column “scaling” shows how well those cores were used, not "
             "what a second machine would bring."
         )
     lines.append(
@@ -113,14 +112,14 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     if len(halves) > MANY_VERDICTS:
         least, most = min(half for _, half in halves), max(half for _, half in halves)
         lines.append(
-            f"Small differences. Depending on the case, two configurations would have to differ by "
-            f"more than about {percent_text(least)} to {percent_text(most)} % to be told apart."
+            "Small differences. Depending on the case, a difference is shown only if it is larger "
+            f"than about {percent_text(least)} to {percent_text(most)} %."
         )
     else:
         lines += [
             f"Small differences. {verdict.place} with "
-            f"{count(len(verdict.equal_weights), 'block')}, {verdict.first} and {verdict.second} "
-            f"would have to differ by more than about {percent_text(half)} % to be told apart."
+            f"{count(len(verdict.equal_weights), 'block')}, a difference between {verdict.first} "
+            f"and {verdict.second} is shown only if it is larger than about {percent_text(half)} %."
             for verdict, half in halves
         ]
     return lines

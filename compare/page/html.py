@@ -210,7 +210,7 @@ def fact_lines(facts: Sequence[Fact], places: Sequence[str]) -> list[dict[str, A
                 "equal": all(equal),
             }
         )
-    return sorted(lines, key=lambda line: line["equal"])  # unequal ones first, else as told
+    return sorted(lines, key=lambda line: line["equal"])  # unequal ones first
 
 
 def fact_text(fact: Fact) -> str:
@@ -228,7 +228,7 @@ def results_table(comparison: Comparison, rows: Sequence[Row]) -> Table:
         Column("workers"),
         Column("images/s"),
         Column("scaling, %"),
-        Column("CPU ms an image"),
+        Column("CPU ms per image"),
         Column("training, s"),
         Column("top-1, %"),
         Column("top-5, %"),
@@ -263,10 +263,10 @@ def results_table(comparison: Comparison, rows: Sequence[Row]) -> Table:
 
 # Energy: field of ResourceRow, its column, and how a figure is written.
 ENERGY = (
-    ("gpu_joules_per_image", "GPU J an image", None),
+    ("gpu_joules_per_image", "GPU J per image", None),
     ("gpu_watts", "GPU watts", "{:,.0f}"),
     ("gpu_utilization_percent", "GPU busy, %", "{:.0f}"),
-    ("cpu_joules_per_image", "CPU J an image", None),
+    ("cpu_joules_per_image", "CPU J per image", None),
 )
 
 
@@ -276,7 +276,7 @@ def resources_table(comparison: Comparison, rows: Sequence[ResourceRow]) -> Tabl
         (field, name, pattern)
         for field, name, pattern in ENERGY
         if any(getattr(row, field) is not None for row in rows)
-    ] or [("gpu_joules_per_image", "energy, J an image", None)]
+    ] or [("gpu_joules_per_image", "energy, J per image", None)]
     columns = (
         Column("workers"),
         Column("memory, MB"),
@@ -311,7 +311,7 @@ def input_table(comparison: Comparison, rows: Sequence[InputRow]) -> Table | Non
         Column("images/s"),
         Column("files/s"),
         Column("MB/s"),
-        Column("step waiting, %"),
+        Column("input wait, %"),
     )
     if all(row.wait_share is None and row.images_per_second is None for row in rows):
         return None
@@ -348,7 +348,7 @@ def cell_table(
     rows: Sequence[Any],
     cells: Callable[[Any], tuple[Cell, ...]],
 ) -> Table:
-    """Return a table whose rows are cells of the comparison, the case told where there are some."""
+    """Return a table with a row for each cell; with a column for the case if there are several."""
     several = len(comparison.cases) > 1
     names = comparison.plan["configurations"]
     before = ((Column("case", is_number=False),) if several else ()) + (
@@ -415,7 +415,7 @@ def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[t
 
 
 def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """Return by which way each configuration's gradients really travelled."""
+    """Return the transport that each configuration's gradients really took."""
     order = comparison.plan["configurations"]
     found = {
         (

@@ -1,4 +1,4 @@
-"""The plots of a case at one number of workers: how each run learned, and how fast it went on."""
+"""The plots of a case at one number of workers: accuracy and speed over each run."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +51,8 @@ def plot_by_epoch(selection: Selection, metric: Metric) -> Plot | None:
     return Plot(
         selection.file_name(metric.field),
         selection.title(f"{metric.name} by epoch"),
-        "Every run is drawn; short dashes are training figures (of augmented images), the others "
-        f"validation.{coincidence(selection.runs)}",
+        "All runs are drawn. Short dashes: training (augmented images); other lines: validation."
+        f"{coincidence(selection.runs)}",
         Axis("epoch", linear(x)),
         Axis(metric.label, logarithmic(values) if steep else linear(values, zero=is_loss)),
         in_table(series),
@@ -83,16 +83,18 @@ def epoch_series(selection: Selection, metric: Metric, run: RunRecord) -> Series
 
 
 def coincidence(runs: Sequence[RunRecord]) -> str:
-    """Say why curves lie on each other, where they do."""
+    """Say why curves coincide, where they do."""
     weights = {(run.block, run.summary.weights_sha256) for run in runs}
     blocks = {run.block for run in runs}
     if len({run.configuration for run in runs}) > 1 and len(weights) == len(blocks):
-        return " All final weights of a block are bit-equal: the configurations’ curves coincide."
+        return (
+            " The final weights of each block are bit-equal: the configurations’ curves coincide."
+        )
     return ""
 
 
 def plot_loss_differences(selection: Selection) -> Iterator[Plot | None]:
-    """Show for each judged pair how far the losses of the same step are apart."""
+    """Show the difference of each judged pair's losses at the same step."""
     by_run = {(run.block, run.configuration): run for run in selection.runs}
     for first, second in selection.comparison.plan["pairs"]:
         lines = {}
@@ -130,10 +132,10 @@ def plot_loss_difference(
     return Plot(
         selection.file_name("loss-difference", first, second),
         selection.title(f"Loss of {first} minus {second}"),
-        "The two computed the same training loss at every step, bit by bit."
+        "Both computed the same training loss at every step, bit for bit."
         if not any(y)
-        else "Difference of the training losses at the same step, a line a block (the largest of "
-        "neighbouring steps where there are many).",
+        else "Difference of the training losses at the same step, one line per block (in long "
+        "runs, the largest of neighbouring steps).",
         Axis("epoch", linear(x, zero=True)),
         Axis(
             "difference of loss",
@@ -164,7 +166,7 @@ def plot_time_to_accuracy(selection: Selection) -> Plot | None:
     return Plot(
         selection.file_name("time-to-accuracy"),
         selection.title("Top-1 against time"),
-        "Validation top-1 on the training clock, which evaluation is on. One line a run.",
+        "Validation top-1 against training time, evaluation included. One line per run.",
         Axis("seconds since training began, evaluation included", linear(x, zero=True)),
         Axis("validation top-1, %", linear(y)),
         in_table(series),
@@ -174,7 +176,7 @@ def plot_time_to_accuracy(selection: Selection) -> Plot | None:
 
 
 def plot_steps(selection: Selection) -> Plot | None:
-    """Show each run's speed from its first step to its last: drift and hiccups show here."""
+    """Show each run's speed from its first step to its last, for drift and interruptions."""
     series = []
     runs = [run for run in selection.runs if run.steps]
     for run in runs:
@@ -189,8 +191,8 @@ def plot_steps(selection: Selection) -> Plot | None:
     return Plot(
         selection.file_name("steps"),
         selection.title("Throughput over the run"),
-        "Images a second of single steps, one line a run (medians of neighbouring steps where "
-        "there are many): drift and hiccups show here.",
+        "Images per second of single steps, one line per run (in long runs, medians of "
+        "neighbouring steps). It shows drift and interruptions.",
         Axis("epoch", linear(x, zero=True)),
         Axis("images/s", linear(y, zero=True)),
         series,

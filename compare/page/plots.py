@@ -82,7 +82,7 @@ def named(case: str) -> str:
 
 
 def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
-    """Show each block's ratio, their mean and its interval, around the line of equal speed."""
+    """Show each block's ratio, the point estimate and its interval, around equal speed."""
     shown = [(verdict, verdict.speed) for verdict in verdicts if verdict.speed is not None]
     if not shown:
         return None
@@ -101,8 +101,8 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
     return Plot(
         "verdict",
         "Speed ratio and its 95 % interval",
-        "Diamond and line: ratio and 95 % interval. Rings: one ratio for each block. At the "
-        "dashed line both are equally fast.",
+        "Diamond and line: point estimate and 95 % interval. Rings: the ratio of each block. "
+        "Dashed line: equal speed.",
         Axis(
             f"speed of {first} / speed of {second}",
             Scale(max(0.0, 1 - 1.12 * reach), 1 + 1.12 * reach, ticks),
@@ -153,9 +153,8 @@ def plot_throughput(selection: Selection) -> Plot:
         "Training throughput",
         "images/s",
         "{:,.4g}",
-        "Training images a second, all workers together, without the first steps and without "
-        "evaluation. Lines: medians; small marks: each run. Dotted: ideal, as many times the "
-        "speed as workers.",
+        "Training images per second of all workers, without warm-up steps and evaluation. Lines: "
+        "medians; small marks: single runs; dotted: ideal scaling.",
         lambda run: run.summary.images_per_second,
     )
     medians = median_lines(selection, figure)
@@ -180,7 +179,7 @@ def plot_efficiency(selection: Selection) -> Plot | None:
         "Scaling efficiency",
         "% of ideal",
         "{:.1f}",
-        "Images a second and worker, in per cent of the same block’s run with "
+        "Images per second per worker, as a percentage of the same block’s run with "
         f"{count(numbers[0], 'worker')}.",
         percent,
     )
@@ -191,16 +190,16 @@ def plot_train_seconds(selection: Selection) -> Plot | None:
     """Show the training time; None if only one number of workers was measured."""
     if len({run.workers for run in selection.runs}) == 1:
         return None
-    # The last step of an epoch reaches into the next one: 4.0056 epochs are told as 4.
+    # The last step of an epoch reaches into the next one: 4.0056 epochs are printed as 4.
     epochs = {float(f"{run.summary.epochs:.2g}") for run in selection.runs}
     steps = {run.summary.steps for run in selection.runs}
     what = "what each run trained"
     if len(epochs) == 1:
         what = f"{min(epochs):g} epoch{'s' * (epochs != {1.0})}"
-    caption = f"Seconds on the training clock for {what}, evaluation included."
+    caption = f"Training time for {what}, evaluation included."
     if len(steps) == 1:
         made = count(min(steps), "step")
-        caption += f" Every run made {made}, so that more workers saw more images."
+        caption += f" Every run made {made}, so more workers saw more images."
     figure = Figure(
         "training-time",
         "Training time",
@@ -308,9 +307,9 @@ def plot_step_times(selection: Selection) -> Plot | None:
     return Plot(
         selection.file_name("step-times"),
         selection.title("Step times"),
-        "One line a run: 5th to 95th percentile of its steps; thick: the middle half; mark: the "
-        "median.",
-        Axis("milliseconds a step", linear([box[4] for box in boxes.values()], zero=True)),
+        "One line per run, from the 5th to the 95th percentile of its step times; thick: 25th to "
+        "75th percentile; mark: median.",
+        Axis("milliseconds per step", linear([box[4] for box in boxes.values()], zero=True)),
         Axis("", categories(len(cells))),
         series,
         (("configuration", ""), *((f"{100 * part:.0f} %", "ms") for part in QUANTILES)),
@@ -336,9 +335,9 @@ def plot_phases(selection: Selection) -> Plot | None:
         names |= {f: f"{PHASES[f]} (one worker: {name})" for f, name in ALONE.items()}
     return Plot(
         selection.file_name("step-breakdown"),
-        selection.title("What a step’s time goes into"),
+        selection.title("Time per step by phase"),
         phases_caption(rows, unsplit),
-        Axis("milliseconds a step", linear([1000 * row.step_seconds for row in rows], zero=True)),
+        Axis("milliseconds per step", linear([1000 * row.step_seconds for row in rows], zero=True)),
         Axis("", categories(len(rows))),
         [phase_series(y, row) for y, row in enumerate(rows)],
         (("configuration", ""), *((name, "ms") for name in names.values()), ("step", "ms")),
@@ -362,7 +361,7 @@ def phase_series(y: int, row: PhaseRow) -> Series:
         ms, share = 1000 * seconds, 100 * seconds / row.step_seconds
         # Noise may bring the difference of two means below 0; a bar cannot be there.
         end = at + max(0.0, ms)
-        told = f"{cell}: {name} {ms:.3g} ms, {share:.1f} % of a step"
+        told = f"{cell}: {name} {ms:.3g} ms, {share:.1f} % of the step"
         colour, opacity = PHASE_STYLES[field]
         bar = [(at, y + 0.14), (end, y + 0.14)]
         layers.append(Layer("bar", bar, colour, 13, opacity=opacity, texts=[told]))
@@ -376,16 +375,16 @@ def phases_caption(rows: list[PhaseRow], unsplit: list[PhaseRow]) -> str:
     sentences = ["Means over the steps of rank 0."]
     if len(unsplit) < len(rows):
         sentences.append(
-            "Exposed communication: by how much the exchange of gradients makes a step longer; "
-            "what hides behind the backward pass is no part of it."
+            "Exposed communication: how much longer a step takes because of the gradient "
+            "exchange; what overlaps with the backward pass does not count."
         )
     if any(row.workers == 1 and row not in unsplit for row in rows):
         sentences.append(
-            "With one worker nobody is there to talk to: what stands in its place is "
+            "With one worker there is no exchange: the time shown in its place is "
             f"{ALONE['exposed_communication_seconds']}."
         )
     if unsplit:
-        sentences.append("Where the exchange was not measured apart, backward holds it.")
+        sentences.append("Where the exchange was not measured separately, it is part of backward.")
     sentences += [
         f"{row.configuration}, {count(row.workers, 'worker')}: {row.note}."
         for row in rows
@@ -418,9 +417,9 @@ def plot_input(selection: Selection) -> Plot | None:
     return Plot(
         selection.file_name("input"),
         selection.title("Waiting for input"),
-        "Share of a step’s time in which its batch was not there yet. Bars: medians; marks: each "
-        "run. Near zero, the input keeps up and has no part in the result.",
-        Axis("% of a step waited for its batch", linear([*shares.values(), 1], zero=True)),
+        "Share of the step time spent waiting for the batch. Bars: medians; marks: single runs. "
+        "Near zero, the input keeps up and does not affect the result.",
+        Axis("% of the step spent waiting for its batch", linear([*shares.values(), 1], zero=True)),
         Axis("", categories(len(cells))),
         series,
         (("configuration", ""), ("input wait", "% of step")),

@@ -22,8 +22,8 @@ from compare.page.side_by_side import find_differences, match_cells, names_of
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 UNPAIRED = (
-    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so that what "
-    "the machines did meanwhile is in them. They have no interval, and there is no verdict."
+    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
+    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
 )
 
 # ------------------------------------------------------------------------------ for the terminal
@@ -61,7 +61,7 @@ def evidence(comparison: Comparison, verdict: Verdict) -> list[str]:
 def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """Return the headed lists of what a reader must know beside the figures."""
     found = [
-        ("What may make these figures worthless", load_warnings(comparison)),
+        ("Warnings: these figures may be unreliable", load_warnings(comparison)),
         ("Not in these figures", troubles(comparison)),
     ]
     return [(title, lines) for title, lines in found if lines]
