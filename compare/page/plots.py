@@ -153,7 +153,7 @@ def plot_throughput(selection: Selection) -> Plot:
         "Training throughput",
         "images/s",
         "{:,.4g}",
-        "Training images per second of all workers, without warm-up steps and evaluation. Lines: "
+        "Training images per second of all workers, without the first steps and evaluation. Lines: "
         "medians; small marks: single runs; dotted: ideal scaling.",
         lambda run: run.summary.images_per_second,
     )
