@@ -5,10 +5,12 @@ import json
 import math
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from records import a_summary, an_environment
 
 from compare.evidence.records import (
     RecordError,
@@ -19,6 +21,7 @@ from compare.evidence.records import (
 )
 from compare.plan.plan import Case, Plan, Run
 from compare.plan.record import plan_record
+from recipe.record.schema import Input, Phases, Rank
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.
@@ -97,49 +100,36 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
                       })  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
-    write(folder / "environment.json", {
-        "engine": engine, "version": "1", "launcher": run.configuration.launcher,
-        "transport": transport, "world_size": run.workers, "local_size": run.workers,
-        "hosts": ["node"],
-        "rank_hosts": ["node"] * run.workers, "device": "cpu",
-        "device_name": "", "cpu_model": "A Processor 9000", "cores": 2, "threads": 2 // run.workers,
-        "affinity": ["0-1"] * run.workers, "allocator": "C library",
-        "variables": run.configuration.environment,
-        "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2",
-        "horovod": "0.28.1" if engine == "horovod" else None,
-        "mpi": "Open MPI 4.1.8" if transport == "MPI" else None, "cuda": None, "kernel": "6.1",
-        "command": ["python", "train.py"],
-        "started_utc": "2026-11-21T12:00:00Z", "git_commit": "abc123",
-    })  # fmt: skip
+    started: dict[str, Any] = {
+        "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
+        "world_size": run.workers, "threads": 2 // run.workers,
+    }  # fmt: skip
+    write(folder / "environment.json", asdict(an_environment(
+        **started, local_size=run.workers, rank_hosts=["node"] * run.workers,
+        affinity=["0-1"] * run.workers, variables=run.configuration.environment,
+        horovod="0.28.1" if engine == "horovod" else None,
+        mpi="Open MPI 4.1.8" if transport == "MPI" else None,
+    )))  # fmt: skip
     digest = f"{seed:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
     steps = STEPS_PER_EPOCH * EPOCHS
     measured = {f"{name}_seconds": seconds for name, seconds in phases.items()}
     if stretch is None:
         measured["backward_seconds"] += exposed
-    phase_record = {
+    phases_of_step: dict[str, Any] = {
         "steps": steps - 5, "step_seconds": batch / speed, **measured,
         "exposed_communication_seconds": exposed if stretch else None,
     }  # fmt: skip
-    write(folder / "summary.json", {
-        "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
-        "world_size": run.workers, "threads": 2 // run.workers, "epochs": EPOCHS, "steps": steps,
-        "samples_seen": steps * batch, "images_per_second": speed,
-        "train_seconds": steps * batch / speed, "total_seconds": 12.0, "cpu_seconds": 11.0,
-        "cpu_seconds_per_image": 1.0 / speed * run.workers, "peak_memory_bytes": 400_000_000,
-        "loss": loss * 0.8, "top1": 97.5, "top5": 99.9, "best_top1": 97.8,
-        "weights_sha256": digest, "ended_utc": "2026-11-21T12:01:00Z",
-        "phases": phase_record,
-        "ranks": [
-            {**phase_record, "rank": rank, "host": "node", "cpu_seconds": 11.0 / run.workers,
-             "peak_memory_bytes": 400_000_000,
-             "forward_seconds": phases["forward"] * (1.1 if rank else 1.0)}
-            for rank in range(run.workers)
-        ],
-        "input": {"images_per_second": speed, "files_per_second": None,
-                  "megabytes_per_second": None, "wait_share": SHARES["data"]},
-        "energy": {"gpu_joules_per_image": None, "gpu_watts": None,
-                   "gpu_utilization_percent": None, "cpu_joules_per_image": None},
-        "fingerprint": {
+    ranks = [
+        Rank(**{**phases_of_step, "forward_seconds": phases["forward"] * (1.1 if rank else 1.0)},
+             rank=rank, host="node", cpu_seconds=11.0 / run.workers, peak_memory_bytes=400_000_000)
+        for rank in range(run.workers)
+    ]  # fmt: skip
+    write(folder / "summary.json", asdict(a_summary(
+        **started, steps=steps, samples_seen=steps * batch, images_per_second=speed,
+        train_seconds=steps * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
+        loss=loss * 0.8, weights_sha256=digest, phases=Phases(**phases_of_step), ranks=ranks,
+        input=Input(images_per_second=speed, wait_share=SHARES["data"]),
+        fingerprint={
             "data_order_sha256": digest, "initial_weights_sha256": digest,
             "learning_rates_sha256": "b" * 64, "world_size": run.workers,
             "batches_per_allreduce": 1,
@@ -150,7 +140,7 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
             **{field: settings[field] for field in ("arch", "batch_size", "precision",
                                                     "fp16_allreduce", "bucket_cap_mb")},
         },
-    })  # fmt: skip
+    )))  # fmt: skip
     write(folder / "outcome.json", {"status": "completed", "exit_code": 0, "seconds": 12.5,
                                     "leftover_processes": 0, "other_load": 0.05})  # fmt: skip
     (folder / "command.txt").write_text("torchrun ... train.py\n")

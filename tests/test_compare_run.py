@@ -13,11 +13,12 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
+from records import a_summary
 
 from compare import run as run_module
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
@@ -74,7 +75,7 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
     if value("--spread") == "all" or int(run[6:].split("/")[0]) <= int(value("--spread")):
         speed *= random.uniform(0.5, 2)
 (folder / "metrics.jsonl").write_text(line * 10)
-(folder / "summary.json").write_text(json.dumps({"images_per_second": speed}))
+(folder / "summary.json").write_text(json.dumps({**SUMMARY, "images_per_second": speed}))
 """
 
 DRIVER = """
@@ -102,7 +103,7 @@ class Comparing:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        (folder / "launcher.py").write_text(LAUNCHER)
+        (folder / "launcher.py").write_text(f"SUMMARY = {asdict(a_summary())!r}\n{LAUNCHER}")
         (folder / "driver.py").write_text(DRIVER.format(launcher=str(folder / "launcher.py")))
         self.starts_file = folder / "starts.txt"
         self.environment = os.environ | {"STARTS": str(self.starts_file), "OMP_NUM_THREADS": "7"}

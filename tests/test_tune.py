@@ -3,11 +3,13 @@
 import json
 import random
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import SMALL, read_json
+from records import a_summary
 from test_compare_plan import plan_of
 
 from compare import run as run_module
@@ -293,7 +295,8 @@ class Starts:
             speed *= 2
         target = log_dir / run.name
         target.mkdir(parents=True, exist_ok=True)
-        (target / "summary.json").write_text(json.dumps({"images_per_second": speed}))
+        summary = a_summary(images_per_second=speed)
+        (target / "summary.json").write_text(json.dumps(asdict(summary)))
         (target / "environment.json").write_text(json.dumps({"hosts": ["here"], "torch": "2"}))
         (target / "command.txt").write_text(tune_module.shlex.join(command) + "\n")
         outcome = {"status": "completed", "other_load": 1.5}

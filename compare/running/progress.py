@@ -10,6 +10,7 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio, is_narrow
+from compare.evidence.run_folder import read_record, read_summary
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
 from compare.running.launch import (
@@ -20,6 +21,7 @@ from compare.running.launch import (
     print_line,
     print_tail,
 )
+from recipe.record.schema import Summary
 
 
 def new_folder(runs: Path) -> Path:
@@ -73,7 +75,7 @@ def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
     for run in plan.runs():
         if is_complete(folder / run.folder):
             cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
-            cell[run.block] = images_per_second(folder / run.folder)
+            cell[run.block] = read_summary(folder / run.folder).images_per_second
     found = []
     for case in plan.cases:
         for workers in plan.workers:
@@ -87,14 +89,6 @@ def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
                 name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
                 found.append((estimate, f"{case.name}: {name}" if case.name else name))
     return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
-
-
-def images_per_second(folder: Path) -> float:
-    path = folder / "summary.json"
-    speed = read_json(path).get("images_per_second")
-    if isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0:
-        raise UserError(f"{path}: images_per_second is {speed!r}, which is not a number above 0")
-    return float(speed)
 
 
 def reach(estimate: Estimate) -> float:
@@ -152,8 +146,8 @@ def show_outcome(
     been one over several hosts."""
     ending = f"   about {duration(left)} left" if left else ""
     if outcome.status == "completed":
-        speed = read_json(folder / "summary.json").get("images_per_second")
-        shown = f"{speed:>9,.0f} images/s" if isinstance(speed, int | float) else "no images/s"
+        speed = read_record(folder / "summary.json", Summary).images_per_second
+        shown = f"{speed:>9,.0f} images/s" if speed is not None else "no images/s"
         shown = f"   {shown}" if with_speed else ""
         print_line(f"{label}{shown}   {duration(outcome.seconds):>6}{ending}")
     else:

@@ -20,6 +20,7 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.run_folder import read_summary
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.hosts import is_only_here
@@ -39,7 +40,7 @@ from compare.running.knobs_found import (
 )
 from compare.running.knobs_to_try import free_knobs, knobs_for, with_knobs
 from compare.running.launch import duration, print_line, print_tail, start_and_wait, utc_now
-from compare.running.progress import another_plan, images_per_second, is_complete, read_json
+from compare.running.progress import another_plan, is_complete, read_json
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, most_runs, search
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, last_value, without_flag
@@ -144,7 +145,7 @@ class Runner:
             self.taken += 1
             if (outcome := target / "outcome.json").exists():  # not if stopped at its very end
                 self.note_load(read_json(outcome).get("other_load"))
-            return images_per_second(target)
+            return read_summary(target).images_per_second
         return self.start(run, log_dir, target, place)
 
     def start(self, run: Run, log_dir: Path, target: Path, place: str) -> float | None:
@@ -162,7 +163,7 @@ class Runner:
             print_line(f"{label}   {outcome.status.upper()} after {duration(outcome.seconds)}")
             print_tail(target / "output.log")
             return None
-        speed = images_per_second(target)
+        speed = read_summary(target).images_per_second
         left = seconds_left(self.durations, ["run"] * self.most)
         ending = f"   at most {duration(left)} left" if left else ""
         print_line(f"{label:<66} {speed:>9,.1f} images/s {duration(outcome.seconds):>6}{ending}")
