@@ -124,9 +124,10 @@ def checked(value: Any, hint: Any, where: Path | str, name: str) -> Any:
         raise RecordError(f"{where}: {name} is {value!r}, which is not {words}")
     if isinstance(value, list):
         return [checked(part, inner, where, name) for part in value]
-    if isinstance(inner, type) and is_dataclass(inner):
-        return parse(value, inner, f"{where}, {name}")
-    return value
+    if value is None or not is_dataclass(inner):
+        return value
+    assert isinstance(inner, type)
+    return parse(value, inner, f"{where}, {name}")
 
 
 @cache
