@@ -40,7 +40,7 @@ from recipe.data.batches import open_data
 from recipe.device import core_row
 from recipe.flags import FLAGS
 from recipe.record.environment import describe, fingerprint
-from recipe.record.schema import Energy, Environment, Input, Phases, Rank, Summary
+from recipe.record.schema import Energy, Input, Phases, Rank, Summary
 from recipe.training.model import build_model
 
 HOROVOD_TUNED = Configuration(
@@ -100,7 +100,7 @@ def real(tmp_path_factory) -> Comparison:
     cores = torch.stack([core_row(a_world(rank, 2)) for rank in range(2)])
     surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, cores)
     for run in comparison.runs:
-        environment = Environment(**{**surroundings, "mpi": None})
+        environment = replace(surroundings, mpi=None)
         if run.engine == "horovod":
             environment = replace(
                 environment, engine="horovod", transport="MPI", launcher="mpirun",

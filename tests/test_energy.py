@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 from making import CPU
 
-from recipe.record.energy import EnergyMeter, energy_summary, open_energy_meter
+from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary, open_energy_meter
+from recipe.record.schema import Energy
 
 CUDA = torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -66,7 +68,7 @@ def use_everywhere(powercap: Path, joules: int) -> None:
 
 
 def cpu_joules(meter: EnergyMeter) -> float:
-    return float(meter.row()[2])
+    return meter.use().cpu_joules
 
 
 def test_packages_alone_are_added(powercap: Path) -> None:
@@ -115,7 +117,7 @@ def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Cloc
             meter.stop()
             use_everywhere(powercap, 500)
     assert cpu_joules(meter) == pytest.approx(2 * 2 * 6)
-    assert meter.row()[3] == pytest.approx(2 * 4)
+    assert meter.use().seconds == pytest.approx(2 * 4)
 
 
 def test_a_host_is_counted_once(powercap: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_host_without_counters(tmp_path: Path) -> None:
     meter = open_energy_meter(CPU, 0, tmp_path / "nowhere")
     meter.start()
     meter.stop()
-    gpu_joules, utilization, processors, seconds = meter.row().tolist()
+    gpu_joules, utilization, processors, seconds = astuple(meter.use())
     assert all(map(math.isnan, (gpu_joules, utilization, processors)))
     assert seconds >= 0
 
@@ -248,7 +250,7 @@ def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = 
             nvml.millijoules["mine"] += 400_000
             nvml.percents["mine"] = percent
         read()
-    return meter.row().tolist()
+    return list(astuple(meter.use()))
 
 
 def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +304,7 @@ def test_real_gpu() -> None:
             matrix = torch.mm(matrix, matrix).clamp_(0, 1)
         torch.cuda.synchronize(device)
     meter.stop()
-    joules, utilization, _, seconds = meter.row().tolist()
+    joules, utilization, _, seconds = astuple(meter.use())
     assert utilization > 0
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(
@@ -316,31 +318,29 @@ def test_real_gpu() -> None:
 
 
 def test_summary() -> None:
-    rows = torch.tensor([[300.0, 60, 50, 2], [500.0, 80, 0, 2]], dtype=torch.float64)
-    assert energy_summary(rows, images=100) == {
-        "gpu_joules_per_image": 8.0,
-        "gpu_watts": 200.0,
-        "gpu_utilization_percent": 70.0,
-        "cpu_joules_per_image": 0.5,
-    }
+    uses = [EnergyUse(300.0, 60, 50, 2), EnergyUse(500.0, 80, 0, 2)]
+    assert energy_summary(uses, images=100) == Energy(
+        gpu_joules_per_image=8.0,
+        gpu_watts=200.0,
+        gpu_utilization_percent=70.0,
+        cpu_joules_per_image=0.5,
+    )
 
 
 @pytest.mark.parametrize(
-    ("column", "names"),
+    ("field", "names"),
     [
-        (0, {"gpu_joules_per_image", "gpu_watts"}),
-        (1, {"gpu_utilization_percent"}),
-        (2, {"cpu_joules_per_image"}),
+        ("gpu_joules", {"gpu_joules_per_image", "gpu_watts"}),
+        ("gpu_utilization_percent", {"gpu_utilization_percent"}),
+        ("cpu_joules", {"cpu_joules_per_image"}),
     ],
 )
-def test_summary_of_what_one_rank_could_not_measure(column: int, names: set[str]) -> None:
-    rows = torch.ones(3, 4, dtype=torch.float64)
-    rows[1, column] = math.nan
-    summary = energy_summary(rows, images=5)
-    assert {name for name, value in summary.items() if value is None} == names
+def test_summary_of_what_one_rank_could_not_measure(field: str, names: set[str]) -> None:
+    use = EnergyUse(1.0, 1.0, 1.0, 1.0)
+    summary = energy_summary([use, replace(use, **{field: math.nan}), use], images=5)
+    assert {name for name, value in vars(summary).items() if value is None} == names
 
 
 def test_summary_of_no_training() -> None:
-    rows = torch.zeros(2, 4, dtype=torch.float64)
-    rows[:, 1] = math.nan
-    assert set(energy_summary(rows, images=0).values()) == {None}
+    use = EnergyUse(0.0, math.nan, 0.0, 0.0)
+    assert energy_summary([use, use], images=0) == Energy()

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, TinyNet, a_config, a_world, write_images
+from records import an_environment
 from torch import nn
 
 from recipe.config import Config
@@ -28,9 +29,11 @@ from recipe.record.environment import (
     git_commit,
     mpi_version,
     summarize,
+    usage_of,
     usage_row,
     weights_sha256,
 )
+from recipe.record.schema import Energy, Input, SuspectImages
 from recipe.training.model import build_model
 from recipe.training.phases import PhaseSums
 
@@ -171,59 +174,54 @@ METER: Any = SimpleNamespace(
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
     data=SimpleNamespace(num_train=150, suspects=[]),
 )
-RAN_ON = {
-    "engine": "ddp",
-    "launcher": "torchrun",
-    "transport": "Gloo",
-    "world_size": 2,
-    "threads": 1,
-    "rank_hosts": ["here", "there"],
-}
+RAN_ON = an_environment(rank_hosts=["here", "there"])
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 
-def usage_of(*rows: tuple[float, float, float]) -> torch.Tensor:
-    """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, 40
-    files of 1 MB, 2 suspect images, and no energy."""
-    rest = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 40.0, 40e6, 2.0, *[math.nan] * 4]
-    return torch.tensor([[*row, *rest] for row in rows], dtype=torch.float64)
+def rows_of(*ranks: tuple[float, float, float]) -> torch.Tensor:
+    """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, no
+    energy, 40 files of 1 MB, 2 suspect images."""
+    before = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, *[math.nan] * 4]
+    return torch.tensor([[*before, *rank, 40.0, 40e6, 2.0] for rank in ranks], dtype=torch.float64)
 
 
 def test_summary() -> None:
-    usage = usage_of((7, 10.0, 1000), (7, 30.0, 3000))
+    usage = rows_of((7, 10.0, 1000), (7, 30.0, 3000))
     summary = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
-    assert (summary["engine"], summary["launcher"], summary["world_size"]) == ("ddp", "torchrun", 2)
-    assert (summary["epochs"], summary["steps"], summary["samples_seen"]) == (2.0, 25, 300)
-    assert summary["cpu_seconds"] == 40
-    assert summary["cpu_seconds_per_image"] == 40 / 200  # of this session's images
-    assert summary["peak_memory_bytes"] == 3000  # the hungriest rank's
-    assert (summary["top1"], summary["best_top1"]) == (50.0, 50.0)
-    assert [(rank["host"], rank["cpu_seconds"]) for rank in summary["ranks"]] == [
+    assert (summary.engine, summary.launcher, summary.world_size) == ("ddp", "torchrun", 2)
+    assert (summary.epochs, summary.steps, summary.samples_seen) == (2.0, 25, 300)
+    assert summary.cpu_seconds == 40
+    assert summary.cpu_seconds_per_image == 40 / 200  # of this session's images
+    assert summary.peak_memory_bytes == 3000  # the hungriest rank's
+    assert (summary.top1, summary.best_top1) == (50.0, 50.0)
+    assert [(rank.host, rank.cpu_seconds) for rank in summary.ranks] == [
         ("here", 10.0),
         ("there", 30.0),
     ]
-    assert summary["ranks"][1]["step_seconds"] == 15
-    assert summary["input"] == {
-        "images_per_second": 200 / 50,
-        "files_per_second": 80 / 50,
-        "megabytes_per_second": 80 / 50,
-        "wait_share": 1 / 15,
-    }
-    assert set(summary["energy"].values()) == {None}
-    assert summary["suspect_images"] == {"count": 4, "names": []}
+    assert summary.ranks[1]["step_seconds"] == 15
+    assert summary.input == Input(
+        images_per_second=200 / 50,
+        files_per_second=80 / 50,
+        megabytes_per_second=80 / 50,
+        wait_share=1 / 15,
+    )
+    assert summary.energy == Energy()
+    assert summary.suspect_images == SuspectImages(count=4, names=[])
     assert (
-        summarize(RAN_ON, {"seed": 42}, METER, {**FIGURES, "top1": 30.0}, usage, TinyNet())[
-            "best_top1"
-        ]
+        summarize(
+            RAN_ON, {"seed": 42}, METER, {**FIGURES, "top1": 30.0}, usage, TinyNet()
+        ).best_top1
         == 40.0
     )
-    assert json.loads(json.dumps(summary)) == summary
+    assert json.loads(json.dumps(asdict(summary))) == asdict(summary)
     not_evaluated = summarize(RAN_ON, {"seed": 42}, METER, {}, usage, TinyNet())
-    assert {not_evaluated[name] for name in ("loss", "top1", "top5", "best_top1")} == {None}
+    assert {getattr(not_evaluated, name) for name in ("loss", "top1", "top5", "best_top1")} == {
+        None
+    }
 
 
 def test_ranks_that_drifted_apart() -> None:
-    usage = usage_of((7, 10.0, 1000), (8, 30.0, 3000))
+    usage = rows_of((7, 10.0, 1000), (8, 30.0, 3000))
     with pytest.raises(RuntimeError, match="different weights"):
         summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
 
@@ -231,17 +229,17 @@ def test_ranks_that_drifted_apart() -> None:
 def test_usage_tells_weights_apart() -> None:
     torch.manual_seed(0)
     model = TinyNet()
-    digest, used, memory, *rest = usage_row(METER, model, CPU).tolist()
-    assert len(rest) == usage_of((0, 0, 0)).shape[1] - 3
-    assert used > 0
-    assert memory > 1e6
+    usage = usage_of(usage_row(METER, model, CPU).tolist())
+    assert usage.cpu_seconds > 0
+    assert usage.peak_memory_bytes > 1e6
+    digest = usage.weights
     assert digest == int(digest) < 2**48
     # BatchNorm's statistics may differ between ranks: --batch-norm says what is done about them.
     model.norm.running_mean += 1  # type: ignore[operator]
-    assert usage_row(METER, model, CPU)[0] == digest
+    assert usage_of(usage_row(METER, model, CPU).tolist()).weights == digest
     with torch.no_grad():
         model.head.bias[0] += 1
-    assert usage_row(METER, model, CPU)[0] != digest
+    assert usage_of(usage_row(METER, model, CPU).tolist()).weights != digest
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,15 +249,15 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(world, rank=1), core_row(replace(world, host="there"))
     )
     facts = describe(world, "ddp", "Gloo", CPU, 1, cores)
-    assert facts["hosts"] == facts["rank_hosts"] == ["here", "there"]
-    assert len(facts["affinity"]) == 2
-    assert facts["allocator"] in ("C library", *environment.ALLOCATORS)
-    assert (facts["engine"], facts["transport"], facts["launcher"]) == ("ddp", "Gloo", "torchrun")
-    assert facts["version"] == facts["torch"] == torch.__version__
-    assert facts["horovod"] is facts["mpi"] is facts["cuda"] is None
-    assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
-    assert facts["device_name"] == facts["cpu_model"] == cpu_model() != ""
-    assert json.loads(json.dumps(facts)) == facts
+    assert facts.hosts == facts.rank_hosts == ["here", "there"]
+    assert len(facts.affinity) == 2
+    assert facts.allocator in ("C library", *environment.ALLOCATORS)
+    assert (facts.engine, facts.transport, facts.launcher) == ("ddp", "Gloo", "torchrun")
+    assert facts.version == facts.torch == torch.__version__
+    assert facts.horovod is facts.mpi is facts.cuda is None
+    assert facts.command[1:] == ["ddp_train/train.py", "--epochs", "3"]
+    assert facts.device_name == facts.cpu_model == cpu_model() != ""
+    assert json.loads(json.dumps(asdict(facts))) == asdict(facts)
 
 
 def test_variables_that_steer_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,27 @@ counters are those of whole GPUs and whole hosts, so they hold what others ran t
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from recipe.record.schema import Energy
+
 # No processor package draws more: what a counter's range is divided by for the time in which it
 # cannot wrap twice without being seen.
 MOST_PACKAGE_WATTS = 1000
+
+
+@dataclass(frozen=True)
+class EnergyUse:
+    """What a rank used; NaN where it was not measured."""
+
+    gpu_joules: float
+    gpu_utilization_percent: float  # mean
+    cpu_joules: float  # 0 on the ranks that leave them to their host's first
+    seconds: float  # of all this
 
 
 @dataclass
@@ -88,41 +100,31 @@ class EnergyMeter:
         self.sample()
         self.last_seconds = None
 
-    def row(self) -> torch.Tensor:
-        """This rank's figures, for the ranks to exchange: float64 [4], NaN where not measured.
-
-        The GPU's joules, its mean utilisation in percent, the processors' joules (0 on the ranks
-        that leave them to their host's first), and the seconds of all this.
-        """
+    def use(self) -> EnergyUse:
+        """What was used so far."""
         samples = self.utilizations
         utilization = sum(samples) / len(samples) if samples else math.nan
         processors = sum(counter.joules for counter in self.packages)
-        return torch.tensor(
-            [self.gpu.joules, utilization, processors, self.seconds], dtype=torch.float64
-        )
+        return EnergyUse(self.gpu.joules, utilization, processors, self.seconds)
 
 
-def energy_summary(rows: torch.Tensor, images: int) -> dict[str, float | None]:
-    """The summary's "energy" from every rank's `EnergyMeter.row` [ranks, 4] and the `images` that
-    all ranks trained on meanwhile; None where a rank could not measure.
+def energy_summary(uses: Sequence[EnergyUse], images: int) -> Energy:
+    """The summary's "energy" from every rank's use, and the `images` that all ranks trained on
+    meanwhile; None where a rank could not measure.
 
     Joules are those of all ranks together; watts and utilisation are the mean of the GPUs.
     """
-    gpu_joules, utilization, cpu_joules, seconds = rows.T
-    total_seconds = float(seconds.sum())
+    gpu_joules = sum(use.gpu_joules for use in uses)
 
-    def measured(value: float) -> float | None:
-        return value if math.isfinite(value) else None
+    def ratio(value: float, count: float) -> float | None:
+        return value / count if count and math.isfinite(value) else None
 
-    def each(value: torch.Tensor, count: float) -> float | None:
-        return measured(float(value.sum()) / count) if count else None
-
-    return {
-        "gpu_joules_per_image": each(gpu_joules, images),
-        "gpu_watts": each(gpu_joules, total_seconds),
-        "gpu_utilization_percent": measured(float(utilization.mean())),
-        "cpu_joules_per_image": each(cpu_joules, images),
-    }
+    return Energy(
+        gpu_joules_per_image=ratio(gpu_joules, images),
+        gpu_watts=ratio(gpu_joules, sum(use.seconds for use in uses)),
+        gpu_utilization_percent=ratio(sum(use.gpu_utilization_percent for use in uses), len(uses)),
+        cpu_joules_per_image=ratio(sum(use.cpu_joules for use in uses), images),
+    )
 
 
 def open_energy_meter(

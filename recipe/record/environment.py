@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,18 @@ from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
 from recipe.flags import names_of
-from recipe.record.energy import energy_summary
+from recipe.record.energy import EnergyUse, energy_summary
 from recipe.record.meter import StepMeter
 from recipe.record.run_folder import utc_now
+from recipe.record.schema import (
+    FORMAT,
+    Environment,
+    Input,
+    Phases,
+    Rank,
+    Summary,
+    SuspectImages,
+)
 from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
 from recipe.variables import steers_rank
@@ -46,37 +55,38 @@ def describe(
     device: torch.device,
     threads: int,
     cores: torch.Tensor,
-) -> dict[str, Any]:
+) -> Environment:
     """Everything about this run's surroundings that a reader of its figures may want to know."""
     with_mpi = world.launcher == "mpirun" or transport == "MPI"
-    return {
-        "engine": engine,
-        "version": metadata.version("horovod") if engine == "horovod" else torch.__version__,
-        "launcher": world.launcher,
-        "transport": transport,
-        "world_size": world.size,
-        "local_size": world.local_size,
-        "hosts": list(dict.fromkeys(host_names(cores))),
-        "rank_hosts": host_names(cores),
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
-        "cpu_model": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "affinity": core_ranges(cores),
-        "allocator": allocator(),
-        "variables": steering_variables(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": metadata.version("torchvision"),
-        "horovod": metadata.version("horovod") if engine == "horovod" else None,
-        "mpi": mpi_version() if with_mpi else None,
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "kernel": platform.release(),
-        "command": [Path(sys.executable).name, *sys.argv],
-        "started_utc": utc_now(),
-        "git_commit": git_commit(),
-    }
+    return Environment(
+        format=FORMAT,
+        engine=engine,
+        version=metadata.version("horovod") if engine == "horovod" else torch.__version__,
+        launcher=world.launcher,
+        transport=transport,
+        world_size=world.size,
+        local_size=world.local_size,
+        hosts=list(dict.fromkeys(host_names(cores))),
+        rank_hosts=host_names(cores),
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        cpu_model=cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        affinity=core_ranges(cores),
+        allocator=allocator(),
+        variables=steering_variables(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torchvision=metadata.version("torchvision"),
+        horovod=metadata.version("horovod") if engine == "horovod" else None,
+        mpi=mpi_version() if with_mpi else None,
+        cuda=torch.version.cuda if device.type == "cuda" else None,
+        kernel=platform.release(),
+        command=[Path(sys.executable).name, *sys.argv],
+        started_utc=utc_now(),
+        git_commit=git_commit(),
+    )
 
 
 def cpu_model() -> str:
@@ -164,96 +174,126 @@ def fingerprint(
     }
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a rank used, as it tells the others; NaN where something was not measured."""
+
+    phases: PhaseMeans
+    energy: EnergyUse
+    weights: float  # 48 bits of their digest, exact in a float64
+    cpu_seconds: float
+    peak_memory_bytes: float
+    files: float
+    bytes: float
+    suspect_images: float
+
+
 def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch.Tensor:
-    """What this rank used, and a digest of its weights, for the ranks to exchange: float64 [n], NaN
-    where something was not measured."""
-    digest = int(weights_sha256(model, buffers=False)[:12], 16)  # 48 bits: exact in a float64
-    used = cpu_seconds() - meter.cpu_seconds_before
-    means = astuple(meter.phases.means())
-    files = meter.input
-    read = [files.files, files.bytes] if files is not None else [math.nan, math.nan]
-    suspects = sum(images.count for images in meter.data.suspects)
-    row = [digest, used, peak_memory_bytes(device), *means, *read, suspects]
-    return torch.cat([torch.tensor(row, dtype=torch.float64), meter.energy.row()])
+    """This rank's Usage for the ranks to exchange: float64 [n]."""
+    read = meter.input
+    usage = Usage(
+        phases=meter.phases.means(),
+        energy=meter.energy.use(),
+        weights=int(weights_sha256(model, buffers=False)[:12], 16),
+        cpu_seconds=cpu_seconds() - meter.cpu_seconds_before,
+        peak_memory_bytes=peak_memory_bytes(device),
+        files=read.files if read is not None else math.nan,
+        bytes=read.bytes if read is not None else math.nan,
+        suspect_images=sum(images.count for images in meter.data.suspects),
+    )
+    phases, energy, *own = astuple(usage)
+    return torch.tensor([*phases, *energy, *own], dtype=torch.float64)
+
+
+def usage_of(row: list[float]) -> Usage:
+    """The Usage that a rank has put into a row."""
+    phases = len(fields(PhaseMeans))
+    own = phases + len(fields(EnergyUse))
+    return Usage(PhaseMeans(*row[:phases]), EnergyUse(*row[phases:own]), *row[own:])
 
 
 def summarize(
-    environment: dict[str, Any],
+    environment: Environment,
     work: dict[str, Any],
     meter: StepMeter,
     figures: dict[str, float],
-    usage: torch.Tensor,
+    rows: torch.Tensor,
     model: nn.Module,
-) -> dict[str, Any]:
-    """The run's summary; `work` is its fingerprint, `usage` holds every rank's `usage_row`
+) -> Summary:
+    """The run's summary; `work` is its fingerprint, `rows` holds every rank's `usage_row`
     [ranks, n].
 
     Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
     at fault, and no figure of the run means anything.
     """
-    digests = usage[:, 0].tolist()
+    used = [usage_of(row) for row in rows.tolist()]
+    digests = [usage.weights for usage in used]
     if len(set(digests)) > 1:
         raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
     progress = meter.progress
     images = progress.samples_seen - meter.first_samples_seen
-    cpu = float(usage[:, 1].sum())
-    return {
-        **{
-            key: environment[key]
-            for key in ("engine", "launcher", "transport", "world_size", "threads")
-        },
-        "epochs": progress.samples_seen / meter.data.num_train,
-        "steps": progress.step,
-        "samples_seen": progress.samples_seen,
-        "images_per_second": meter.images_per_second,
-        "train_seconds": meter.step_seconds,
-        "total_seconds": meter.train_seconds,
-        "cpu_seconds": cpu,
-        "cpu_seconds_per_image": cpu / images if images else None,
-        "peak_memory_bytes": int(usage[:, 2].max()),
-        "phases": phase_record(meter.phases.means()),
-        "ranks": [
-            {
-                "rank": rank,
-                "host": environment["rank_hosts"][rank],
-                "cpu_seconds": row[1],
-                "peak_memory_bytes": int(row[2]),
-                **phase_record(PhaseMeans(*row[3:9])),
-            }
-            for rank, row in enumerate(usage.tolist())
-        ],
-        "input": input_summary(meter, usage[:, 3:9], usage[:, 9:11], images),
-        "energy": energy_summary(usage[:, 12:], images),
-        "suspect_images": {
-            "count": int(usage[:, 11].sum()),  # one that two ranks have met counts twice
-            "names": [name for images in meter.data.suspects for name in images.names],
-        },
-        **{name: figures.get(name) for name in ("loss", "top1", "top5")},  # None: not evaluated
-        "best_top1": max(progress.best_top1, figures["top1"]) if figures else None,
-        "weights_sha256": weights_sha256(model),
-        "fingerprint": work,
-        "ended_utc": utc_now(),
-    }
+    cpu = sum(usage.cpu_seconds for usage in used)
+    return Summary(
+        engine=environment.engine,
+        launcher=environment.launcher,
+        transport=environment.transport,
+        world_size=environment.world_size,
+        threads=environment.threads,
+        epochs=progress.samples_seen / meter.data.num_train,
+        steps=progress.step,
+        samples_seen=progress.samples_seen,
+        images_per_second=meter.images_per_second,
+        train_seconds=meter.step_seconds,
+        total_seconds=meter.train_seconds,
+        cpu_seconds=cpu,
+        cpu_seconds_per_image=cpu / images if images else None,
+        peak_memory_bytes=max(int(usage.peak_memory_bytes) for usage in used),
+        phases=Phases(**phase_record(meter.phases.means())),
+        ranks=rank_records(environment, used),
+        input=input_summary(meter, used, images),
+        energy=energy_summary([usage.energy for usage in used], images),
+        suspect_images=SuspectImages(
+            count=sum(int(usage.suspect_images) for usage in used),
+            names=[name for images in meter.data.suspects for name in images.names],
+        ),
+        loss=figures.get("loss"),
+        top1=figures.get("top1"),
+        top5=figures.get("top5"),
+        best_top1=max(progress.best_top1, figures["top1"]) if figures else None,
+        weights_sha256=weights_sha256(model),
+        fingerprint=work,
+        ended_utc=utc_now(),
+    )
 
 
-def input_summary(
-    meter: StepMeter, phases: torch.Tensor, read: torch.Tensor, images: int
-) -> dict[str, float | None]:
+def rank_records(environment: Environment, used: list[Usage]) -> list[Rank]:
+    return [
+        Rank(
+            rank=rank,
+            host=host,
+            cpu_seconds=usage.cpu_seconds,
+            peak_memory_bytes=int(usage.peak_memory_bytes),
+            **phase_record(usage.phases),
+        )
+        for rank, (host, usage) in enumerate(zip(environment.rank_hosts or [], used, strict=True))
+    ]
+
+
+def input_summary(meter: StepMeter, used: list[Usage], images: int) -> Input:
     """What was read for training a second, over all ranks, and the share of the step time that the
     mean rank waited for it; None where no files were read, or no step counted."""
     seconds = meter.step_seconds
-    files, num_bytes = (float(value) for value in read.sum(dim=0))
-    waits = [means.data / means.step for row in phases if (means := PhaseMeans(*row)).steps]
+    waits = [usage.phases.data / usage.phases.step for usage in used if usage.phases.steps]
 
     def rate(number: float) -> float | None:
         return number / seconds if seconds and math.isfinite(number) else None
 
-    return {
-        "images_per_second": rate(images),
-        "files_per_second": rate(files),
-        "megabytes_per_second": rate(num_bytes / 1e6),
-        "wait_share": float(sum(waits) / len(waits)) if waits else None,
-    }
+    return Input(
+        images_per_second=rate(images),
+        files_per_second=rate(sum(usage.files for usage in used)),
+        megabytes_per_second=rate(sum(usage.bytes for usage in used) / 1e6),
+        wait_share=sum(waits) / len(waits) if waits else None,
+    )
 
 
 def weights_sha256(model: nn.Module, buffers: bool = True) -> str:

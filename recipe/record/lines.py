@@ -11,6 +11,7 @@ import torch
 
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
+from recipe.record.schema import Environment, StepLine, Summary
 from recipe.training.metrics import Step, Sums, means
 from recipe.world import World
 
@@ -47,14 +48,14 @@ def epoch_so_far(lines: Iterable[str], epoch: int) -> tuple[Sums, float]:
 
 
 def introduction(
-    config: Config, world: World, data: Data, environment: dict[str, Any], folder: Path
+    config: Config, world: World, data: Data, environment: Environment, folder: Path
 ) -> list[str]:
     """The console's first lines: what is trained, and on what."""
     batch = samples_per_step(config, world)
     return [
-        f"{environment['engine']} {environment['version']} over {environment['transport']}, "
-        f"{world.size} worker(s) on {len(environment['hosts'])} host(s) by {world.launcher}, "
-        f"{environment['device_name']}, {environment['threads']} CPU thread(s) each",
+        f"{environment.engine} {environment.version} over {environment.transport}, "
+        f"{world.size} worker(s) on {len(environment.hosts)} host(s) by {world.launcher}, "
+        f"{environment.device_name}, {environment.threads} CPU thread(s) each",
         f"{config.arch} in {config.precision}, {data.num_train:,} training and "
         f"{data.num_val:,} validation images of {data.num_classes} classes, "
         f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch; run folder {folder}",
@@ -69,19 +70,19 @@ def console_line(epoch: int, epochs: int, name: str, figures: Figures) -> str:
     )
 
 
-def step_line(step: Step, images_per_step: int, num_train: int) -> dict[str, Any]:
+def step_line(step: Step, images_per_step: int, num_train: int) -> StepLine:
     """A step for metrics.jsonl; it belongs to the epoch that it begins in."""
-    return {
-        "epoch": (step.samples_seen - images_per_step) // num_train,
-        "step": step.number,
-        "samples_seen": step.samples_seen,
+    return StepLine(
+        epoch=(step.samples_seen - images_per_step) // num_train,
+        step=step.number,
+        samples_seen=step.samples_seen,
         **means(step.sums),
-        "learning_rate": step.learning_rate,
-        "seconds": step.seconds,
+        learning_rate=step.learning_rate,
+        seconds=step.seconds,
         **{f"{phase}_seconds": value for phase, value in step.phases.items()},
-        "exchanged": step.exchanged,
-        "images_per_second": images_per_step / step.seconds,
-    }
+        exchanged=step.exchanged,
+        images_per_second=images_per_step / step.seconds,
+    )
 
 
 def epoch_points(part: str, figures: Figures, seconds: float, speed: float) -> Figures:
@@ -107,18 +108,18 @@ def step_points(figures: Figures, learning_rate: float, speed: float) -> Figures
 
 
 def hyper_parameters(
-    config: Config, environment: dict[str, Any], summary: dict[str, Any]
+    config: Config, environment: Environment, summary: Summary
 ) -> tuple[dict[str, Any], Figures]:
     """A run's settings, and the figures that they led to, for TensorBoard."""
     of_the_world = ("engine", "launcher", "transport", "world_size", "threads")
-    values = asdict(config) | {key: environment[key] for key in of_the_world}
+    values = asdict(config) | {key: getattr(environment, key) for key in of_the_world}
     settings = {
         key: value if isinstance(value, (int, float, str, bool)) else str(value)
         for key, value in values.items()
     }
     results = {
-        f"hparam/{key}": summary[key]
+        f"hparam/{key}": value
         for key in ("top1", "loss", "images_per_second")
-        if summary[key] is not None
+        if (value := getattr(summary, key)) is not None
     }
     return settings, results

@@ -28,6 +28,15 @@ from recipe.data.batches import Data, samples_per_step
 from recipe.files import replace_file
 from recipe.record import lines
 from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
+from recipe.record.schema import (
+    METRICS,
+    Environment,
+    EpochLine,
+    EvalLine,
+    EventLine,
+    StepLine,
+    Summary,
+)
 from recipe.training.metrics import Evaluation, Step, means
 from recipe.training.state import Progress
 from recipe.world import World
@@ -46,7 +55,7 @@ class Recorder:
         data: Data,
         folder: Path,
         progress: Progress,
-        environment: dict[str, Any],
+        environment: Environment,
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment = folder, environment
@@ -80,7 +89,7 @@ class Recorder:
             if summary.exists():
                 self.earlier_summary = summary.read_text()
                 summary.unlink()
-            replace_file(folder / "environment.json", pretty(self.environment))
+            replace_file(folder / "environment.json", pretty(asdict(self.environment)))
         from recipe.record.board import Board  # rank 0 alone pays for TensorBoard's import
 
         # What an interrupted run drew of the epochs and steps that are to be made again goes.
@@ -94,10 +103,11 @@ class Recorder:
             self.say(f"going on after step {step}")
         self.event("resume" if step else "start", resumed_from=self.config.resume)
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def _write(self, line: StepLine | EpochLine | EvalLine | EventLine) -> None:
+        kind = next(name for name, record in METRICS.items() if isinstance(line, record))
         if self.file is not None:
             with one_sentence(self.folder):
-                self.file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
+                self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
 
     def _draw(self, board: "Board | None", x: int, points: dict[str, float]) -> None:
         if board is not None:
@@ -109,9 +119,10 @@ class Recorder:
         if self.world.is_first:
             tqdm.write(line) if self.bar is not None else print(line, flush=True)
 
-    def event(self, name: str, **details: Any) -> None:
-        """Something that happened: start, resume, end."""
-        self._write("event", name=name, time_utc=utc_now(), step=self.progress.step, **details)
+    def event(self, name: str, resumed_from: str | None = None) -> None:
+        """Something that happened: start, resume, stop, end."""
+        step = self.progress.step
+        self._write(EventLine(name=name, time_utc=utc_now(), step=step, resumed_from=resumed_from))
 
     def show_step(self) -> None:
         """Show on a progress bar that a step has ended, if anybody can see it."""
@@ -130,7 +141,7 @@ class Recorder:
         """Write these steps; only those before a loss that is not finite, which JSON lacks."""
         finite = list(takewhile(lambda step: math.isfinite(float(step.sums[0])), steps))
         for step in finite:
-            self._write("step", **lines.step_line(step, self.images_per_step, self.data.num_train))
+            self._write(lines.step_line(step, self.images_per_step, self.data.num_train))
         if len(finite) < len(steps):
             return
         sums = torch.stack([step.sums for step in steps]).sum(dim=0)
@@ -151,13 +162,14 @@ class Recorder:
         figures, seconds = means(self.epoch_sums), self.epoch_seconds
         speed = float(self.epoch_sums[3]) / seconds
         self._write(
-            "epoch",
-            epoch=epoch,
-            step=self.progress.step,
-            samples_seen=self.progress.samples_seen,
-            **figures,
-            seconds=seconds,
-            images_per_second=speed,
+            EpochLine(
+                epoch=epoch,
+                step=self.progress.step,
+                samples_seen=self.progress.samples_seen,
+                **figures,
+                seconds=seconds,
+                images_per_second=speed,
+            )
         )
         points = lines.epoch_points("train", figures, seconds, speed) | {"Lr": self.learning_rate}
         self._draw(self.board, epoch + 1, points)
@@ -175,15 +187,16 @@ class Recorder:
             figures, count = means(one.sums), int(one.sums[3])
             train_seconds += one.seconds
             self._write(
-                "eval",
-                epoch=epoch,
-                step=self.progress.step,
-                samples_seen=self.progress.samples_seen,
-                **figures,
-                num_images=count,
-                seconds=one.seconds,
-                train_seconds_so_far=train_seconds,
-                weights=one.weights,
+                EvalLine(
+                    epoch=epoch,
+                    step=self.progress.step,
+                    samples_seen=self.progress.samples_seen,
+                    **figures,
+                    num_images=count,
+                    seconds=one.seconds,
+                    train_seconds_so_far=train_seconds,
+                    weights=one.weights,
+                )
             )
             if self._has_trained or self.config.evaluate:  # else it is drawn already
                 part = "val" if one.weights == "model" else f"val_{one.weights}"
@@ -199,13 +212,13 @@ class Recorder:
         """Whether this session has made a step."""
         return self.progress.step > self.first_step
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: Summary) -> None:
         """Write the summary, which marks the run as complete, and the hyper-parameters beside
         TensorBoard's scalars."""
         if not self.world.is_first:
             return
         self.event("end")
-        text = pretty(summary)
+        text = pretty(asdict(summary))
         if not self._has_trained and not self.config.evaluate:
             # A run that was complete already: its figures of speed are not this short session's.
             text = self.earlier_summary or text

@@ -142,7 +142,7 @@ class PhaseSums:
         return PhaseMeans(data, forward, backward, exposed, optimizer, count)
 
 
-def phase_record(means: PhaseMeans) -> dict[str, float | None]:
+def phase_record(means: PhaseMeans) -> dict[str, Any]:
     """The means as they stand in summary.json: seconds, null where not measured."""
     record = {f"{name}_seconds": value for name, value in asdict(means).items() if name != "steps"}
     return {
