@@ -198,7 +198,7 @@ def test_summary() -> None:
         ("here", 10.0),
         ("there", 30.0),
     ]
-    assert summary.ranks[1]["step_seconds"] == 15
+    assert summary.ranks[1].step_seconds == 15
     assert summary.input == Input(
         images_per_second=200 / 50,
         files_per_second=80 / 50,

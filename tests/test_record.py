@@ -34,7 +34,7 @@ from recipe.world import World
 NUM_TRAIN = 20  # five steps an epoch
 DATA = Data(None, None, num_train=NUM_TRAIN, num_val=8, num_classes=10)
 CONFIG = a_config(name="run", epochs=3, batch_size=4)
-ENVIRONMENT = an_environment(world_size=1)
+ENVIRONMENT = an_environment(version="2", world_size=1, hosts=["here"], device_name="a CPU")
 SUMMARY = a_summary(top1=50.0, loss=0.5, images_per_second=8.0)
 
 
