@@ -27,12 +27,12 @@ done
 flags=(--log-dir "$RUNS" --name "$NAME" --resume auto --checkpoint-steps 500)
 
 allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodrun take them: a:4,b:4
-    python -c 'import os; from compare.hosts import read_allocation; print(read_allocation(os.environ))'
+    python -c 'import os; from compare.plan.hosts import read_allocation; print(read_allocation(os.environ))'
 }
 
 free_port() {  # of this node, the first: where the ranks meet, and no other job's do
-    python -c 'from compare.plan import rendezvous_port as port; import sys; print(port(*sys.argv[1:]))' \
-        localhost "$SLURM_JOB_ID"
+    python -c "from compare.plan.configurations import rendezvous_port; \
+print(rendezvous_port('localhost', '$SLURM_JOB_ID'))"
 }
 
 passed_on() {  # mpirun's flags for the variables that it must take to other nodes

@@ -46,6 +46,22 @@ def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
         assert "#SBATCH --no-kill" not in script.read_text(), script.name
 
 
+def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'a\\nb\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
+    variables |= {"JOB_NODELIST": "[a-b]", "TASKS_PER_NODE": "4(x2)"}
+    environment = {f"SLURM_{name}": value for name, value in variables.items()}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", ". slurm/job.sh; allocated_hosts; free_port"],
+        env=os.environ | environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    hosts, port = done.stdout.split()
+    assert hosts == "a:4,b:4" and port.isdecimal()
+
+
 @pytest.mark.parametrize(
     ("limit", "preempted", "seconds", "is_queued_again"),
     [
