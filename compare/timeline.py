@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
+from compare.evidence import packed
 from recipe.files import replace_file
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
@@ -72,7 +73,8 @@ def read_run(run: Path, name: str) -> RunProfile:
         int(path.stem[5:]): path for path in folder.glob("rank-*.json") if path.stem[5:].isdigit()
     }
     if not paths:
-        what = "holds no profile/rank-*.json" if run.is_dir() else "there is no such run folder"
+        is_there = packed.is_folder(run)
+        what = "holds no profile/rank-*.json" if is_there else "there is no such run folder"
         raise UserError(f"{run}: {what}; train with --profile-steps N to have one")
     profile = RunProfile(name, [], [], [])
     for rank, path in sorted(paths.items()):

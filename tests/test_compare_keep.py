@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_compare_records import edit, make_comparison
 
-from compare import keep, report
+from compare import keep, parity, report, timeline
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.sources import ROOT
@@ -58,6 +58,12 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
         assert report.main([str(folder), "--json"]) == 0
         said.append(keep.without_paths(capsys.readouterr().out.replace(str(folder), "FOLDER")))
     assert said[0] == said[1] and "block-2/horovod-mpi-2" in said[0]
+    # Other commands find its runs, too.
+    pair = [str(kept / "block-1" / name) for name in ("ddp-torchrun-1", "horovod-mpi-1")]
+    assert parity.main(pair) == 0
+    assert "final weights of the whole runs: bit-equal" in capsys.readouterr().out
+    assert timeline.main(pair) == 2
+    assert "holds no profile/" in capsys.readouterr().err
 
 
 def test_an_earlier_failure_stays_one_and_half_a_line_a_text(comparison, tmp_path):

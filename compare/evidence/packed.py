@@ -51,10 +51,20 @@ def read_text(path: Path) -> str:
 
 def value_of(path: Path) -> Any:
     """Return what a packed file holds; None if there is none."""
-    for record in path.parents:
-        if files := folders(record).get(path.parent.relative_to(record).as_posix()):
-            return files.get(path.name)
-    return None
+    return files_in(path.parent).get(path.name)
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a record has this folder, open or packed."""
+    return path.is_dir() or bool(files_in(path))
+
+
+def files_in(folder: Path) -> dict[str, Any]:
+    """Return the packed files of a folder, by name; none if it is not packed."""
+    for record in (folder, *folder.parents):
+        if files := folders(record).get(folder.relative_to(record).as_posix()):
+            return files
+    return {}
 
 
 def folders(record: Path) -> dict[str, dict[str, Any]]:

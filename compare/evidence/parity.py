@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
+from compare.evidence import packed
 from compare.evidence.distances import Distance, measure
 from compare.evidence.traces import (
     Pair,
@@ -130,7 +131,7 @@ def size(distance: float | None) -> float:
 def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
     """Compare two recorded runs: their traces, or else what every run folder has."""
     for run in (run_a, run_b):
-        if not run.is_dir():
+        if not packed.is_folder(run):
             raise UserError(f"{run}: there is no such run folder")
     names = distinct_names(run_a, run_b)
     a, b = trace_files(run_a), trace_files(run_b)
@@ -209,7 +210,7 @@ def compare_metrics(
 
 def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
     """Compare the ranks of one run: gradients and weights must be the same on all of them."""
-    if not run.is_dir():
+    if not packed.is_folder(run):
         raise UserError(f"{run}: there is no such run folder")
     files = trace_files(run)
     if len(files) < 2:

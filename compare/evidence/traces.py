@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from compare.errors import UserError
+from compare.evidence import packed
 
 # The arrays of a trace, in the order in which a step computes them; buffers never feed back into
 # training, and so cannot be the cause of anything.
@@ -112,7 +113,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     """Return the step lines of a run's metrics.jsonl; its last line may be half written."""
     path = run / "metrics.jsonl"
     try:
-        texts = path.read_text().splitlines()
+        texts = packed.read_text(path).splitlines()
     except OSError as error:
         raise UserError(
             f"{run}: no run folder: it holds neither trace/ nor a readable metrics.jsonl "
@@ -136,7 +137,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 def read_object(path: Path) -> dict[str, Any]:
     """Return a JSON file of a run; {} if there is none, as of a run that has not ended."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(packed.read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
