@@ -14,12 +14,18 @@ settings.register_profile("loaded", deadline=None, suppress_health_check=[Health
 settings.load_profile("loaded")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="MARKEXPR", help="as -m; with both, both have to hold")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Make a test run end in order by SIGTERM (a time limit, a cancelled job) as by Ctrl-C:
     launched processes and network namespaces go with it. And let what the tests start be
     interrupted though they were themselves started in the background, where SIGINT is ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    both = filter(None, (config.option.part, config.option.markexpr))
+    config.option.markexpr = " and ".join(f"({expression})" for expression in both)
 
 
 @pytest.fixture(scope="session")

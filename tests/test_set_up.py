@@ -291,6 +291,25 @@ def test_make_says_whether_a_python_was_asked_for(line):
     assert ('PYTHON="echo" echo' if line else 'PYTHON="" python3') in said
 
 
+@pytest.mark.parametrize(
+    ("unit", "launch", "is_good", "calls"),
+    [(0, 0, True, 2), (0, 5, True, 2), (5, 0, True, 2), (5, 5, False, 2), (1, 0, False, 2),
+     (0, 1, False, 2), (2, 0, False, 1)],
+)  # fmt: skip
+def test_make_test_fails_if_a_test_does_or_if_none_is_asked_for(
+    unit, launch, is_good, calls, tmp_path
+):
+    asked = tmp_path / "asked"
+    write_program(
+        tmp_path / "bin/python",
+        f'echo "$@" >>{asked}\ncase "$*" in *"not launch"*) exit {unit} ;; esac\nexit {launch}\n',
+    )
+    command = ["make", "test", "PYTHON=true", f"VENV={tmp_path}", "ARGS=-m gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode == 0) == is_good, done.stderr
+    assert asked.read_text().count("-m gpu\n") == calls
+
+
 def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):
     code = (
         "import set_up, sys, pathlib\nwith set_up.only_one_at_a_time(pathlib.Path(sys.argv[1])): 0"
