@@ -392,7 +392,7 @@ def test_each_case_has_verdicts_of_its_own(tmp_path):
     assert [verdict.speed.ratio for verdict in verdicts] == pytest.approx(
         [1.1, 1.1, 2.0, 2.0], rel=0.02
     )
-    told = "VGG-16, 2 workers: DDP (torchrun, Gloo) trained 2.000 times faster than Horovod ("
+    told = "VGG-16, 2 workers: DDP (torchrun, Gloo) trained 2.000 times as fast as Horovod ("
     assert verdicts[3].sentence().startswith(told)
     rows = table_rows(comparison)
     assert [(row.case, row.workers, row.configuration) for row in rows] == comparison.cells

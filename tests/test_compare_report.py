@@ -52,7 +52,7 @@ def report_text(folder: Path, capsys) -> str:
 def test_the_verdict_names_the_faster_one(folder, capsys):
     text = report_text(folder, capsys)
     assert re.search(
-        r"At 2 workers DDP \(torchrun, Gloo\) trained 1\.\d+ times faster than Horovod "
+        r"At 2 workers DDP \(torchrun, Gloo\) trained 1\.\d+ times as fast as Horovod "
         r"\(horovodrun, MPI\), 95 % interval 1\.\d+ to 1\.\d+, 3 blocks\.",
         text,
     )
@@ -63,7 +63,7 @@ def test_the_verdict_names_the_faster_one(folder, capsys):
 
 def test_the_verdict_turns_round_when_horovod_is_faster(tmp_path, capsys):
     folder = make_comparison(tmp_path / "compare-1", ratio=0.8)
-    assert re.search(r"At 1 worker Horovod \(horovodrun, MPI\) trained 1\.2\d* times faster than "
+    assert re.search(r"At 1 worker Horovod \(horovodrun, MPI\) trained 1\.2\d* times as fast as "
                      r"DDP", report_text(folder, capsys))  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_no_difference_is_shown_when_the_interval_spans_one(tmp_path, capsys):
                 edit(summary, images_per_second=speed)
     text = report_text(folder, capsys)
     assert text.count("no difference was shown between DDP") == 2
-    assert "faster" not in text
+    assert "as fast as" not in text
     assert "speed ratio 1.000, 95 % interval 0.948 to 1.062, 3 blocks." in text
 
 
@@ -299,7 +299,7 @@ def test_the_page_keeps_its_order_and_its_plots_have_words(folder):
         "What was equal", "Results", "Plots", "Commands", "Environment", "How to reproduce",
         "What this does not show",
     ]  # fmt: skip
-    assert text.index("times faster than") < text.index("What was equal")
+    assert text.index("times as fast as") < text.index("What was equal")
     assert len(page.images) == 19
     assert all(image["role"] == "img" and len(image["aria-label"]) > 30 for image in page.images)
     # No colour is fixed: each is the page's, light or dark.

@@ -77,7 +77,7 @@ class Verdict:
         if speed.ratio < 1:
             faster, slower, speed = slower, faster, speed.inverse()
         return (
-            f"{at} {faster} trained {ratio_text(speed)} times faster than {slower}, "
+            f"{at} {faster} trained {ratio_text(speed)} times as fast as {slower}, "
             f"{interval_text(speed)}, {blocks}."
         )
 
