@@ -19,6 +19,7 @@ from compare.evidence.records import (
     newest_comparison,
     recorded_comparison,
 )
+from compare.evidence.run_folder import read_run_folder
 from compare.plan.plan import Case, Plan, Run
 from compare.plan.record import plan_record
 from recipe.record.schema import Input, Phases, Rank
@@ -190,6 +191,15 @@ def test_a_whole_comparison_is_read(tmp_path):
     run = comparison.find(2, "horovod-mpi", 2)
     assert run.label == "Horovod (horovodrun, MPI)"
     assert len(run.steps) == STEPS_PER_EPOCH * EPOCHS
+
+
+def test_a_setting_of_an_older_trainer_has_its_name_of_today(tmp_path):
+    comparison = load_comparison(make_comparison(tmp_path / "compare-1"))
+    folder = tmp_path / "compare-1" / comparison.runs[0].folder
+    edit(folder / "config.json", trace_steps=3)
+    edit_fingerprint(folder, "trace_steps", 3)
+    run = read_run_folder(folder)
+    assert run.config.flags["tensor_steps"] == run.summary.fingerprint["tensor_steps"] == 3
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,8 @@ def test_runs_that_part_after_the_trace_have_diverged(compare, tmp_path, capsys)
 def test_what_differs_in_the_settings_is_said(compare):
     changes = {(2, 0, "gradient/fc.weight"): up(1)}
     _, text, record = compare(
-        {"fingerprint": {"arch": "resnet18", "seed": 1}},
-        {"fingerprint": {"arch": "resnet50", "seed": 1}, "changes": changes},
+        {"fingerprint": {"arch": "resnet18", "trace_steps": 1}},  # its former name
+        {"fingerprint": {"arch": "resnet50", "tensor_steps": 1}, "changes": changes},
     )
     assert "may be all of the cause" in record["why"][-1]
     assert record["settings"] == ["arch: 'resnet18' against 'resnet50'"]

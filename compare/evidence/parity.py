@@ -10,6 +10,7 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.distances import Distance, measure
+from compare.evidence.run_folder import with_names_of_today
 from compare.evidence.traces import (
     Pair,
     metric_pairs,
@@ -145,7 +146,7 @@ def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 
             f"{'has' if len(lacking) == 1 else 'have'} no trace (train with --tensor-steps N)"
         ))  # fmt: skip
     ends = [read_object(run / "summary.json") for run in (run_a, run_b)]
-    prints = [end.get("fingerprint") or {} for end in ends]
+    prints = [with_names_of_today(end.get("fingerprint") or {}) for end in ends]
     parity.settings = [
         f"{name}: {prints[0].get(name)!r} against {prints[1].get(name)!r}"
         for name in sorted(prints[0].keys() | prints[1].keys())

@@ -13,6 +13,7 @@ from compare.evidence import packed
 from recipe.record.schema import FORMAT, METRICS, Environment, Settings, Summary
 
 Record = TypeVar("Record")
+FORMER_NAMES = {"trace_steps": "tensor_steps"}  # of settings, in the folders of older trainers
 
 
 class RecordError(UserError):
@@ -162,9 +163,13 @@ def read_text(path: Path) -> str:
         raise RecordError(f"{path} cannot be read: {reason}") from None
 
 
+def with_names_of_today(values: dict[str, Any]) -> dict[str, Any]:
+    return {FORMER_NAMES.get(name, name): value for name, value in values.items()}
+
+
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(read_text(path), object_hook=with_names_of_today)
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
