@@ -20,7 +20,6 @@ import psutil
 import pytest
 from records import a_summary
 
-from compare import run as run_module
 from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
@@ -28,7 +27,7 @@ from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan
 from compare.run import main
-from compare.running import launch
+from compare.running import launch, tools
 from compare.running.launch import last_step
 from compare.running.progress import timeout_sentence
 
@@ -479,7 +478,7 @@ def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
 
 
 def test_without_horovod_the_command_that_builds_it_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(run_module, "has_horovod", lambda: False)
+    monkeypatch.setattr(tools, "has_horovod", lambda: False)
     for words in (
         ["--configurations", "ddp-torchrun", "horovod-mpi"],
         ["--define", "x=horovod-mpi"],
