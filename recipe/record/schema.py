@@ -6,7 +6,8 @@
     summary.json       Summary
 
 A figure's name ends in its unit where it has one; top1 and top5 are in percent. None, null in JSON,
-is: not measured. A field with a default may be missing: trainers before it did not write it.
+is: not measured. A field with a default may be missing: trainers before it did not write it. All
+others every trainer has written, and a reader may insist on them.
 """
 
 from dataclasses import dataclass, field
@@ -78,10 +79,10 @@ class StepLine:
     learning_rate: float
     seconds: float
     data_seconds: float
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    exchanged: bool  # False: a step of --ablation-steps without the exchange of gradients
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    exchanged: bool = True  # False: a step of --ablation-steps without the exchange of gradients
     images_per_second: float  # of all ranks
 
 
