@@ -20,14 +20,14 @@ def run_main(
     message and `exit_code`; after Ctrl-C 130; and 1 if nobody reads what it prints any more."""
     try:
         return body()
+    except BrokenPipeError:  # which `errors` may hold
+        return 1
     except errors as error:
         print(f"{name}: {error}", file=sys.stderr)
         return exit_code
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 1
     finally:
         try:
             sys.stdout.flush()

@@ -148,6 +148,9 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run.py")
+        else:
+            for left_by_a_killed_one in folder.glob(".*.partial"):
+                left_by_a_killed_one.unlink()
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()

@@ -541,6 +541,14 @@ def test_the_command_to_reproduce_makes_the_same_plan(plan):
     assert made == record
 
 
+def test_a_plan_of_a_configuration_that_is_unknown_today_has_a_report(tmp_path, capsys):
+    folder = make_comparison(tmp_path / "runs", Plan(workers=(1,), blocks=1))
+    plan = folder / "plan.json"
+    plan.write_text(plan.read_text().replace('"ddp-torchrun"', '"ddp-of-old"'))
+    edit(plan, configuration_details={})
+    assert "# plan.json names what this version" in written([str(folder), "--markdown"], capsys)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Of two runs: what a page is made of, in a fifth of the time."""

@@ -26,7 +26,7 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan
-from compare.run import main
+from compare.run import locked, main
 from compare.running import launch, tools
 from compare.running.launch import last_step
 from compare.running.progress import timeout_sentence
@@ -397,6 +397,12 @@ def test_a_warm_up_that_fails_ends_the_comparison(comparing):
     assert code == 1
     assert len(comparing.starts()) == 2
     assert "the gradients went away" in output and "nothing was measured" in output
+
+
+def test_what_a_killed_one_left_half_written_goes(tmp_path):
+    (tmp_path / ".plan.json.elsewhere-7.partial").touch()
+    with locked(tmp_path):
+        assert os.listdir(tmp_path) == ["lock"]
 
 
 def test_two_do_not_write_to_one_comparison(comparing):

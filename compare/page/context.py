@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from compare.errors import UserError
 from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.verdicts import Verdict
@@ -67,7 +68,10 @@ def reproduce_lines(comparison: Comparison) -> list[str]:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
     if plan["plan_file"]:
         lines.append(f"# in flags, what {plan['plan_file']} asked for:")
-    words = ["python", "compare/run.py", *plan_from(plan, path).words()]
+    try:
+        words = ["python", "compare/run.py", *plan_from(plan, path).words()]
+    except UserError:
+        return [*lines, "# plan.json names what this version of compare/run.py does not know"]
     return [*lines, shlex.join(words), "python compare/report.py"]
 
 
