@@ -61,7 +61,7 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
-    date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text())
+    date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text("utf-8"))
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = machine / f"{date[1]}-{question}"
@@ -77,11 +77,11 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
             if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
-                texts[name] = without_paths(path.read_text(errors="replace"))
+                texts[name] = without_paths(path.read_text("utf-8", errors="replace"))
         for name in [name for name in texts if len(name.parts) == 1]:
             if name.suffix in OPEN or name.name == plan.name:
-                (draft / name).write_text(texts.pop(name))
-        (draft / packed.PACKED).write_text(packed.lines_of(texts))
+                (draft / name).write_text(texts.pop(name), "utf-8")
+        (draft / packed.PACKED).write_text(packed.lines_of(texts), "utf-8")
         if plan.name != "bench.json":  # which has its table beside it
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
@@ -107,7 +107,7 @@ def write_report(folder: Path, is_comparison: bool) -> None:
         arguments = ["--show", str(folder), "--svg", str(folder / "allreduce.svg")]
         with contextlib.redirect_stdout(text):
             status = collectives.main(arguments)
-        (folder / "report.txt").write_text(text.getvalue().lstrip())
+        (folder / "report.txt").write_text(text.getvalue().lstrip(), "utf-8")
     if status:
         raise UserError(f"{folder}: there is no report to be made of it")
 

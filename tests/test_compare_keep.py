@@ -8,7 +8,9 @@ import pytest
 from test_compare_records import edit, make_comparison
 
 from compare import keep, parity, report, timeline
+from compare.errors import UserError, run_main
 from compare.evidence import packed
+from compare.evidence.notices import troubles
 from compare.evidence.records import load_comparison
 from compare.plan.sources import ROOT
 
@@ -70,12 +72,27 @@ def test_an_earlier_failure_stays_one_and_half_a_line_a_text(comparison, tmp_pat
     attempt = comparison / "block-1/ddp-torchrun-1.failed-1"
     attempt.mkdir()
     (attempt / "metrics.jsonl").write_text('{"kind": "step"}\n{"ki')
+    texts = {"null.json": "null", "text.json": '"text"'}
+    for name, text in texts.items():
+        (attempt / name).write_text(text)
     assert keep.main(words(comparison, tmp_path / "results")) == 0
     kept = tmp_path / "results/m/2026-11-21-engines"
     assert load_comparison(kept).earlier_failures == [kept / "block-1/ddp-torchrun-1.failed-1"]
     lost = kept / "block-1/ddp-torchrun-1.failed-1/metrics.jsonl"
     assert packed.read_text(lost) == '{"kind": "step"}\n{"ki'
     assert not packed.exists(lost.with_name("summary.json"))
+    for name, text in texts.items():
+        assert packed.read_text(lost.with_name(name)) == text
+    (trouble,) = troubles(load_comparison(kept))
+    assert trouble.endswith(f"; see {kept / packed.PACKED}")
+
+
+def test_nobody_who_reads_is_no_error(capsys):
+    def body() -> int:
+        raise BrokenPipeError
+
+    assert run_main("keep.py", body, errors=(UserError, OSError)) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, capsys):

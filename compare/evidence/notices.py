@@ -1,6 +1,7 @@
 """What a reader must know before trusting the figures: runs that are in none of them, and what
 disturbed the others."""
 
+from compare.evidence import packed
 from compare.evidence.records import Comparison
 from compare.evidence.words import count, run_text
 
@@ -20,12 +21,14 @@ def troubles(comparison: Comparison) -> list[str]:
         what = run.status
         if what == "failed" and run.exit_code is not None:
             what += f" with exit code {run.exit_code}"
-        where = "" if run.status == "not run" else f"; see {run.folder / 'output.log'}"
+        where = (
+            "" if run.status == "not run" else f"; see {packed.file_of(run.folder / 'output.log')}"
+        )
         lines.append(f"{run_text(run)}: {what}{where}")
     for folder in comparison.earlier_failures:
         lines.append(
             f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
-            f"see {folder / 'output.log'}"
+            f"see {packed.file_of(folder / 'output.log')}"
         )
     return lines
 

@@ -24,13 +24,15 @@ def lines_of(texts: dict[Path, str]) -> str:
 
 
 def content(suffix: str, text: str) -> Any:
-    """Return what a file holds: the value of JSON, and of all else (or of half a file) the text."""
+    """Return what a file holds: objects and lists of JSON, and of all else (or of half a file) the
+    text."""
     try:
         if suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines()]
-        return json.loads(text) if suffix == ".json" else text
+        value = json.loads(text) if suffix == ".json" else text
     except ValueError:
         return text
+    return value if isinstance(value, (dict, list)) else text
 
 
 def exists(path: Path) -> bool:
@@ -47,6 +49,12 @@ def read_text(path: Path) -> str:
         return value
     lines = value if path.suffix == ".jsonl" else [value]
     return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def file_of(path: Path) -> Path:
+    """Return where a person finds this file of a record: by itself, or in runs.jsonl."""
+    packs = (record / PACKED for record in path.parents if (record / PACKED).exists())
+    return path if path.exists() else next(packs, path)
 
 
 def value_of(path: Path) -> Any:
