@@ -67,7 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", metavar="N,N", help="these rows alone")
     add("--again", action="store_true", help="also what this folder has a record of")
     add("--table", type=Path, metavar="DIR", help="measure nothing, show this record")
-    add("--markdown", type=Path, metavar="FILE", help="write the table between this file's marks")
+    add(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the table between this file's marks, without its notes (table.md has them)",
+    )
     return bench.guarded(lambda: answer(parser.parse_args(argv)))
 
 
