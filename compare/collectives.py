@@ -51,7 +51,7 @@ class Backend:
     """What is measured, and how it is started."""
 
     script: str
-    configuration: str  # of compare/plan/plan.py: its launcher starts the script
+    configuration: str  # of compare/plan/configurations.py: its launcher starts the script
     configuration_on_hosts: str  # the one that reaches other hosts
     module: str  # that must be installed
     install: str

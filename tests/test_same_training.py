@@ -100,6 +100,7 @@ INTERRUPTED = "--checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5"
 def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Path) -> Path:
     """A run that was killed after step 35, and whose last checkpoint is of step 20."""
     shutil.copytree(trained(launcher, engine, f"{arguments} {INTERRUPTED}".strip()), folder)
+    assert read_lines(folder, "epoch") == [], "the first one was not over"
     (folder / "checkpoints" / "step-000000035.pt").unlink()
     return folder
 

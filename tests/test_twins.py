@@ -88,6 +88,11 @@ def test_changed_lines_are_few() -> None:
     assert len(changed_lines()) <= MAX_CHANGED_LINES, f"{len(changed_lines())} changed lines"
 
 
+def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step() -> None:
+    for lines in (HOROVOD, DDP):
+        assert any(line.startswith(" " * 8 + "finish_checkpoint(timeout=0)") for line in lines)
+
+
 def test_each_twin_is_short() -> None:
     assert len(HOROVOD) <= MAX_LINES, len(HOROVOD)
     assert len(DDP) <= MAX_LINES, len(DDP)
