@@ -121,7 +121,6 @@ def main(config: Config, world: World) -> None:
 
     def validate_all(epoch: int) -> dict[str, float]:
         """The figures of the better of model and moving average, on all validation images."""
-        meter.energy.stop()
         collectives = sum_over_ranks, from_rank_0
         evaluations = validate(parts, config, world, data, device, workers, *collectives)
         check_evaluations(evaluations, progress.step, config, first_step)
@@ -134,6 +133,7 @@ def main(config: Config, world: World) -> None:
     batches = training_batches(data, config, world, device, workers, start, stop, meter.input)
     finished, stopped = start == stop, False
     figures = validate_all(start // data.num_train) if finished else {}
+    recorder.open_bar()
     meter.start()
     network.train()
     while not finished and not stopped:
@@ -185,9 +185,10 @@ def main(config: Config, world: World) -> None:
             recorder.write_steps(steps)
             check_steps(steps, first_step)
             stopped = stop_is_asked(folder, world, from_rank_0)
-        if epoch_ended:
-            recorder.write_epoch(epoch)
         if epoch_ended or finished:
+            meter.energy.stop()  # an evaluation follows
+            if epoch_ended:
+                recorder.write_epoch(epoch)
             figures = validate_all(epoch)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
@@ -197,13 +198,12 @@ def main(config: Config, world: World) -> None:
             keep_checkpoint(parts, progress, config, world, data, folder, is_best, sum_over_ranks)
         meter.restart()
 
-    finish_checkpoint()
-    profiler.close(recorder.say)
     if finished:
         usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
-        recorder.close(summarize(environment, work, meter, figures, usage, model))
-    else:
-        recorder.stop()
+        summary = summarize(environment, work, meter, figures, usage, model)
+    finish_checkpoint()
+    profiler.close(recorder.say)
+    recorder.close(summary) if finished else recorder.stop()
     dist.destroy_process_group()
 
 

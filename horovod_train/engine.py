@@ -31,8 +31,9 @@ def refuse_lone_copies(world: World) -> None:
         raise UserError(message)
 
 
-def transport_of(config: Config, world: World, device: torch.device) -> str:
-    """What carries the gradients: NCCL, MPI or Gloo. UserError where that cannot train."""
+def check_transport(config: Config, world: World, device: torch.device) -> str:
+    """What carries the gradients: NCCL, MPI or Gloo. UserError for ranks that did not find each
+    other and for Adasum without MPI; a warning where GPUs lack NCCL."""
     refuse_lone_copies(world)
     if config.use_adasum and not hvd.mpi_enabled():
         raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")

@@ -24,7 +24,7 @@ import sys
 import torch
 from torch import nn
 
-from horovod_train.engine import hvd, prepare, transport_of
+from horovod_train.engine import check_transport, hvd, prepare
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
@@ -55,7 +55,7 @@ def main(config: Config, world: World) -> None:
     # -- The engine: who takes part, and what carries the messages ---------------------------------
     prepare(config, world)
     hvd.init()
-    transport = transport_of(config, world, device)
+    transport = check_transport(config, world, device)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, in the memory where they are."""
@@ -116,7 +116,6 @@ def main(config: Config, world: World) -> None:
 
     def validate_all(epoch: int) -> dict[str, float]:
         """The figures of the better of model and moving average, on all validation images."""
-        meter.energy.stop()
         collectives = sum_over_ranks, from_rank_0
         evaluations = validate(parts, config, world, data, device, workers, *collectives)
         check_evaluations(evaluations, progress.step, config, first_step)
@@ -129,6 +128,7 @@ def main(config: Config, world: World) -> None:
     batches = training_batches(data, config, world, device, workers, start, stop, meter.input)
     finished, stopped = start == stop, False
     figures = validate_all(start // data.num_train) if finished else {}
+    recorder.open_bar()
     meter.start()
     network.train()
     while not finished and not stopped:
@@ -187,9 +187,10 @@ def main(config: Config, world: World) -> None:
             recorder.write_steps(steps)
             check_steps(steps, first_step)
             stopped = stop_is_asked(folder, world, from_rank_0)
-        if epoch_ended:
-            recorder.write_epoch(epoch)
         if epoch_ended or finished:
+            meter.energy.stop()  # an evaluation follows
+            if epoch_ended:
+                recorder.write_epoch(epoch)
             figures = validate_all(epoch)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
@@ -199,13 +200,12 @@ def main(config: Config, world: World) -> None:
             keep_checkpoint(parts, progress, config, world, data, folder, is_best, sum_over_ranks)
         meter.restart()
 
-    finish_checkpoint()
-    profiler.close(recorder.say)
     if finished:
         usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
-        recorder.close(summarize(environment, work, meter, figures, usage, model))
-    else:
-        recorder.stop()
+        summary = summarize(environment, work, meter, figures, usage, model)
+    finish_checkpoint()
+    profiler.close(recorder.say)
+    recorder.close(summary) if finished else recorder.stop()
     hvd.shutdown()
 
 

@@ -333,13 +333,11 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
     """What was asked for and does nothing here, in sentences; compared with the preset `base`."""
     missing = _missing(config, engine, world_size)
-    lines = [
-        f"{spelled(name)} has no effect: {missing[need]}"
-        for name, flag in FLAGS.items()
-        if getattr(config, name) != getattr(base, name)
-        for need in (*flag.needs, flag.engine)
-        if need and missing[need]
-    ]
+    lines = []
+    for name, flag in FLAGS.items():
+        reasons = [missing[need] for need in (*flag.needs, flag.engine) if need and missing[need]]
+        if reasons and getattr(config, name) != getattr(base, name):
+            lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
     if engine == "horovod" and config.channels_last and config.batch_norm == "sync":
         lines.append(
             "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW"
@@ -358,7 +356,7 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
             "--train-dir and --val-dir say where the images are",
         ),
         "training": (not config.evaluate, "--evaluate does not train"),
-        "workers": (world_size > 1, "a single worker has nothing to exchange"),
+        "workers": (world_size > 1, "there is only one worker"),
         "checkpoints": (config.keep_checkpoints, "--keep-checkpoints is 0"),
         "model EMA": (config.model_ema, "--model-ema is not given"),
         "step schedule": (config.lr_scheduler == "step", "--lr-scheduler is cosine"),

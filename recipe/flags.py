@@ -238,7 +238,7 @@ class SpeedFlags:
     use_adasum: bool = work(False, needs="workers", decides=RATES)
     """Combine gradients by Adasum instead of averaging them (Horovod only)."""
     gradient_predivide_factor: float | None = work(
-        None, ABOVE_0, needs=("workers", "Horovod's sum")
+        None, ABOVE_0, needs=("Horovod's sum", "workers")
     )
     """Divide gradients by this before they are summed and by the rest afterwards (Horovod only).
     Default: the number of workers, which is what DDP always does, and which keeps fp16 sums from

@@ -151,7 +151,7 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             else:
                 bar.update(len(indices))
             parts.append(part)
-    with whole_file(folder / INDEX, sync=True) as file:
+    with whole_file(work / INDEX, sync=True) as file:  # so that all rests are in there
         np.savez(
             file,
             version=np.int64(INDEX_VERSION),
@@ -165,6 +165,7 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             sizes=np.concatenate([part.sizes for part in parts]),
             checksums=np.concatenate([part.checksums for part in parts]),
         )
+    os.replace(work / INDEX, folder / INDEX)
     shutil.rmtree(work)
     return open_shards(folder)
 

@@ -305,6 +305,7 @@ def test_check_accepts_the_presets() -> None:
         ({"model_ema_decay": 0.5}, "model-ema-decay", "ddp", 2),
         ({"zero_init_residual": True, "arch": "alexnet"}, "zero-init-residual", "ddp", 2),
         ({"zero_init_residual": True, "weights": "f"}, "zero-init-residual", "ddp", 2),
+        ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 1),
         ({"synthetic_images": 5}, "synthetic-images", "ddp", 2),
         ({"checkpoint_steps": 5, "keep_checkpoints": 0}, "checkpoint-steps", "ddp", 2),
         ({"data": "synthetic", "workers": 2}, "workers", "ddp", 2),

@@ -74,6 +74,7 @@ class Session:
         self.first_step = self.progress.step
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
+        self.recorder.open_bar()
         self.meter.start()
 
     def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
@@ -574,8 +575,9 @@ def test_progress_bar_only_on_a_terminal(
     assert session.recorder.bar is None
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
     session = Session(tmp_path / "b", clock)
-    session.steps(2)
     assert session.recorder.bar is not None
+    assert session.recorder.bar.n == 0
+    session.steps(2)
     assert session.recorder.bar.total == 15
     assert session.recorder.bar.n == 2
     session.recorder.close(SUMMARY)

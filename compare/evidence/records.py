@@ -310,7 +310,7 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
 
 def check_place(config: Settings, planned: str, path: Path) -> None:
     """Raise RecordError if a run was written for another place of the plan: another case, say."""
-    written = Path(config.log_dir) / config.name
+    written = Path(config.log_dir) / (config.name or "")
     parts = Path(planned).parts
     if written.parts[-len(parts) :] != parts:
         raise RecordError(

@@ -21,8 +21,8 @@ class SampleStream:
 
     A position is a count of samples since the start of training, over all ranks. A global batch is
     simply the next samples of the stream, across the end of an epoch if need be, so each image is
-    seen exactly once an epoch at any world size, no batch is short, none is padded, and a run goes
-    on another world size resumes where it stopped.
+    seen exactly once an epoch at any world size, no batch is short, none is padded, and a run
+    resumes at another world size where it stopped.
     """
 
     num_images: int

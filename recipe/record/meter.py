@@ -91,7 +91,8 @@ class StepMeter:
             self.throughput_seconds += step.seconds * step.exchanged
 
     def restart(self) -> None:
-        """Keep what happened since the last step out of the next one's duration."""
+        """Call what waits for a step's end, and keep all since the step out of the next one's
+        duration."""
         for call in AT_STEP_END:
             call(self.progress.step)
         self.energy.start()

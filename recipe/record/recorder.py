@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Writes the run folder and the console lines, on rank 0; on the others it does nothing."""
+    """Writes the run folder and the console lines, on rank 0 alone."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Recorder:
         self.event("resume" if step else "start", resumed_from=self.config.resume)
 
     def _write(self, line: StepLine | EpochLine | EvalLine | EventLine) -> None:
-        kind = next(name for name, record in METRICS.items() if isinstance(line, record))
         if self.file is not None:
+            kind = next(name for name, record in METRICS.items() if isinstance(line, record))
             with one_sentence(self.folder):
                 self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
 
@@ -124,21 +124,26 @@ class Recorder:
         step = self.progress.step
         self._write(EventLine(name=name, time_utc=utc_now(), step=step, resumed_from=resumed_from))
 
-    def show_step(self) -> None:
-        """Show on a progress bar that a step has ended, if anybody can see it."""
-        if self.bar is None and self.world.is_first and sys.stderr.isatty():
+    def open_bar(self) -> None:
+        """Training begins: show a progress bar, if anybody can see it."""
+        if self.world.is_first and sys.stderr.isatty():
             self.bar = tqdm(
                 total=math.ceil(self.config.epochs * self.data.num_train / self.images_per_step),
-                initial=self.progress.step - 1,
+                initial=self.progress.step,
                 unit="step",
                 dynamic_ncols=True,
                 leave=False,
             )
+
+    def show_step(self) -> None:
+        """Show on the progress bar that a step has ended."""
         if self.bar is not None:
             self.bar.update()
 
     def write_steps(self, steps: Sequence[Step]) -> None:
         """Write these steps; only those before a loss that is not finite, which JSON lacks."""
+        if not self.world.is_first:
+            return
         finite = list(takewhile(lambda step: math.isfinite(float(step.sums[0])), steps))
         for step in finite:
             self._write(lines.step_line(step, self.images_per_step, self.data.num_train))
@@ -159,6 +164,8 @@ class Recorder:
     def write_epoch(self, epoch: int) -> None:
         """Write the training figures of an epoch (0-based) that is complete, and start the next
         one's."""
+        if not self.world.is_first:
+            return
         figures, seconds = means(self.epoch_sums), self.epoch_seconds
         speed = float(self.epoch_sums[3]) / seconds
         self._write(
@@ -179,8 +186,8 @@ class Recorder:
         self.epoch_seconds = 0.0
 
     def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        """Write evaluations that have just ended, one after the other, and return the figures of
-        the one with the best top-1; none if there are none."""
+        """Write evaluations that have just ended, one after the other, and return, on each rank,
+        the figures of the one with the best top-1; none if there are none."""
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         train_seconds = self.progress.train_seconds - sum(one.seconds for one in evaluations)
         for one in evaluations:

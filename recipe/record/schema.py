@@ -1,6 +1,6 @@
 """What the files of a run folder hold: the trainers write these records, compare/ reads them.
 
-    config.json        Settings, and every other setting of recipe.config.Config
+    config.json        Settings, and every other setting of recipe.flags.Config
     environment.json   Environment
     metrics.jsonl      lines of METRICS, each with its "kind"
     summary.json       Summary
@@ -21,7 +21,7 @@ class Settings:
     """What is asked of config.json by name; `flags` holds all of it, under the names of Config."""
 
     log_dir: str
-    name: str
+    name: str | None  # None: a name was made of engine and time
     data: str | None = None
     train_dir: str | None = None
     arch: str | None = None

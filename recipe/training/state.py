@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 @dataclass
 class Progress:
-    """How far training has come; all ranks hold the same. Only the loop of training changes it."""
+    """How far training has come; of its best top-1 and its clock, rank 0's are what is kept."""
 
     step: int = 0  # optimizer steps
     samples_seen: int = 0  # over all ranks: the position in the stream of samples
