@@ -43,6 +43,7 @@ class StepMeter:
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
         self.earlier_train_seconds = progress.train_seconds
         self.clock = StepClock(device)
+        self.lap = self.clock.lap  # ends a phase of the step, one of `phases.PHASES`
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
@@ -57,10 +58,6 @@ class StepMeter:
         self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
         self.energy.start()
         self.clock.restart()
-
-    def lap(self, phase: str) -> None:
-        """A phase of the step has ended: one of `phases.PHASES`."""
-        self.clock.lap(phase)
 
     def end_step(self, sums: Sums, learning_rate: float) -> None:
         """A step has ended, and is counted in the progress."""
