@@ -15,7 +15,6 @@ and the classic pipeline of Pillow, ToTensor and Normalize, which ends in normal
 """
 
 import json
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,9 @@ from benchmarks.harness.pipelines import BATCH_SIZE
 from benchmarks.harness.sides import BenchmarkError, Side
 from benchmarks.harness.stage import Turn, start_process, tail
 from benchmarks.real_data import make_jpegs
+from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
+from recipe.files import write_json
 
 GOAL = 0.80
 RAW = "raw"
@@ -54,10 +55,9 @@ def measure(options: bench.Options) -> bench.Measured:
     program = ["benchmarks/harness/pipelines.py", str(jpegs), "--out", "{folder}/turns.json"]
     program += ["--rounds", str(rounds), "--batches", str(BATCHES)]
     side = Side("input", ("python",), tuple(program), BATCH_SIZE, BATCHES)
-    lot, order = random.Random(options.seed), [RAW, *NAMES]
     blocks: list[Block] = []
     for number in range(1, options.blocks + 1):
-        lot.shuffle(order)
+        order = drawn([RAW, *NAMES], options.seed, number)
         folder = options.out / "blocks" / "3" / f"block-{number}"
         words = ["--order", ",".join(order), "--seed", str(options.seed + number)]
         words += ["--patience", str(options.patience)]
@@ -106,7 +106,7 @@ def run_block(
         raise BenchmarkError(f"benchmarks/harness/pipelines.py failed:\n{tail(folder)}")
     turns = tuple(Turn(**turn) for turn in json.loads((folder / "turns.json").read_text()))
     block = Block(number, order, load, turns)
-    (folder / "block.json").write_text(json.dumps(asdict(block), indent=1) + "\n")
+    write_json(folder / "block.json", asdict(block))
     return block
 
 

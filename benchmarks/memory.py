@@ -19,10 +19,11 @@ import psutil
 
 from benchmarks.harness import bench
 from benchmarks.harness.blocks import say
-from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, Workload, trainer_side
+from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
 from benchmarks.harness.stage import start_process, tail
 from benchmarks.real_data import make_jpegs
 from compare.evidence.paired import estimate_ratio
+from compare.evidence.records import ENGINES
 from compare.running.launch import end_processes
 
 GOAL = 1.01

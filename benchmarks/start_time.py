@@ -15,10 +15,11 @@ from pathlib import Path
 
 from benchmarks.harness import bench
 from benchmarks.harness.blocks import say, wait_for_quiet
-from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, trainer_side
+from benchmarks.harness.sides import BenchmarkError, Side, trainer_side
 from benchmarks.harness.stage import start_process, tail
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import estimate_ratio
+from compare.evidence.records import ENGINES
 from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
 

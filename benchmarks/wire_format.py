@@ -38,10 +38,11 @@ from benchmarks.harness.blocks import (
     wait_for_quiet,
 )
 from benchmarks.harness.namespaces import Host, HostsError
-from benchmarks.harness.sides import ENGINES, BenchmarkError, Side, Workload, trainer_side
+from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
 from benchmarks.harness.stage import Stage, Turn
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import Estimate
+from compare.evidence.records import ENGINES
 from compare.page.chart import (
     DASHES,
     INK,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness import ablation, bench
 from benchmarks.harness.blocks import Block, run_blocks
-from benchmarks.harness.sides import ENGINES, Side, Workload, trainer_side
+from benchmarks.harness.sides import Side, Workload, trainer_side
+from compare.evidence.records import ENGINES
 
 WORKERS = 2
 

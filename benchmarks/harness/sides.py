@@ -8,10 +8,9 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import TRAINERS
 
 TAKE_TURNS = "benchmarks/harness/take_turns.py"
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
-TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
 LAUNCHED_BY = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}  # in compare's table
 
 

@@ -2,10 +2,9 @@
 disturbed the others."""
 
 from compare.evidence import packed
+from compare.evidence.load import most_load
 from compare.evidence.records import Comparison
 from compare.evidence.words import count, run_text
-
-BUSY_SHARE = 0.1  # of the cores: what other processes may use before the report warns
 
 
 def troubles(comparison: Comparison) -> list[str]:
@@ -35,13 +34,13 @@ def troubles(comparison: Comparison) -> list[str]:
 
 def load_warnings(comparison: Comparison) -> list[str]:
     """Return what may make the figures worthless: what run.py warned of before it began, and the
-    runs during which other processes kept more than BUSY_SHARE of the cores busy."""
+    runs during which other processes kept too many cores busy."""
     lines = list(comparison.plan["warnings"])
     for run in (*comparison.runs, *comparison.phase_runs):
         if not run.is_complete or run.other_load is None:
             continue
         cores = run.environment.cores
-        if run.other_load > BUSY_SHARE * cores:
+        if run.other_load > most_load(cores):
             lines.append(
                 f"{run_text(run)}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"

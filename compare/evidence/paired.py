@@ -169,9 +169,3 @@ def student_probability(theta: float, degrees: int) -> float:
         term *= (k - 1) / k * cosine**2
         total += term
     return 2 / math.pi * (theta + sine * total) if odd else sine * total
-
-
-def least_load(cores: int) -> float:
-    """Return how many cores others must keep busy to be told: a mail program that wakes up now and
-    then keeps fewer busy, a compiler more."""
-    return max(0.2, 0.05 * cores)

@@ -24,6 +24,7 @@ PLAN_FIELDS = (
     "environment", "runs",
 )  # fmt: skip
 PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
+ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 Cell = tuple[str, int, str]  # case, workers, configuration: the runs of a cell repeat each other
 
 
@@ -77,7 +78,7 @@ class RunRecord:
     @property
     def label(self) -> str:
         """Name the run as the verdict does: engine, launcher, and the transport really used."""
-        engine = {"ddp": "DDP", "horovod": "Horovod"}.get(self.engine, self.engine)
+        engine = ENGINES.get(self.engine, self.engine)
         return f"{engine} ({self.launcher}, {self.summary.transport})"
 
     @property
@@ -217,7 +218,7 @@ def load_comparison(folder: Path) -> Comparison:
             "`python compare/report.py runs/compare-...`"
         )
     plan_path = folder / "plan.json"
-    plan = read_plan(plan_path)
+    plan = read_plan_record(plan_path)
     runs = [load_run(folder / planned["folder"], planned) for planned in plan["runs"]]
     phase_runs = [load_run(folder / planned["folder"], planned) for planned in plan["phase_runs"]]
     earlier = {
@@ -236,7 +237,7 @@ def load_comparison(folder: Path) -> Comparison:
     return comparison
 
 
-def read_plan(path: Path) -> dict[str, Any]:
+def read_plan_record(path: Path) -> dict[str, Any]:
     """Read plan.json. What a plan could not yet hold when it was written gets the value that it
     then had without a name: one case, each configuration judged against the first, nothing varied.
     """

@@ -7,7 +7,8 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.evidence.collectives import Cell, Measurement, size_text
-from compare.evidence.paired import MIN_BLOCKS, Estimate, least_load
+from compare.evidence.load import least_load
+from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.page.chart import (
     FONT_SIZE,
     MARKERS,

@@ -14,7 +14,6 @@ from compare.evidence.words import count
 from compare.plan.record import plan_from
 
 MANY_VERDICTS = 4
-ENGINES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
 def page_title(comparison: Comparison) -> str:
@@ -24,7 +23,7 @@ def page_title(comparison: Comparison) -> str:
     if engines == {"ddp", "horovod"}:
         return "PyTorch DDP and Horovod, the same training side by side"
     if len(comparison.plan["configurations"]) == 1:
-        return f"The training under {ENGINES[engines.pop()]} alone"
+        return f"The training under {'PyTorch DDP' if engines == {'ddp'} else 'Horovod'} alone"
     return "One training, started in several ways"
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import recipe.errors
+from compare.evidence.load import most_load
 from compare.evidence.paired import Estimate
+from compare.evidence.records import ENGINES
 from compare.plan.configurations import Configuration
 from compare.plan.options import script_path
 from compare.plan.plan import Plan
@@ -19,9 +21,6 @@ from compare.running.launch import utc_now, utc_stamp
 from compare.running.search import Trial, is_gain
 from recipe.files import replace_file
 from recipe.knobs import Knobs, knobs_text, read_all_knobs
-
-BUSY_SHARE = 0.1  # of the cores: what others may use before it is told
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Found:
 def load_line(found: Found) -> str:
     """Say that others used the machine meanwhile, if they did so more than a little."""
     cores = found.environment.get("cores") or os.cpu_count() or 1
-    if found.other_load is None or found.other_load <= BUSY_SHARE * cores:
+    if found.other_load is None or found.other_load <= most_load(cores):
         return ""
     return (
         f"other processes kept {found.other_load:.1f} of {cores} cores busy in the median run: "

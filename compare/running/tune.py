@@ -20,6 +20,7 @@ from typing import Any
 
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.records import ENGINES
 from compare.evidence.run_folder import read_summary
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
@@ -30,7 +31,6 @@ from compare.plan.record import plan_differences, plan_record
 from compare.plan.sources import trainers_sha256
 from compare.running import preflight
 from compare.running.knobs_found import (
-    ENGINES,
     Found,
     found_record,
     load_line,

@@ -1,0 +1,12 @@
+"""How much of a machine other processes may use: cores that they keep busy."""
+
+
+def least_load(cores: int) -> float:
+    """Return from where on a load is told before a measurement: a mail program that wakes up now
+    and then keeps fewer cores busy, a compiler more."""
+    return max(0.2, 0.05 * cores)
+
+
+def most_load(cores: int) -> float:
+    """Return up to where a load during a run leaves its figures beyond doubt."""
+    return 0.1 * cores
