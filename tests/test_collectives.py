@@ -560,6 +560,7 @@ def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_pa
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_the_whole_command(tmp_path):
     folder = tmp_path / "out"
     done = run([

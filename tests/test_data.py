@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from launching import rarely
 from making import CPU, a_config, a_world, folder_config, write_images
 
 from recipe.config import Config
@@ -373,7 +374,7 @@ def test_other_errors_than_a_full_dev_shm_keep_their_words() -> None:
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {python} {script}"
 
 
-@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("is_small", [True, rarely(False)])
 def test_workers_that_cannot_hand_over_are_one_sentence(
     is_small: bool, folders: Config, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from launching import rarely
 from making import CPU, a_config, a_world, folder_config, write_images
 
 from recipe.config import Config
@@ -127,7 +128,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, rarely(1)])
 def test_ranks_and_loader_workers_share_it(folders: Config, tmp_path: Path, late: int) -> None:
     """Whoever comes late; and nothing is left of it when they are killed."""
     script = tmp_path / "rank.py"

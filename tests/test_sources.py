@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ENGINES, losses, rarely, read_json, train
+from launching import ENGINES, losses, read_json, train
 from test_dali import needs_dali
 
 from recipe.data.digits import prepare_digits
@@ -32,7 +32,8 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("source", ["shards", rarely("in memory")])
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["shards", "in memory"])
 def test_resume_in_mid_epoch_under_the_other_engine(
     source: str, trained: Callable[..., Path], shards: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SMALL, read_json
+from launching import SMALL, rarely, read_json
 from records import a_summary
 from test_compare_plan import plan_of
 
@@ -358,7 +358,7 @@ def test_a_run_that_was_stopped_at_its_very_end_counts(starts: Starts) -> None:
     assert len(starts.commands) == made
 
 
-@pytest.mark.parametrize("after", [1, 4, 9, 20])
+@pytest.mark.parametrize("after", [rarely(1), rarely(4), 9, rarely(20)])
 def test_an_interrupted_search_goes_on_without_repeating_a_run(
     starts: Starts, capsys: pytest.CaptureFixture[str], after: int
 ) -> None:

@@ -238,7 +238,7 @@ def listens_at(launcher: subprocess.Popen) -> set[str]:
 @pytest.mark.parametrize(
     ("launcher", "engine", "number", "whole_group"),
     [
-        ("torchrun", "ddp", signal.SIGKILL, False),
+        rarely("torchrun", "ddp", signal.SIGKILL, False),
         ("horovodrun --mpi", "horovod", signal.SIGTERM, False),
         rarely("horovodrun --mpi", "horovod", signal.SIGINT, True),
         rarely("horovodrun --gloo", "horovod", signal.SIGINT, True),

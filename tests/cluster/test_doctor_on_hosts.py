@@ -22,6 +22,7 @@ def examine(hosts: list[Host], tmp_path: Path, *words: str) -> tuple[int, dict[s
     return finished.returncode, wrong
 
 
+@pytest.mark.full
 def test_sound_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
     assert examine(two_hosts, tmp_path, "--hosts", "node0:1,node1:1") == (0, {})
 

@@ -135,7 +135,6 @@ def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path
 @pytest.mark.parametrize(
     "names",
     [
-        "ddp-torchrun horovod-mpi horovod-gloo",
         rarely("ddp-torchrun ddp-mpirun horovod-mpi horovod-gloo horovod-mpirun"),
     ],
 )

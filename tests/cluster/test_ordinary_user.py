@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Host, hosts
-from launching import ROOT, SMALL, Finished, rarely, read_json
+from launching import ROOT, SMALL, Finished, read_json
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -81,11 +81,12 @@ def open_up(place: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "line",
     [
         "horovodrun -np 2 -H node0:1,node1:1 python horovod_train/train.py",
-        rarely("mpirun -np 2 -H node0:1,node1:1 --bind-to none python ddp_train/train.py"),
+        "mpirun -np 2 -H node0:1,node1:1 --bind-to none python ddp_train/train.py",
     ],
 )
 def test_an_ordinary_user_trains_on_two_hosts(line: str, user: User) -> None:
