@@ -2,11 +2,11 @@
 
 
 def least_load(cores: int) -> float:
-    """Return from where on a load is told before a measurement: a mail program that wakes up now
-    and then keeps fewer cores busy, a compiler more."""
+    """Return the load that is worth a warning before a measurement: a mail program that wakes up
+    now and then keeps fewer cores busy, a compiler more."""
     return max(0.2, 0.05 * cores)
 
 
 def most_load(cores: int) -> float:
-    """Return up to where a load during a run leaves its figures beyond doubt."""
+    """Return the largest load during a run that leaves its figures beyond doubt."""
     return 0.1 * cores

@@ -69,7 +69,7 @@ class Parity:
 
     @property
     def diverged(self) -> bool:
-        # A digest knows no distance, so with a tolerance it is told, but does not judge.
+        # A digest knows no distance, so with a tolerance it is shown, but does not judge.
         last = self.exact and self.final_weights == "different"
         return last or any(kind.judged and kind.beyond for kind in self.kinds.values())
 

@@ -211,7 +211,7 @@ def find_comparison(path: Path) -> Path:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison. A missing or unfinished run is told by its status, a broken one raises."""
+    """Read a comparison. A missing or unfinished run has such a status, a broken one raises."""
     if not folder.is_dir():
         raise RecordError(
             f"{folder} is not a folder: give the path of a comparison, as in "

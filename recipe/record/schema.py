@@ -67,15 +67,21 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLine:
-    """A step: metrics over all ranks' images, durations of rank 0."""
+class MetricsLine:
+    """Metrics over images, and how far training had come."""
 
-    epoch: int  # that it began in, from 0
+    epoch: int  # from 0; of a step, the one that it began in
     step: int  # from 1
     samples_seen: int  # of all ranks, with this step
     loss: float
     top1: float
     top5: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLine(MetricsLine):
+    """A step: metrics over all ranks' images, durations of rank 0."""
+
     learning_rate: float
     seconds: float
     data_seconds: float
@@ -87,29 +93,17 @@ class StepLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochLine:
+class EpochLine(MetricsLine):
     """A complete epoch's training."""
 
-    epoch: int
-    step: int
-    samples_seen: int
-    loss: float
-    top1: float
-    top5: float
     seconds: float  # of its steps, evaluations and checkpoints left out
     images_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalLine:
+class EvalLine(MetricsLine):
     """An evaluation of all validation images."""
 
-    epoch: int
-    step: int
-    samples_seen: int
-    loss: float
-    top1: float
-    top5: float
     num_images: int
     seconds: float
     train_seconds_so_far: float  # the training clock, see Summary.total_seconds
