@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from benchmarks.harness import bench
 from benchmarks.harness.blocks import run_blocks
-from benchmarks.harness.sides import Side, Workload, trainer_side
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
+from compare.running.sides import Side
 
 GOAL = 1.25
 SIDES = {"fp32": "same precision (fp32, channels_last)", "best": "best precision (bf16)"}

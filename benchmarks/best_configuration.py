@@ -10,15 +10,10 @@ processes on the machine move less than images per second; on a GPU of images pe
 import sys
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import (
-    estimate,
-    estimate_value,
-    run_blocks,
-    throughput,
-    work_per_cpu_second,
-)
+from benchmarks.harness.blocks import run_blocks
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
+from compare.evidence.turns import estimate, estimate_value, throughput, work_per_cpu_second
 
 GOAL = 2.7
 

@@ -12,9 +12,10 @@ is also told in seconds, and what it would come to at ResNet-50's step.
 import sys
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import Block, estimate_value, run_blocks
+from benchmarks.harness.blocks import run_blocks
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
+from compare.evidence.turns import Block, estimate_value
 
 GOAL = 0.99
 PERIOD = 100  # steps

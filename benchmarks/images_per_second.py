@@ -10,9 +10,10 @@ import sys
 from dataclasses import replace
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import estimate_value, run_blocks, throughput
+from benchmarks.harness.blocks import run_blocks
 from benchmarks.harness.sides import trainer_side
 from benchmarks.harness.workloads import gpu_workload
+from compare.evidence.turns import estimate_value, throughput
 
 GOALS = {"H200": 3500.0, "H100": 3200.0}
 NAME = "ResNet-50, synthetic, one GPU"

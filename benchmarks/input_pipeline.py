@@ -23,13 +23,14 @@ from os import getloadavg
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import Block, estimate, estimate_value, say, work_per_cpu_second
 from benchmarks.harness.pipelines import BATCH_SIZE
-from benchmarks.harness.sides import BenchmarkError, Side
-from benchmarks.harness.stage import Turn, start_process, tail
 from benchmarks.real_data import make_jpegs
+from compare.evidence.turns import Block, Turn, estimate, estimate_value, work_per_cpu_second
 from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import start_process, tail
+from compare.running.turns import say
 from recipe.files import write_json
 
 GOAL = 0.80
@@ -98,12 +99,12 @@ def run_block(
     try:
         while process.poll() is None:
             if time.monotonic() - began > LIMIT_SECONDS:
-                raise BenchmarkError(f"row 3: no end within {LIMIT_SECONDS:.0f} s")
+                raise MeasurementError(f"row 3: no end within {LIMIT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
     finally:
         end_processes(process, mark)
     if process.returncode:
-        raise BenchmarkError(f"benchmarks/harness/pipelines.py failed:\n{tail(folder)}")
+        raise MeasurementError(f"benchmarks/harness/pipelines.py failed:\n{tail(folder)}")
     turns = tuple(Turn(**turn) for turn in json.loads((folder / "turns.json").read_text()))
     block = Block(number, order, load, turns)
     write_json(folder / "block.json", asdict(block))

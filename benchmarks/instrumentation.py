@@ -10,9 +10,10 @@ only when asked for (--ablation-steps, --tensor-steps, --profile-steps) is off o
 import sys
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import estimate, estimate_value, run_blocks, work_per_cpu_second
+from benchmarks.harness.blocks import run_blocks
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
+from compare.evidence.turns import estimate, estimate_value, work_per_cpu_second
 
 GOAL = 0.995
 

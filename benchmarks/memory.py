@@ -18,13 +18,14 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import say
-from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
-from benchmarks.harness.stage import start_process, tail
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.real_data import make_jpegs
 from compare.evidence.paired import estimate_ratio
 from compare.evidence.records import ENGINES
 from compare.running.launch import end_processes
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import start_process, tail
+from compare.running.turns import say
 
 GOAL = 1.01
 TINY = Workload("squeezenet1_1", 32, 1)
@@ -100,12 +101,12 @@ def watch(runs: list[Watched], first: int, last: int) -> None:
         steps = [run.read() for run in runs]
         for run in runs:
             if run.process.poll() is not None:
-                raise BenchmarkError(f"{run.side.name} ended:\n{tail(run.folder)}")
+                raise MeasurementError(f"{run.side.name} ended:\n{tail(run.folder)}")
         if all(sum(at >= last for at, _ in run.readings) >= READINGS for run in runs):
             return
         seconds = time.monotonic() - began
         if seconds > limit:
-            raise BenchmarkError(f"only {min(steps)} steps within {limit:.0f} s")
+            raise MeasurementError(f"only {min(steps)} steps within {limit:.0f} s")
         if seconds - told > 20 and min(steps):
             told = seconds
             left = f", about {seconds * (last / min(steps) - 1) / 60:.1f} min left"

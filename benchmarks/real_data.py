@@ -15,10 +15,13 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import estimate_value, run_blocks, say
-from benchmarks.harness.sides import BenchmarkError, Workload, trainer_side
+from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
+from compare.evidence.turns import estimate_value
 from compare.plan.sources import ROOT
+from compare.running.sides import MeasurementError
+from compare.running.turns import say
 
 GOALS = {8: 0.97, 12: 0.95}
 BEST = bench.BEST_FLAGS
@@ -68,7 +71,7 @@ def make_jpegs(folder: Path, images: int) -> Path:
             [*command, "--images", str(images)], cwd=ROOT, capture_output=True, text=True
         )
         if done.returncode:
-            raise BenchmarkError(f"tools/make_jpegs.py failed: {done.stderr.strip()}")
+            raise MeasurementError(f"tools/make_jpegs.py failed: {done.stderr.strip()}")
         for file in sorted((draft / "train").glob("*/*.jpg")):
             for copy in range(1, COPIES):
                 os.link(file, file.with_name(f"{file.stem}-{copy:02d}.jpg"))

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import say
-from benchmarks.harness.sides import BenchmarkError
 from compare.running.launch import utc_now
+from compare.running.sides import MeasurementError
+from compare.running.turns import say
 from recipe.files import replace_file, write_json
 
 FAILED = "mending"
@@ -80,7 +80,7 @@ def answer(arguments: argparse.Namespace) -> int:
     """Measure, unless --table names a record, and print the table."""
     if arguments.table is not None:
         if not arguments.table.is_dir():
-            raise BenchmarkError(f"--table {arguments.table}: there is no such folder")
+            raise MeasurementError(f"--table {arguments.table}: there is no such folder")
         rows = rows_in(arguments.table)
     else:
         options = bench.options_from(arguments)
@@ -112,7 +112,7 @@ def chosen(only: str | None, gpu: bool) -> list[Entry]:
     known = {str(number) for entry in possible for number in numbers(entry, gpu)}
     asked = only.split(",")
     if wrong := [word for word in asked if word not in known]:
-        raise BenchmarkError(
+        raise MeasurementError(
             f"--only {only}: there is no row {wrong[0]} {'with' if gpu else 'without'} --gpu; "
             f"take of {', '.join(sorted(known, key=int))}"
         )
@@ -142,7 +142,7 @@ def measure_all(entries: Sequence[Entry], options: bench.Options, again: bool) -
                 entry.name, importlib.import_module(f"benchmarks.{entry.name}").measure, options
             )
         except Exception as error:
-            known = isinstance(error, BenchmarkError)
+            known = isinstance(error, MeasurementError)
             say(f"error: {error if known else bench.unexpected(error)}")
             rows += [failed(number, entry.name) for number in numbers(entry, options.gpu)]
     if not options.gpu and any(entry.name == "real_data" for entry in entries):
@@ -160,7 +160,7 @@ def rows_in(folder: Path) -> list[bench.Row]:
     found = [bench.read_rows(folder, entry.name) for entry in ENTRIES]
     rows = [row for some in found if some for row in some]
     if not rows:
-        raise BenchmarkError(f"{folder}: holds no record of a benchmark")
+        raise MeasurementError(f"{folder}: holds no record of a benchmark")
     return rows if any(row.number == 12 for row in rows) else [*rows, NEEDS_A_GPU]
 
 
@@ -168,7 +168,7 @@ def write_table(path: Path, text: str) -> None:
     """Put the table between the marks of a Markdown file, in place of what is there."""
     old = path.read_text() if path.exists() else ""
     if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise BenchmarkError(f"--markdown {path}: needs one line {BEGIN} and one {END}")
+        raise MeasurementError(f"--markdown {path}: needs one line {BEGIN} and one {END}")
     pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     replace_file(path, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", old))
 

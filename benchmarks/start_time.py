@@ -14,14 +14,15 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import bench
-from benchmarks.harness.blocks import say, wait_for_quiet
-from benchmarks.harness.sides import BenchmarkError, Side, trainer_side
-from benchmarks.harness.stage import start_process, tail
+from benchmarks.harness.sides import trainer_side
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import estimate_ratio
 from compare.evidence.records import ENGINES
 from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import start_process, tail
+from compare.running.turns import say, wait_for_quiet
 
 GOAL = 2.0
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)
@@ -72,11 +73,11 @@ def seconds_to_first_step(side: Side, folder: Path) -> float:
             if side is not IMPORT and metrics.exists() and '"kind": "step"' in metrics.read_text():
                 return time.monotonic() - began
             if time.monotonic() - began > LIMIT_SECONDS:
-                raise BenchmarkError(f"{side.name}: no step within {LIMIT_SECONDS:.0f} s")
+                raise MeasurementError(f"{side.name}: no step within {LIMIT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
         seconds = time.monotonic() - began
         if process.returncode or side is not IMPORT:
-            raise BenchmarkError(f"{side.name} ended without a step:\n{tail(folder)}")
+            raise MeasurementError(f"{side.name} ended without a step:\n{tail(folder)}")
         return seconds
     finally:
         try:

@@ -16,10 +16,12 @@ import itertools
 import sys
 
 from benchmarks.harness import bench, phases
-from benchmarks.harness.blocks import estimate, run_blocks, work_per_cpu_second
-from benchmarks.harness.sides import Side, Workload, trainer_side
+from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
 from compare.evidence.records import ENGINES
+from compare.evidence.turns import estimate, work_per_cpu_second
+from compare.running.sides import Side
 
 GOAL = 0.985
 LOOPS = {"bare": "bare loop", "bare-as-trainers": "bare loop with the trainers' settings"}

@@ -27,22 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import bench, namespaces
-from benchmarks.harness.blocks import (
-    Block,
-    estimate,
-    estimate_value,
-    in_turn,
-    say,
-    say_left,
-    throughput,
-    wait_for_quiet,
-)
+from benchmarks.harness.blocks import say_left
 from benchmarks.harness.namespaces import Host, HostsError
-from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
-from benchmarks.harness.stage import Stage, Turn
+from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
+from compare.evidence.turns import Block, Turn, estimate, estimate_value, throughput
 from compare.page.chart import (
     DASHES,
     INK,
@@ -57,6 +48,9 @@ from compare.page.chart import (
 )
 from compare.plan.blocks import drawn
 from compare.plan.environment import RUN_MARK
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import Stage
+from compare.running.turns import in_turn, say, wait_for_quiet
 from recipe.files import replace_file, write_json
 
 GOAL = 0.97
@@ -263,7 +257,7 @@ def read_choice(log: Path) -> str:
     """The wire format that auto said it took."""
     found = CHOICE.search(log.read_text(errors="replace"))
     if found is None:
-        raise BenchmarkError(f"{log}: auto does not say what it chose")
+        raise MeasurementError(f"{log}: auto does not say what it chose")
     return found[1]
 
 

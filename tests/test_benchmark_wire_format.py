@@ -16,11 +16,11 @@ from launching import ROOT, run, wait_until
 from benchmarks import wire_format
 from benchmarks.harness import bench, namespaces
 from benchmarks.harness.bench import Row
-from benchmarks.harness.blocks import Block, Options
+from benchmarks.harness.blocks import Options
 from benchmarks.harness.namespaces import Host
-from benchmarks.harness.sides import BenchmarkError
-from benchmarks.harness.stage import Turn
 from benchmarks.wire_format import AtRate, Rate
+from compare.evidence.turns import Block, Turn
+from compare.running.sides import MeasurementError
 
 
 def block(fp32: float, fp16: float, auto: float) -> Block:
@@ -80,7 +80,7 @@ def test_what_auto_chose_is_read_from_its_output(tmp_path: Path) -> None:
     )
     assert wire_format.read_choice(log) == "fp16"
     log.write_text("x\n")
-    with pytest.raises(BenchmarkError, match="does not say what it chose"):
+    with pytest.raises(MeasurementError, match="does not say what it chose"):
         wire_format.read_choice(log)
 
 

@@ -15,13 +15,15 @@ from PIL import Image
 
 from benchmarks import communication_bound, images_per_second, input_pipeline
 from benchmarks import run as bench_run
-from benchmarks.harness import bench, blocks, phases, pipelines, sides
+from benchmarks.harness import bench, blocks, phases, pipelines
 from benchmarks.harness.bench import Measured, Row
-from benchmarks.harness.blocks import Block
-from benchmarks.harness.sides import BenchmarkError, Side, Workload, trainer_side
-from benchmarks.harness.stage import Turn, make_turn
+from benchmarks.harness.sides import Workload, trainer_side
 from compare import keep
-from compare.evidence import packed
+from compare.evidence import packed, turns
+from compare.evidence.turns import Block, Turn
+from compare.running.sides import TAKE_TURNS, MeasurementError, Side
+from compare.running.stage import make_turn
+from compare.running.turns import finished_block
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
 
@@ -46,11 +48,11 @@ def side(**changes: object) -> Side:
 
 def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
     # The machine is three times as fast in the second round; one turn was slowed.
-    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", blocks.throughput) == (
+    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", turns.throughput) == (
         pytest.approx(0.9)
     )
-    assert block([9, 27], [10, 30]).median("b", blocks.throughput) == 20
-    assert block([9, 27], [10, 30]).ratio("b", "a", blocks.work_per_cpu_second) == (
+    assert block([9, 27], [10, 30]).median("b", turns.throughput) == 20
+    assert block([9, 27], [10, 30]).ratio("b", "a", turns.work_per_cpu_second) == (
         pytest.approx(10 / 9)
     )
 
@@ -58,7 +60,7 @@ def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
 def test_loud_rounds_do_not_count() -> None:
     loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
     assert loud.quiet_rounds == {0, 2}
-    assert loud.ratio("a", "b", blocks.throughput) == pytest.approx(0.9)
+    assert loud.ratio("a", "b", turns.throughput) == pytest.approx(0.9)
     assert loud.other_load == pytest.approx(0.05)
     # Where all are loud, the quietest third counts.
     assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
@@ -132,7 +134,7 @@ def test_a_row_without_a_goal_is_for_reference() -> None:
 def test_the_table_and_its_notes() -> None:
     rows = [
         Row(14, "memory", 1.01, at_least=False).measured(
-            blocks.estimate([block([1], [1])] * 3, "a", "b"), "tiny"
+            turns.estimate([block([1], [1])] * 3, "a", "b"), "tiny"
         ),
         Row(11, "speed", 3200, unit="images/s", needs="a GPU"),
     ]
@@ -156,7 +158,7 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     assert record["machine"]["cpu_model"]
     assert bench.read_rows(options.out, "memory") is None
     (options.out / "memory.json").write_text("{}")
-    with pytest.raises(BenchmarkError, match=r"memory\.json: is no record"):
+    with pytest.raises(MeasurementError, match=r"memory\.json: is no record"):
         bench.read_rows(options.out, "memory")
 
 
@@ -171,7 +173,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def measure_and_keep(name: str, _: object, options: blocks.Options) -> list[Row]:
         names.append(name)
         if name == "memory":
-            raise BenchmarkError("no such luck")
+            raise MeasurementError("no such luck")
         number = next(entry.cpu[0] for entry in bench_run.ENTRIES if entry.name == name)
         rows = [Row(number, name, 0.9, value=0.9)]
         if name == "wire_format":
@@ -275,7 +277,7 @@ def test_commands() -> None:
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
     command = pair.command(Path("/f"), 1, turns=["--socket", "/s"])
-    assert command[:6] == ["python", sides.TAKE_TURNS, "--socket", "/s", "--side", "y"]
+    assert command[:6] == ["python", TAKE_TURNS, "--socket", "/s", "--side", "y"]
     assert command[command.index("--copy") + 1] == "1" and "--overruns" in command
     assert command[command.index("--log-dir") + 1] == "/f"
 
@@ -295,10 +297,10 @@ def test_goals_of_gpus() -> None:
 COUNTS = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from benchmarks.harness import turns
+from compare.running import turn_client
 while True:
     time.sleep(0.01)
-    turns.step_ended()
+    turn_client.step_ended()
 """
 
 
@@ -326,14 +328,14 @@ def test_sides_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     # What an interrupted call has left is taken up; other sides are measured anew.
     assert blocks.run_blocks(sides, options, "1 test") == [found]
     folder = tmp_path / "out" / "blocks" / "1-test" / "block-1"
-    assert blocks.finished_block(sides[:1], 2, folder) is None
-    assert blocks.finished_block(sides, 3, folder) is None
+    assert finished_block(sides[:1], 2, folder) is None
+    assert finished_block(sides, 3, folder) is None
 
 
 def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies", "exit('alas')")]
     options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2)
-    with pytest.raises(BenchmarkError, match=r"dies ended with exit code 1:\n  \| alas"):
+    with pytest.raises(MeasurementError, match=r"dies ended with exit code 1:\n  \| alas"):
         blocks.run_blocks(sides, options, "1")
 
 

@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.blocks import say
-from benchmarks.harness.sides import BenchmarkError, Side
-from benchmarks.harness.stage import start_process, tail
 from compare.running.launch import end_processes
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import start_process, tail
+from compare.running.turns import say
 
 STRETCH = 5  # steps; the first of each stretch does not count
 STEPS = 41
@@ -29,12 +29,12 @@ def measure(side: Side, folder: Path) -> dict[str, Any]:
     try:
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        raise BenchmarkError(f"{shlex.join(command)}: took more than {SECONDS} s") from None
+        raise MeasurementError(f"{shlex.join(command)}: took more than {SECONDS} s") from None
     finally:
         end_processes(process, mark)
     summary = folder / "run" / "summary.json"
     if process.returncode or not summary.exists():
-        raise BenchmarkError(f"{shlex.join(command)}: failed\n{tail(folder)}")
+        raise MeasurementError(f"{shlex.join(command)}: failed\n{tail(folder)}")
     ranks = json.loads(summary.read_text())["ranks"]
     names = [name for name in ranks[0] if name.endswith("_seconds") and name != "cpu_seconds"]
     return {name: sum(rank[name] or 0.0 for rank in ranks) / len(ranks) for name in names}

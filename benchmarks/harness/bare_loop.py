@@ -14,13 +14,14 @@ import torch
 import torchvision
 from torch import nn
 
-from benchmarks.harness import turns
+from benchmarks.harness.loop_flags import loop_parser
+from compare.running import turn_client
 from recipe.device import keep_freed_memory
 
 
 def main() -> None:
     """Train until --steps, or for ever."""
-    parser = turns.loop_parser("bare_loop", __doc__)
+    parser = loop_parser("bare_loop", __doc__)
     parser.set_defaults(threads=1)
     add = parser.add_argument
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast")
@@ -69,8 +70,8 @@ def main() -> None:
                 for name, begin, end in zip(names, times[:-1], times[1:], strict=True)
             }
             phases.write(json.dumps({"kind": "step", "data_seconds": 0.0, **seconds}) + "\n")
-        turns.step_ended()
-    turns.synchronize()
+        turn_client.step_ended()
+    turn_client.synchronize()
     print(f"{step * options.batch_size / (time.perf_counter() - started):.1f} images/s")
 
 

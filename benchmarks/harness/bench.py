@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import tabulate
 
-from benchmarks.harness.blocks import QUIET_CORES, Block, Options, estimate, throughput
-from benchmarks.harness.sides import BenchmarkError, Side
-from benchmarks.harness.stage import Turn
+from benchmarks.harness.blocks import Options
 from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.paired import Estimate
+from compare.evidence.turns import QUIET_CORES, Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now, utc_stamp
+from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
 
 REACHED, MISSED, OPEN = "reached", "not reached", "not shown"
@@ -123,13 +123,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
-    """The options, with defaults for what was not given; BenchmarkError for what cannot be."""
+    """The options, with defaults for what was not given; MeasurementError for what cannot be."""
     for flag in ("blocks", "turns"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
-            raise BenchmarkError(f"--{flag} {value}: must be at least 1")
+            raise MeasurementError(f"--{flag} {value}: must be at least 1")
     if arguments.gpu and not gpu_name():
-        raise BenchmarkError(
+        raise MeasurementError(
             "--gpu: torch finds no GPU here; on a machine with one, `make bench-gpu` measures"
         )
     return Options(
@@ -227,7 +227,7 @@ def row_from(values: dict[str, Any]) -> Row:
 def read_rows(folder: Path, name: str, options: Options | None = None) -> list[Row] | None:
     """The rows of a finished benchmark; None if it has not been measured in this folder.
 
-    BenchmarkError if it was measured with --gpu or --quick, and `options` say otherwise, or the
+    MeasurementError if it was measured with --gpu or --quick, and `options` say otherwise, or the
     other way round.
     """
     path = record_path(folder, name)
@@ -238,11 +238,11 @@ def read_rows(folder: Path, name: str, options: Options | None = None) -> list[R
         rows = [row_from(values) for values in record["rows"]]
         measured = record.get("options", {})
     except (ValueError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"{path}: is no record of a benchmark ({error!r})") from None
+        raise MeasurementError(f"{path}: is no record of a benchmark ({error!r})") from None
     for flag in ("gpu", "quick"):
         if options is not None and measured.get(flag, False) != getattr(options, flag):
             how = "with" if measured.get(flag) else "without"
-            raise BenchmarkError(f"{path}: was measured {how} --{flag}; take another --out")
+            raise MeasurementError(f"{path}: was measured {how} --{flag}; take another --out")
     return rows
 
 

@@ -21,9 +21,9 @@ from PIL import Image
 from torchvision import io, transforms
 from torchvision.transforms import v2
 
-from benchmarks.harness.blocks import wait_for_quiet
-from benchmarks.harness.stage import Turn
+from compare.evidence.turns import Turn
 from compare.running.launch import busy_cpu_seconds
+from compare.running.turns import wait_for_quiet
 from recipe.config import Config
 from recipe.data.batches import TrainImages
 from recipe.data.image_folder import Listing, list_images

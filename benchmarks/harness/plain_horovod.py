@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 import torchvision
 
-from benchmarks.harness import turns
+from benchmarks.harness.loop_flags import loop_parser
+from compare.running import turn_client
 from recipe.world import prepare_mpi, read_world
 
 YIELDS = "OMPI_MCA_mpi_yield_when_idle"
@@ -22,7 +23,7 @@ YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
 def main() -> None:
     """Train until --steps, or for ever."""
-    options = turns.loop_parser("plain_horovod", __doc__).parse_args()
+    options = loop_parser("plain_horovod", __doc__).parse_args()
 
     was_set = YIELDS in os.environ
     prepare_mpi(read_world())  # without it no single process starts on Open MPI's wheel ...
@@ -54,8 +55,8 @@ def main() -> None:
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
         step += 1
-        turns.step_ended()
-    turns.synchronize()
+        turn_client.step_ended()
+    turn_client.synchronize()
     if hvd.rank() == 0:
         images_made = step * options.batch_size * hvd.size()
         print(f"{images_made / (time.perf_counter() - began):.1f} images/s")

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import ablation, bench
-from benchmarks.harness.blocks import Block, run_blocks
-from benchmarks.harness.sides import Side, Workload, trainer_side
+from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.sides import Workload, trainer_side
 from compare.evidence.records import ENGINES
+from compare.evidence.turns import Block
+from compare.running.sides import Side
 
 WORKERS = 2
 

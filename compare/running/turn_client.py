@@ -1,14 +1,12 @@
-"""The side of a benchmark that is measured: it does its turns, and waits while others do theirs.
+"""A process that is measured by turns: it does its own, and waits while others do theirs.
 
-A process that takes turns connects to the benchmark's socket and calls `step_ended` after each
-optimizer step. Without a benchmark (`CLIENT` is None) that does nothing, so that a script which
-calls it also runs alone.
+It connects to the socket of who measures and calls `step_ended` after each optimizer step. Without
+one (`CLIENT` is None) that does nothing, so that a script which calls it also runs alone.
 
-Messages are JSON, one a line. To the benchmark: hello, ready (warmed up), turn (its measurements),
+Messages are JSON, one a line. To who measures: hello, ready (warmed up), turn (its measurements),
 held. From it: go (with the number of steps), hold, end.
 """
 
-import argparse
 import json
 import os
 import select
@@ -104,22 +102,6 @@ CLIENT: Client | None = None
 
 
 def step_ended() -> None:
-    """Tell that an optimizer step has ended; does nothing when no benchmark listens."""
+    """Say that an optimizer step has ended; does nothing when nobody measures."""
     if CLIENT is not None:
         CLIENT.step_ended()
-
-
-def loop_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The flags that the loops have in common with the trainers, and --steps."""
-    parser = argparse.ArgumentParser(
-        prog=f"python benchmarks/{name}.py",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--arch", default="resnet50", help="a classification model of torchvision")
-    add("--train-crop-size", type=int, default=224, help="side of the images, pixels")
-    add("--batch-size", type=int, default=32, help="images a step and rank")
-    add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--steps", type=int, help="end after so many (default: never)")
-    return parser

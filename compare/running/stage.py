@@ -18,27 +18,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness.sides import BenchmarkError, Side
+from compare.evidence.turns import Turn
 from compare.plan.environment import RUN_MARK, run_environment
 from compare.plan.sources import ROOT
 from compare.running.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
+from compare.running.sides import MeasurementError, Side
 
 START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
 END_SECONDS = 10.0
 TAIL_LINES = 20
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What a side did in one turn."""
-
-    side: str
-    round: int  # from 0
-    seconds: float  # of the slowest rank
-    images_per_second: float  # of all copies together
-    cpu_seconds_per_image: float
-    other_load: float = 0.0  # cores that others kept busy meanwhile
 
 
 @dataclass
@@ -174,7 +163,7 @@ class Stage:
                 while performer.messages and number:
                     message = performer.messages.pop(0)
                     if message["kind"] != kind:
-                        raise BenchmarkError(f"{performer.side}: {message['kind']}, not {kind}")
+                        raise MeasurementError(f"{performer.side}: {message['kind']}, not {kind}")
                     number -= 1
                     yield performer, message
             if number:
@@ -207,15 +196,17 @@ class Stage:
                 performer.messages.append(message)
 
     def look_after(self, deadline: float, seconds: float) -> None:
-        """Raise BenchmarkError if a side has ended, or if the time is over."""
+        """Raise MeasurementError if a side has ended, or if the time is over."""
         for side, process, folder in self.processes:
             if process.poll() is not None:
-                raise BenchmarkError(
+                raise MeasurementError(
                     f"{side.name} ended with exit code {process.returncode}:\n{tail(folder)}"
                 )
         if time.monotonic() > deadline:
             told = "\n".join(f"{side.name}:\n{tail(path)}" for side, _, path in self.processes)
-            raise BenchmarkError(f"nothing came for {seconds:.0f} s; the sides last wrote\n{told}")
+            raise MeasurementError(
+                f"nothing came for {seconds:.0f} s; the sides last wrote\n{told}"
+            )
 
     def stop(self, side: Side) -> None:
         """Stop all processes of a side where they stand."""

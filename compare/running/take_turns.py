@@ -1,11 +1,11 @@
 """Run a training script, unmodified, so that it takes turns with what it is compared with.
 
-    python benchmarks/harness/take_turns.py --socket PATH --side NAME --warm-up 3 -- SCRIPT ...
+    python compare/running/take_turns.py --socket PATH --side NAME --warm-up 3 -- SCRIPT ...
 
-Started by the benchmarks, under the script's own launcher, once for each rank. The trainers call
+Started under the script's own launcher, once for each rank. The trainers call
 `recipe.record.meter.AT_STEP_END` at the end of each step: whatever it entails, be it a line of the
-record or a checkpoint, is inside a turn. Other scripts call `benchmarks.harness.turns.step_ended`
-themselves.
+record or a checkpoint, is inside a turn. Other scripts call
+`compare.running.turn_client.step_ended` themselves.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import turns
+from compare.running import turn_client
 
 
 def main() -> None:
-    """Connect to the benchmark, then be the script."""
+    """Connect to who measures, then be the script."""
     parser = argparse.ArgumentParser(
-        prog="python benchmarks/harness/take_turns.py", description=__doc__
+        prog="python compare/running/take_turns.py", description=__doc__
     )
     add = parser.add_argument
-    add("--socket", required=True, metavar="PATH", help="where the benchmark listens")
+    add("--socket", required=True, metavar="PATH", help="where who measures listens")
     add("--side", required=True, metavar="NAME", help="which side of it this process belongs to")
     add("--copy", type=int, default=0, metavar="N", help="which of several alike on that side")
     add("--warm-up", type=int, required=True, metavar="STEPS", help="before the first turn")
@@ -33,7 +33,7 @@ def main() -> None:
     add("program", nargs=argparse.REMAINDER, help="-- the script and its arguments")
     options = parser.parse_args()
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    turns.CLIENT = turns.Client(
+    turn_client.CLIENT = turn_client.Client(
         options.socket, options.side, options.copy, options.warm_up, options.overruns
     )
     if Path(program[0]).name == "train.py":
@@ -49,7 +49,7 @@ def catch_steps() -> None:
     """Have the trainer's steps counted; the waiting stays out of its own clocks."""
     from recipe.record import meter
 
-    meter.AT_STEP_END.append(lambda step: turns.step_ended())
+    meter.AT_STEP_END.append(lambda step: turn_client.step_ended())
 
 
 class Nothing:
@@ -65,7 +65,7 @@ class Nothing:
 
     def restart(self) -> None:
         """The meter's last call in the loop of training: the end of a step."""
-        turns.step_ended()
+        turn_client.step_ended()
 
 
 def take_instruments_out() -> None:
