@@ -108,6 +108,7 @@ def test_torchrun_on_each_host(
     assert weights(tmp_path / "torchrun", TWO_AND_TWO) == one_host_weights["DDP, Gloo"]
 
 
+@pytest.mark.full
 def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path: Path) -> None:
     """Two at one port: of each, one host is there before the other one. Without ids the two that
     are there would train together."""
@@ -115,6 +116,7 @@ def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path
     worker += f"; until [ $(ls {tmp_path} | wc -l) = 4 ]; do sleep 0.1; done"
     line = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id"
     node0, node1 = two_hosts
+    processes = []
     with contextlib.ExitStack() as running:
         for host, job in ((node0, "a"), (node1, "b"), (node0, "b"), (node1, "a")):
             command = host.inside(*line.split(), job, "--no-python", "sh", "-c", worker)
@@ -124,7 +126,10 @@ def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path
             )  # fmt: skip
             running.callback(process.wait)
             running.callback(process.terminate)
+            processes.append(process)
         wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
+        # One that is terminated while the others end keeps them waiting for 300 s.
+        assert [process.wait(60) for process in processes] == [0] * 4
     places = {tuple(path.name.split("-")) for path in tmp_path.iterdir()}
     assert {place[:2] for place in places} == {
         (job, node) for job in "ab" for node in ("node0", "node1")
