@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -30,7 +31,7 @@ from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import check_plan, list_plans
-from compare.plan.record import plan_differences, plan_record
+from compare.plan.record import end_of, plan_differences, plan_record
 from compare.plan.sources import trainers_sha256
 from compare.plan.ssh import check_logins
 from compare.running import preflight
@@ -46,10 +47,10 @@ from compare.running.progress import (
     reach,
     read_json,
     recorded_seconds,
+    resumed,
     run_label,
     show_outcome,
     wants_block,
-    with_blocks_there,
 )
 from compare.running.slurm import SLURM_FOLDER, submit_and_follow
 from compare.running.tools import NO_HOROVOD, check_tools, has_horovod
@@ -127,8 +128,9 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
         return None
     newest = folders[-1]
     old = read_json(newest / "plan.json")
-    plan = with_blocks_there(plan, newest)
-    if plan_differences(old, plan_record(plan, "")) or old.get("blocks") != plan.blocks:
+    plan = resumed(plan, newest)
+    new = plan_record(plan, "")
+    if plan_differences(old, new) or end_of(old) != end_of(new):
         return None
     return None if is_finished(plan, newest) else newest
 
@@ -164,14 +166,16 @@ def locked(folder: Path) -> Iterator[None]:
 
 def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
-    plan = with_blocks_there(plan, folder)
+    plan = resumed(plan, folder)
+    if plan.order_seed is None:
+        plan = replace(plan, order_seed=secrets.randbelow(2**31))
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
         record["warnings"] += warn(plan, folder, options.strict, known=record["warnings"])
     write_json(folder / "plan.json", record)
     runs, phase_runs = plan.runs(), plan.phase_runs()
     sources = trainers_sha256()
-    print(f"{number_of(runs, 'run')} in {number_of(range(plan.blocks), 'block')}, into {folder}")
+    print(f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}")
     if phase_runs:
         print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
     waiting = missing(runs, folder)
@@ -183,11 +187,11 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         failed = make_missing(runs, plan, folder, sources, options.block)
         while not failed and wants_block(plan, folder):
             print(f"{interval_line(plan, folder)}; another block")
-            plan = replace(plan, blocks=plan.blocks + 1)
+            plan = replace(plan, blocks_there=plan.run_blocks + 1)
             write_json(folder / "plan.json", checked_record(plan, folder))
             runs = plan.runs()
             failed = make_missing(runs, plan, folder, sources)
-        if plan.until_interval is not None:
+        if plan.measure == "runs" and plan.blocks is None and plan.pairs():
             print(until_interval_ending(plan, folder, failed))
         failed_phases = []
         if options.block is None or not missing(runs, folder):  # of an array's jobs, the last
@@ -258,19 +262,18 @@ def warn(plan: Plan, folder: Path, strict: bool, known: list[str]) -> list[str]:
 def interval_line(plan: Plan, folder: Path) -> str:
     estimate, name = interval_widths(plan, folder)[0]
     width = f"+-{100 * reach(estimate):.1f} %"
-    return f"after {plan.blocks} blocks the widest interval is {width} ({name})"
+    return f"after {plan.run_blocks} blocks the widest interval is {width} ({name})"
 
 
 def until_interval_ending(plan: Plan, folder: Path, failed: list[Run]) -> str:
     """Say why no further block follows."""
-    assert plan.until_interval is not None
     asked = f"+-{100 * plan.until_interval:g} %"
     if failed:
         return f"no further blocks for an interval of {asked}: a run failed"
     line = interval_line(plan, folder)
     if reach(interval_widths(plan, folder)[0][0]) <= plan.until_interval:
         return f"{line}: no wider than the {asked} that were asked for"
-    return f"{line}: wider than {asked}, but --max-blocks is {plan.max_blocks}"
+    return f"{line}: wider than {asked}, but another would pass the {plan.minutes:g} minutes"
 
 
 def raise_interrupt(*_: Any) -> None:
@@ -285,12 +288,18 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
     if path.exists():
         old = read_json(path)
         differences = plan_differences(old, record)
-        if old.get("blocks", 0) > plan.blocks:
-            differences.append(f"blocks: {old['blocks']} there, {plan.blocks} now")
+        there = max((run["block"] for run in old.get("runs", [])), default=0)
+        if plan.measure == "runs" and there > plan.run_blocks:
+            differences.append(f"blocks: {there} there, {plan.run_blocks} now")
         if differences:
             raise another_plan(folder, differences)
         record["created_utc"] = old["created_utc"]
         record["warnings"] = old["warnings"]
+        record["extensions"] = old.get("extensions", [])
+        if end_of(old) != end_of(record):
+            names = ("blocks", "until_interval", "minutes")
+            asked = {name: record[name] for name in names}
+            record["extensions"] += [{"created_utc": utc_now(), **asked}]
     elif any(child.name not in ("lock", SLURM_FOLDER) for child in folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
@@ -307,7 +316,7 @@ def dry_run_lines(
     for run in plan.warm_up_runs() if with_warm_up else []:
         lines.append(shlex.join(run.command((folder / "warm-up" / run.cell).parent)))
     runs = [run for run in plan.runs() if block in (None, run.block)]
-    for run in [*runs, *(plan.phase_runs() if block in (None, plan.blocks) else [])]:
+    for run in [*runs, *(plan.phase_runs() if block in (None, plan.run_blocks) else [])]:
         lines.append(shlex.join(run.command((folder / run.folder).parent)))
     return lines
 

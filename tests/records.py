@@ -2,7 +2,14 @@
 
 from typing import Any
 
+from compare.plan.plan import Plan
 from recipe.record.schema import Environment, Summary
+
+
+def a_plan(**fields: Any) -> Plan:
+    """Both engines at one and at two workers, in three blocks of whole runs."""
+    values: dict[str, Any] = {"measure": "runs", "blocks": 3, "workers": (1, 2)}
+    return Plan(**values | fields)
 
 
 def an_environment(**fields: Any) -> Environment:

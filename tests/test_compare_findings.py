@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, a_config, a_world
+from records import a_plan
 from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
 
 from compare.evidence.equality import (
@@ -34,7 +35,7 @@ from compare.page.plot import Selection
 from compare.page.plots import plot_phases
 from compare.page.text import terminal_report
 from compare.plan.configurations import Configuration
-from compare.plan.plan import Case, Plan
+from compare.plan.plan import Case
 from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.device import core_row
@@ -54,7 +55,7 @@ DDP_BATCH = Configuration("ddp-64", "ddp", "torchrun", flags=("--batch-size", "6
 def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Comparison:
     """Make a comparison and load it: of one number of workers unless told otherwise."""
     settings = {"workers": (2,), "blocks": 3, **plan}
-    return load_comparison(make_comparison(tmp_path / "compare-1", Plan(**settings), ratio))
+    return load_comparison(make_comparison(tmp_path / "compare-1", a_plan(**settings), ratio))
 
 
 def differing(verdict: Verdict) -> list[str]:

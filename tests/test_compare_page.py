@@ -10,13 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from records import a_plan
 from test_compare_records import edit, make_comparison
 
 from compare import report
 from compare.evidence.records import load_comparison
 from compare.page.chart import standalone
 from compare.page.plots import all_plots
-from compare.plan.plan import Case, Plan
+from compare.plan.plan import Case
 
 WIDTHS = (390, 1440)
 CHROMIUM = next(
@@ -48,14 +49,14 @@ def browser():
 
 
 PLANS = {
-    "two engines": Plan(),
-    "null test": Plan(workers=(2,), null=True, blocks=8),
-    "cases": Plan(
+    "two engines": a_plan(),
+    "null test": a_plan(workers=(2,), null=True, blocks=8),
+    "cases": a_plan(
         configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"),
         cases=(Case("resnet50"), Case("vgg16", ("--arch", "vgg16"))),
         question="Does a network with many weights tell the engines apart?",
     ),
-    "one configuration": Plan(configurations=("ddp-torchrun",), workers=(1, 2, 4)),
+    "one configuration": a_plan(configurations=("ddp-torchrun",), workers=(1, 2, 4)),
 }
 
 

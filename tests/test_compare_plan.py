@@ -2,19 +2,23 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import socket
+from collections import Counter
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
 from compare import run as run_module
 from compare.errors import UserError
+from compare.plan.blocks import balanced, first_count
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Plan, varied_fields
@@ -42,9 +46,10 @@ def plan_of(*words: str) -> Plan:
 
 
 def dry_run(*words: str) -> list[list[str]]:
-    """The words of each measured run's command."""
+    """The words of each whole run's command."""
+    flags = ["--measure", "runs", "--dry-run", "--no-warm-up", "--no-phases"]
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert main([*words, "--dry-run", "--no-warm-up", "--no-phases"]) == 0
+        assert main([*words, *flags]) == 0
     lines = output.getvalue().splitlines()
     return [shlex.split(line) for line in lines if not line.startswith(("unset ", "export "))]
 
@@ -90,12 +95,13 @@ time = "a minute"
 configurations = ["ddp-torchrun", "ddp-fp16", "horovod-tuned"]
 pairs = [["ddp-fp16", "ddp-torchrun"]]
 workers = [4, 2]
+measure = "runs"
 blocks = 5
 seed = 7
+order_seed = 3
+margin = "2.5 %"
 timeout = 60
 flags = "--arch resnet18 --data '/a b'"
-until_interval = "2.5 %"
-max_blocks = 12
 phase_steps = 40
 
 [configuration.ddp-fp16]
@@ -116,8 +122,8 @@ flags = "--precision bf16"
 def test_a_file_says_all_that_a_plan_holds(here):
     plan = plan_of(write_plan(here, FILE))
     assert plan.configurations == ("ddp-torchrun", "ddp-fp16", "horovod-tuned")
-    assert (plan.workers, plan.blocks, plan.seed, plan.timeout) == ((2, 4), 8, 7, 60)
-    assert (plan.until_interval, plan.max_blocks, plan.phase_steps) == (0.025, 12, 40)
+    assert (plan.workers, plan.blocks, plan.seed, plan.timeout) == ((2, 4), 5, 7, 60)
+    assert (plan.measure, plan.margin, plan.order_seed, plan.phase_steps) == ("runs", 0.025, 3, 40)
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
     assert [case.name for case in plan.cases] == ["a", "b"]
     record = json.loads(json.dumps(plan_record(plan, "now")))
@@ -125,7 +131,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert record["pairs"] == [["ddp-fp16", "ddp-torchrun"]]
     assert record["varied"] == ["fp16_allreduce", "threads"]
     assert record["configuration_details"]["horovod-tuned"]["controller"] == "gloo"
-    assert len(record["runs"]) == 3 * 2 * 2 * 8 and len(record["phase_runs"]) == 3 * 2 * 2
+    assert len(record["runs"]) == 3 * 2 * 2 * 5 and len(record["phase_runs"]) == 3 * 2 * 2
     run = next(run for run in plan.runs() if run.cell == "a/ddp-fp16-2")
     words = run.command(Path("logs"))
     ends = ["--precision", "bf16", "--fp16-allreduce", "--threads", "1"]
@@ -181,8 +187,12 @@ def test_without_anything_the_plan_is_the_default_one():
         ("[case.a]\nflags = '--test-only'", ["--test-only cannot be passed"]),
         ("until_interval = '2'", ["until_interval 2", "2%"]),
         ("until_interval = '200%'", ["until_interval 200%"]),
-        ("until_interval = '2%'\nmax_blocks = 4", ["max_blocks 4"]),
-        ("until_interval = '2%'\nconfigurations = ['ddp-torchrun']", ["until_interval", "null"]),
+        ("margin = '0%'", ["margin 0%", "between"]),
+        ("minutes = 0", ["minutes 0", "above 0"]),
+        ("measure = 'turn'", ["measure turn", "did you mean turns?"]),
+        ("measure = 'runs'\nfull_runs = 2", ["full_runs 2", "measure runs", "blocks"]),
+        ("full_runs = -1", ["full_runs -1", "not negative"]),
+        ("blocks = 3\nminutes = 5", ["blocks 3", "leave minutes out"]),
         ("phase_steps = 5", ["phase_steps 5", "20 or more"]),
         ("pairs = [['ddp-torchrun']]", ["pairs", "two names"]),
         ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo is not among"]),
@@ -231,7 +241,7 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
     assert plan.plan_file == f"compare/plans/{name}.toml"
-    assert len(dry_run(name)) == len(plan.runs()) >= 3
+    assert len(dry_run(name)) == len(plan.runs()) >= 2
     runs = {
         (run.cell, run.arguments): run for run in [*plan.runs(), *plan.phase_runs()]
     }  # of all blocks one: they differ in their seed
@@ -415,8 +425,9 @@ def test_the_network_interface_reaches_every_launcher(here):
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
         (["--slurm", "", "--hosts", "a:1"], ["--hosts a:1", "leave one of the two out"]),
         (["--slurm", "", "--block", "1"], ["--block 1", "leave one of the two out"]),
-        (["--block", "4"], ["--block 4", "blocks 1 to 3"]),
-        (["--block", "1", "--until-interval", "5%"], ["--until-interval decides"]),
+        (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4", "blocks 1 to 3"]),
+        (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs and --blocks"]),
+        (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
     ],
 )  # fmt: skip
 def test_hosts_that_cannot_be_used_are_refused(words, told, capsys):
@@ -481,18 +492,18 @@ def submission(capsys, monkeypatch, *flags):
 
 def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
     out = tmp_path / "comparison"
-    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", "--blocks", "4",
-                       "--out", str(out), "--", "--data", "synthetic")  # fmt: skip
+    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", "--measure",
+                       "runs", "--blocks", "4", "--out", str(out), "--", "--data", "synthetic")  # fmt: skip
     script = words.index("slurm/compare.sbatch")
     assert words[:2] == ["sbatch", "--parsable"]
     assert words[words.index("--array") + 1] == "1,2,3,4%1", "they must not disturb each other"
     assert words[script - 4 : script] == ["--nodes", "2", "--time", "1:00:00"]
-    assert words[script + 1 :] == ["--blocks", "4", "--out", str(out), "--", "--data",
+    assert words[script + 1 :] == ["--measure", "runs", "--blocks", "4", "--out", str(out), "--", "--data",
                                    "synthetic"]  # fmt: skip
 
 
 def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypatch):
-    words = submission(capsys, monkeypatch, "--slurm", "", "--until-interval", "5%")
+    words = submission(capsys, monkeypatch, "--slurm", "", "--measure", "runs")
     assert "--array" not in words
 
 
@@ -545,6 +556,42 @@ def test_srun_outside_slurm_is_told(capsys, monkeypatch):
     assert "needs srun" in capsys.readouterr().err
 
 
+# Orders
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_over_the_blocks_nothing_is_oftener_early_than_another(number):
+    things = list("abcde"[:number])
+    orders = [balanced(things, block, "a seed") for block in range(1, 2 * number + 1)]
+    places = Counter((thing, place) for order in orders for place, thing in enumerate(order))
+    assert set(places.values()) == {2}
+    neighbours = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(neighbours.values()) == {2}
+    for one, backwards in zip(orders[::2], orders[1::2], strict=True):
+        assert one == backwards[::-1]
+    assert orders[:4] == [balanced(things, block, "a seed") for block in (1, 2, 3, 4)]
+    assert any(balanced(things, 1, seed) != orders[0] for seed in range(20))
+
+
+def test_what_is_judged_stands_side_by_side_and_alternates():
+    """With several numbers of workers, too: a fixed order once had one engine first throughout."""
+    pairs = (("ddp-mpirun", "ddp-torchrun"), ("horovod-gloo", "horovod-mpi"))
+    plan = Plan(configurations=("ddp-torchrun", "horovod-mpi", "ddp-mpirun", "horovod-gloo"),
+                judged_pairs=pairs, workers=(1, 2, 4), measure="runs", blocks=6)  # fmt: skip
+    for workers in plan.workers:
+        orders = [
+            [run.configuration.name for run in plan.block(block) if run.workers == workers]
+            for block in range(1, 7)
+        ]
+        for first, second in pairs:
+            assert all(abs(o.index(first) - o.index(second)) == 1 for o in orders)
+            assert first_count(orders, first, second) == (3, 6)
+        for block in range(1, 7):
+            cells = [run.workers for run in plan.block(block)]
+            assert len(list(itertools.groupby(cells))) == 3
+    assert first_count([("a", "b"), ("b", "c")], "a", "b") == (1, 1)
+
+
 # Small parts
 
 
@@ -592,18 +639,20 @@ RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
-def test_a_recorded_plan_reads_back_with_its_runs_in_their_order(path):
+def test_a_recorded_plan_reads_back_with_its_runs(path):
     plan, record = read_plan(path), json.loads(path.read_text())
     for name in ("runs", "phase_runs"):
         made = [run_record(run) for run in getattr(plan, name)()]
-        assert made == [{"case": "", **run} for run in record.get(name, [])]
-    asked = replace(plan, question=None, plan_file=None, left_out=())
+        recorded = [{"case": "", **run} for run in record.get(name, [])]
+        place = itemgetter("folder")  # the order was drawn in another way
+        assert sorted(made, key=place) == sorted(recorded, key=place)
+    asked = replace(plan, question=None, plan_file=None, left_out=(), blocks_there=0)
     assert make_plan(parse_options(plan.words(), "")) == asked
 
 
 @pytest.mark.parametrize(("change", "told"), [
     ({"workers": [1, "2"]}, "workers: '2' must be a whole number"),
-    ({"blocks": None}, "blocks: is missing"),
+    ({"seed": None}, "seed: is missing"),
     ({"configurations": ["ddp-torchrun", "mine"]}, "configuration_details: says nothing of mine"),
     ({"pairs": [["ddp-torchrun"]]}, "pairs: ['ddp-torchrun'] is not of two of"),
     ({"cases": [{"name": "a"}]}, "cases.flags: is missing"),

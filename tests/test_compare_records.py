@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import a_summary, an_environment
+from records import a_plan, a_summary, an_environment
 
 from compare.evidence.records import (
     RecordError,
@@ -33,7 +33,7 @@ SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.05}
 def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) -> Path:
     """Write a whole comparison in which DDP is `ratio` times as fast as Horovod, which loses its
     time in the exchange of gradients."""
-    plan = plan or Plan()
+    plan = plan or a_plan()
     folder.mkdir(parents=True, exist_ok=True)
     record = plan_record(plan, "2026-11-21T12:00:00+00:00")
     (folder / "plan.json").write_text(json.dumps(record))
@@ -281,8 +281,8 @@ def test_failed_and_missing_runs_keep_their_place(tmp_path):
 
 
 def test_the_newest_comparison_is_found_by_its_name(tmp_path):
-    make_comparison(tmp_path / "compare-20261121-120000", Plan(blocks=1))
-    make_comparison(tmp_path / "compare-20261020-130000", Plan(blocks=1))
+    make_comparison(tmp_path / "compare-20261121-120000", a_plan(blocks=1))
+    make_comparison(tmp_path / "compare-20261020-130000", a_plan(blocks=1))
     (tmp_path / "compare-20261122-120000").mkdir()  # holds no plan
     assert newest_comparison(tmp_path).name == "compare-20261121-120000"
 
@@ -295,7 +295,7 @@ def test_nothing_to_report_is_one_message(tmp_path):
 
 
 def test_runs_of_two_cases_are_told_apart(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", Plan(cases=TWO_CASES, blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(cases=TWO_CASES, blocks=1))
     comparison = load_comparison(folder)
     assert comparison.cases == ["ResNet-18", "VGG-16"]
     for name, arch in (("ResNet-18", "resnet18"), ("VGG-16", "vgg16")):
@@ -308,7 +308,7 @@ def test_runs_of_two_cases_are_told_apart(tmp_path):
 
 
 def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
     one, two = folder / "block-1/ddp-torchrun-1", folder / "block-1/ddp-torchrun-2"
     one.rename(tmp_path / "one")
     two.rename(one)
@@ -320,7 +320,7 @@ def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
 def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
     """Within each case they would be equal, and look like a fair comparison of the other one."""
     cases = (Case("A", ("--seed", "1")), Case("B", ("--seed", "2")))
-    folder = make_comparison(tmp_path / "compare-1", Plan(cases=cases, blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(cases=cases, blocks=1))
     (folder / "block-1/A").rename(tmp_path / "A")
     (folder / "block-1/B").rename(folder / "block-1/A")
     (tmp_path / "A").rename(folder / "block-1/B")
@@ -329,7 +329,7 @@ def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
 
 
 def test_a_failed_attempt_is_found_in_a_case_and_among_the_phases(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", Plan(cases=TWO_CASES, blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(cases=TWO_CASES, blocks=1))
     failed = [
         folder / "block-1/VGG-16/horovod-mpi-2.failed-1",
         folder / "phases/VGG-16/horovod-mpi-2.failed-1",
@@ -340,7 +340,7 @@ def test_a_failed_attempt_is_found_in_a_case_and_among_the_phases(tmp_path):
 
 
 def test_a_phase_run_that_is_missing_or_failed_is_no_error(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
     edit(folder / "phases/ddp-torchrun-1/outcome.json", status="failed", exit_code=1)
     shutil.rmtree(folder / "phases/ddp-torchrun-2")
     comparison = load_comparison(folder)
@@ -350,7 +350,7 @@ def test_a_phase_run_that_is_missing_or_failed_is_no_error(tmp_path):
 
 def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
     """Run folders without the newer measurements, a plan without the newer fields."""
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     new = (
         "question", "plan_file", "configuration_details", "pairs", "varied", "cases", "scaling",
         "hosts", "null", "until_interval", "warnings", "phase_runs",
@@ -388,7 +388,7 @@ def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
     ],
 )
 def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     summary = folder / "block-1/ddp-torchrun-1/summary.json"
     edit(summary, **changes)
     with pytest.raises(RecordError, match=rf"ddp-torchrun-1/summary\.json.{{1,2}}{message}"):
@@ -404,7 +404,7 @@ def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
     ],
 )
 def test_a_plan_that_makes_no_sense_is_named(tmp_path, changes, message):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
     edit(folder / "plan.json", **changes)
     with pytest.raises(RecordError, match=rf"plan\.json: {message}"):
         load_comparison(folder)
@@ -425,7 +425,7 @@ def test_the_recorded_comparison_is_that_of_the_engines(tmp_path):
 
 
 def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
-    plan = Plan(cases=TWO_CASES, blocks=1)
+    plan = a_plan(cases=TWO_CASES, blocks=1)
     folder = make_comparison(tmp_path / "runs/compare-1", plan)
     for inside in ("", "plan.json", "block-1", "block-1/VGG-16", "block-1/VGG-16/horovod-mpi-2",
                    "block-1/VGG-16/horovod-mpi-2/summary.json", "phases"):  # fmt: skip
@@ -443,7 +443,7 @@ def test_a_path_that_is_no_comparison_is_one_message_with_what_is_there(tmp_path
     with pytest.raises(RecordError, match=r"holds no plan\.json"):
         find_comparison(tmp_path)
     for name in ("compare-1", "compare-2"):
-        make_comparison(tmp_path / name, Plan(blocks=1, phase_steps=0))
+        make_comparison(tmp_path / name, a_plan(blocks=1, phase_steps=0))
     with pytest.raises(RecordError, match=r"holds 2 comparisons: give one of them, as .*compare-1"):
         find_comparison(tmp_path)
     single = tmp_path / "deep/in/another/folder/run"

@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from records import a_plan
 from test_compare_records import edit, edit_fingerprint, make_comparison
 
 from compare import report
@@ -81,7 +82,7 @@ def test_no_difference_is_shown_when_the_interval_spans_one(tmp_path, capsys):
 
 
 def test_two_blocks_give_no_interval_and_no_verdict(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=2), ratio=2.0)
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=2), ratio=2.0)
     text = report_text(folder, capsys)
     assert "too few for an interval" in text
     assert "95 % interval" not in text
@@ -166,7 +167,7 @@ def test_the_table_holds_medians_and_scaling(folder):
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):
-    plan = Plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"))
+    plan = a_plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"))
     verdicts = judge(load_comparison(make_comparison(tmp_path / "compare-1", plan)))
     assert [(verdict.workers, verdict.first, verdict.second) for verdict in verdicts] == [
         (1, "ddp-torchrun", "ddp-mpirun"), (1, "ddp-torchrun", "horovod-gloo"),
@@ -335,7 +336,7 @@ def test_hostile_text_is_escaped(folder):
 
 
 def test_many_configurations_and_long_runs_stay_under_a_megabyte(tmp_path):
-    plan = Plan(
+    plan = a_plan(
         configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo",
                         "horovod-mpirun"), workers=(1, 2, 4), blocks=5,
     )  # fmt: skip
@@ -437,7 +438,7 @@ def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
 
 
 def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, capsys):
-    other = make_comparison(tmp_path / "after", Plan(workers=(2,)), ratio=1.5)
+    other = make_comparison(tmp_path / "after", a_plan(workers=(2,)), ratio=1.5)
     for path in other.glob("*/*/environment.json"):
         edit(path, cpu_model="A Processor 9001")
     page = tmp_path / "both.html"
@@ -494,18 +495,18 @@ def test_warnings_and_why_stand_by_the_verdict(folder, capsys):
 
 
 def test_a_null_test_says_so(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "compare-1", Plan(workers=(2,), null=True, blocks=8))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(workers=(2,), null=True, blocks=8))
     text = written([str(folder)], capsys)
     assert text.count("and itself") == 2
     assert "<h1>A null test" in (folder / "report.html").read_text()
 
 
-CASES = Plan(
+CASES = a_plan(
     configurations=("ddp-torchrun", "tuned"),
     defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", ("--fp16-allreduce",),
                            {"HOROVOD_CYCLE_TIME": "1"}),),
     cases=(Case("resnet50", ("--arch", "resnet50")), Case("vgg16", ("--arch", "vgg16"))),
-    trainer_arguments=("--data", "synthetic"), phase_steps=0, max_blocks=30, seed=7,
+    trainer_arguments=("--data", "synthetic"), phase_steps=0, margin=0.02, seed=7,
     question="What do 16 bits on the wire bring?",
 )  # fmt: skip
 
@@ -522,12 +523,13 @@ def test_cases_are_told_apart(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("plan", [
-    Plan(),
+    a_plan(),
     CASES,
-    Plan(workers=(2,), null=True, blocks=8),
-    Plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi"),
+    a_plan(workers=(2,), null=True, blocks=8),
+    a_plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi"),
          judged_pairs=(("ddp-mpirun", "horovod-mpi"),), trainer_arguments=("--epochs", "1")),
-    Plan(global_batch_size=64, global_learning_rate=0.1, until_interval=0.02, blocks=8),
+    a_plan(global_batch_size=64, global_learning_rate=0.1, until_interval=0.02, blocks=None),
+    Plan(minutes=7.5, full_runs=2),
     replace(CASES, hosts="a:1,b:1", network_interface="eth0", phase_steps=40, timeout=60),
 ])  # fmt: skip
 def test_the_command_to_reproduce_makes_the_same_plan(plan):
@@ -542,7 +544,7 @@ def test_the_command_to_reproduce_makes_the_same_plan(plan):
 
 
 def test_a_plan_of_a_configuration_that_is_unknown_today_has_a_report(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "runs", Plan(workers=(1,), blocks=1))
+    folder = make_comparison(tmp_path / "runs", a_plan(workers=(1,), blocks=1))
     plan = folder / "plan.json"
     plan.write_text(plan.read_text().replace('"ddp-torchrun"', '"ddp-of-old"'))
     edit(plan, configuration_details={})
@@ -552,7 +554,7 @@ def test_a_plan_of_a_configuration_that_is_unknown_today_has_a_report(tmp_path, 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Of two runs: what a page is made of, in a fifth of the time."""
-    return make_comparison(tmp_path_factory.mktemp("small") / "runs", Plan(workers=(1,), blocks=1))
+    return make_comparison(tmp_path_factory.mktemp("small") / "runs", a_plan(workers=(1,), blocks=1))
 
 
 @pytest.mark.parametrize("file", ["summary.json", "environment.json", "config.json"])

@@ -15,12 +15,12 @@ import termios
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from records import a_summary
+from records import a_plan, a_summary
 
-from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
@@ -109,7 +109,7 @@ class Comparing:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "driver.py", *words], cwd=self.folder, env=self.environment,
+            [sys.executable, "driver.py", "--measure", "runs", *words], cwd=self.folder, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -164,7 +164,8 @@ SMALL = (
 
 
 def test_every_run_is_made_once_in_blocks_and_said(comparing):
-    code, output = comparing.run("--blocks", "3", "--no-warm-up", "--no-phases")
+    words = ("--workers", "1", "2", "--blocks", "3", "--no-warm-up", "--no-phases")
+    code, output = comparing.run(*words)
     assert code == 0, output
     starts = comparing.starts()
     assert len(starts) == len(set(starts)) == 12
@@ -201,14 +202,13 @@ def test_threads_of_the_shell_reach_no_run(comparing):
     assert {line.split()[2] for line in comparing.starts()} == {"None"}
 
 
-def test_the_order_is_that_of_the_seed_and_more_blocks_begin_alike():
-    def order(plan: Plan) -> list[str]:
-        return [run.folder for run in plan.runs()]
+def test_the_order_is_that_of_its_seed_and_more_blocks_begin_alike():
+    def order(**fields: Any) -> list[str]:
+        return [run.folder for run in a_plan(**fields).runs()]
 
-    assert order(Plan()) == order(Plan())
-    assert order(Plan(blocks=5))[:12] == order(Plan(blocks=3))
-    orders = {tuple(run.name for run in Plan(blocks=1, seed=seed).runs()) for seed in range(50)}
-    assert len(orders) > 15
+    assert order() == order()
+    assert order(blocks=5)[:12] == order(blocks=3)
+    assert len({tuple(order(blocks=1, order_seed=seed)) for seed in range(50)}) == 8
 
 
 def test_what_is_done_is_not_run_again(comparing):
@@ -642,51 +642,25 @@ UNTIL = ("--workers", "1", "--no-warm-up", "--no-phases", "--out", "out", "--unt
 
 def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     """The made-up speeds scatter in the first blocks and are steady from then on."""
-    words = [*UNTIL, "15 %", "--max-blocks", "40"]
+    words = [*UNTIL, "15 %"]
     code, output = comparing.run(*words, "--", "--spread", "3")
     assert code == 0, output
-    blocks = read_plan(comparing)["blocks"]
-    assert MIN_BLOCKS_TO_STOP < blocks < 40
+    blocks = max(run["block"] for run in read_plan(comparing)["runs"])
+    assert 3 < blocks < 40 and read_plan(comparing)["blocks"] is None
     assert len(comparing.starts()) == len(set(comparing.starts())) == 2 * blocks
-    assert output.count("; another block") == blocks - MIN_BLOCKS_TO_STOP
-    assert f"after {blocks} blocks the widest interval is +-" in output
-    assert "no wider than the +-15 % that were asked for" in output
+    assert f"block {blocks} " in output
     code, output = comparing.run(*words, "--", "--spread", "3")  # nothing is measured again
     assert code == 0 and len(comparing.starts()) == 2 * blocks
-    assert read_plan(comparing)["blocks"] == blocks
 
 
-def test_blocks_end_at_the_least_number_when_runs_do_not_scatter(comparing):
-    assert comparing.run(*UNTIL, "2%")[0] == 0
-    assert read_plan(comparing)["blocks"] == MIN_BLOCKS_TO_STOP
-
-
-def test_blocks_end_at_the_limit_and_that_is_said(comparing):
-    code, output = comparing.run(*UNTIL, "1%", "--max-blocks", "9", "--", "--spread", "all")
-    assert code == 0
-    assert read_plan(comparing)["blocks"] == 9 and len(comparing.starts()) == 18
-    assert "wider than +-1 %, but --max-blocks is 9" in output
-    code, output = comparing.run(*UNTIL, "1%", "--max-blocks", "10", "--", "--spread", "all")
-    assert code == 0 and read_plan(comparing)["blocks"] == 10  # a higher limit goes on
-
-
-def test_an_added_block_that_is_interrupted_goes_on_where_it_was(comparing):
-    words = ["--workers", "1", "--no-warm-up", "--no-phases", "--until-interval", "1%",
-             "--max-blocks", "9", "--", "--spread", "all"]  # fmt: skip
-    run = "block-9/horovod-mpi-1"
-    process = comparing.start(*words, "--hang", run)
-    comparing.wait_for(f"runs/*/{run}/hangs")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    before = run_names(comparing)
-    process = comparing.start(*words, "--hang", run)
-    deadline = time.monotonic() + 30
-    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert run_names(comparing)[len(before) :] == [run]
-    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
+def test_blocks_end_when_the_minutes_are_over_and_more_minutes_go_on(comparing):
+    code, output = comparing.run(*UNTIL, "1%", "--minutes", "0.02", "--", "--spread", "all")
+    assert code == 0 and "0.02 minutes" in output
+    before = len(comparing.starts())
+    code, output = comparing.run(*UNTIL, "1%", "--minutes", "0.05", "--", "--spread", "all")
+    assert code == 0 and len(comparing.starts()) > before
+    (extension,) = read_plan(comparing)["extensions"]
+    assert (extension["blocks"], extension["minutes"]) == (None, 0.05)
 
 
 def test_no_block_is_added_after_a_failure(comparing):
@@ -694,7 +668,7 @@ def test_no_block_is_added_after_a_failure(comparing):
         *UNTIL, "1%", "--", "--spread", "all", "--fail", "block-2/horovod-mpi-1"
     )
     assert code == 1 and "no further blocks" in output
-    assert read_plan(comparing)["blocks"] == MIN_BLOCKS_TO_STOP
+    assert max(run["block"] for run in read_plan(comparing)["runs"]) == 2
 
 
 WITH_PHASES = ("--blocks", "1", "--workers", "1", "2", "--no-warm-up", "--out", "out")
@@ -814,7 +788,7 @@ def test_a_terminal_shows_step_and_speed_while_a_run_is_under_way(comparing):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "driver.py", *SMALL, "--", "--slow", run],
+        [sys.executable, "driver.py", "--measure", "runs", *SMALL, "--", "--slow", run],
         cwd=comparing.folder, env=comparing.environment, stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)

@@ -19,6 +19,41 @@ def drawn(things: Iterable[T], *place: object) -> list[T]:
     return order
 
 
+def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
+    """Return the things in the order of block `number`, from 1: one such that over the blocks none
+    has an advantage, whatever the machine's drift.
+
+    Two things alternate, AB and BA, from a random start. More follow the rows of a Latin square in
+    which everything follows everything else equally often (Williams, Australian Journal of
+    Scientific Research A 2, 1949), each row and then the same backwards: over any such two blocks
+    a steady drift cancels. `place` (a seed, and what tells these things from others) decides which
+    thing stands for which letter of the square.
+    """
+    labels = drawn(things, *place)
+    n = len(labels)
+    row, is_backwards = divmod(number - 1, 2)
+    zigzag = [-(step // 2) if step % 2 == 0 else (step + 1) // 2 for step in range(n)]  # 0 1 -1 2
+    order = [labels[(step + row) % n] for step in zigzag]
+    return order[::-1] if is_backwards else order
+
+
+def side_by_side(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the names in groups: what is in a pair is in one group, directly or by others."""
+    groups = {name: [name] for name in names}
+    for first, second in pairs:
+        if groups[first] is not groups[second]:
+            whole = groups[first] + groups[second]
+            groups |= dict.fromkeys(whole, whole)
+    return [group for name, group in groups.items() if group[0] == name]
+
+
+def first_count(orders: Iterable[Sequence[str]], first: str, second: str) -> tuple[int, int]:
+    """Return in how many blocks `first` came before `second`, and how many had both; of each block
+    the order of what ran in it is given."""
+    both = [order for order in orders if first in order and second in order]
+    return sum(order.index(first) < order.index(second) for order in both), len(both)
+
+
 def seconds_left(
     done: Sequence[tuple[Hashable, float]], waiting: Iterable[Hashable]
 ) -> float | None:

@@ -4,16 +4,17 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import recipe.errors
 from compare.errors import UserError
-from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
-from compare.plan.plan import ROOT, Plan, knobs_files
+from compare.plan.plan import MEASURES, ROOT, Plan, knobs_files, percentage
 from compare.plan.plan_file import (
+    check_end,
     check_plan,
     find_plan_file,
     read_case,
@@ -128,7 +129,7 @@ def add_workers(add: Callable[..., Any]) -> None:
         nargs="+",
         type=int,
         metavar="N",
-        help="numbers of worker processes (default: 1 2)",
+        help="numbers of worker processes (default: 2)",
     )
     add(
         "--hosts",
@@ -163,31 +164,59 @@ def add_workers(add: Callable[..., Any]) -> None:
 def add_repetitions(add: Callable[..., Any]) -> None:
     default = Plan()
     add(
+        "--measure",
+        choices=MEASURES,
+        help="what speed is measured by: all configurations started at once, which take turns of a "
+        "second or two (turns, the default: on a noisy machine much the more exact), or whole runs, "
+        "one after the other (runs)",
+    )
+    add(
+        "--full-runs",
+        type=int,
+        metavar="N",
+        help="with turns: how often each configuration also trains from beginning to end, for what "
+        f"turns cannot see: learning curves, final weights, memory (default: {default.full_runs}; "
+        "0: not at all)",
+    )
+    add(
         "--blocks",
         type=int,
         metavar="N",
-        help=f"repetitions: each block runs each configuration once (default: {default.blocks}; "
-        "an interval needs 3)",
+        help="measure in so many blocks (default: as many as --until-interval and --minutes ask "
+        "for; an interval needs 3). Each block starts each configuration once",
     )
     add(
         "--until-interval",
-        type=read_percentage,
+        type=partial(read_percentage, flag="--until-interval"),
         metavar="P%",
         help="add blocks until the 95 %% interval of each speed ratio is no wider than +-P %% "
-        f"({MIN_BLOCKS_TO_STOP} blocks at least)",
+        f"(default: {percentage(default.until_interval)}%)",
     )
     add(
-        "--max-blocks",
-        type=int,
-        metavar="N",
-        help=f"with --until-interval: stop after N blocks (default: {default.max_blocks})",
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="add no block after so many minutes of measuring; time in which others used the cores "
+        f"does not count (default: {default.minutes:g})",
+    )
+    add(
+        "--margin",
+        type=partial(read_percentage, flag="--margin"),
+        metavar="P%",
+        help="two speeds count as equal if the interval shows that they differ by less than P %% "
+        f"(default: {percentage(default.margin)}%)",
     )
     add(
         "--seed",
         type=int,
         metavar="N",
-        help="of the random order of the runs; block b trains with the seed N + b - 1 (default: "
-        f"{default.seed})",
+        help=f"of the trainings: block b trains with the seed N + b - 1 (default: {default.seed})",
+    )
+    add(
+        "--order-seed",
+        type=int,
+        metavar="N",
+        help="of the order within blocks (default: another one each time)",
     )
     add(
         "--timeout",
@@ -231,8 +260,8 @@ def add_procedure(add: Callable[..., Any]) -> None:
         "--block",
         type=int,
         metavar="N",
-        help="run this block alone (for job arrays); the last one that is missing also runs those "
-        "for the phases",
+        help="with --measure runs --blocks N: run this block alone (for job arrays); the last one "
+        "that is missing also runs those for the phases",
     )
     add(
         "--out",
@@ -254,6 +283,9 @@ def add_procedure(add: Callable[..., Any]) -> None:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan of the file, if one is named, with what the flags say on top of it."""
     values = read_plan_file(find_plan_file(options.plan)) if options.plan else {}
+    check_end(vars(options))
+    if options.until_interval is not None or options.minutes is not None:
+        values.pop("blocks", None)  # the file's
     values |= {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
@@ -293,12 +325,10 @@ def make_plan(options: argparse.Namespace) -> Plan:
         check_knobs(plan)
     workers = tuple(sorted(set(plan.workers)))
     most = most_on_a_host(max(workers), plan.hosts)
-    until = plan.until_interval is not None
     return replace(
         plan,
         configurations=tuple(dict.fromkeys(plan.configurations)),
         workers=workers,
-        blocks=max(plan.blocks, MIN_BLOCKS_TO_STOP) if until else plan.blocks,
         trainer_arguments=tuple(with_defaults(list(plan.trainer_arguments), most)),
     )
 
@@ -316,8 +346,8 @@ def check_trainers(plan: Plan) -> None:
     """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
     SystemExit after a value that they do not know, or --help: their parser has answered then."""
     script = f"python {script_path()}"
-    block = (run for run in plan.runs() if run.block == 1)
-    for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in block):
+    runs = plan.block(1)
+    for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in runs):
         try:
             config, *_ = read_flags(
                 engine, plan.workers[0], list(arguments), talk=True, program=f"{script} --"
@@ -337,10 +367,10 @@ def check_slurm(plan: Plan, options: argparse.Namespace) -> None:
                     "that Slurm gives it; leave one of the two out"
                 )
     if options.block is not None:
-        if plan.until_interval is not None:
+        if plan.measure != "runs" or plan.blocks is None:
             raise UserError(
-                f"--block {options.block}: --until-interval decides after each block whether "
-                "another follows; leave one of the two out"
+                f"--block {options.block}: a block alone is one of whole runs whose number is "
+                "fixed; give --measure runs and --blocks, too"
             )
         if not 1 <= options.block <= plan.blocks:
             raise UserError(f"--block {options.block}: the plan has blocks 1 to {plan.blocks}")

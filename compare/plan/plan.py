@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.errors import UserError
-from compare.plan.blocks import drawn
+from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
 from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
@@ -26,6 +26,7 @@ RESERVED_FLAGS = {
 }
 
 ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
+MEASURES = ("turns", "runs")  # what speed is measured by: sides that take turns, or whole runs
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,16 @@ class Plan:
     """What is compared, and in which order. `check_plan` tells whether it can be meant."""
 
     configurations: tuple[str, ...] = DEFAULT_CONFIGURATIONS
-    workers: tuple[int, ...] = (1, 2)
-    blocks: int = 3
-    seed: int = 42
+    workers: tuple[int, ...] = (2,)
+    measure: str = "turns"  # or "runs", see MEASURES
+    full_runs: int = 1  # blocks of whole runs beside turns: for what turns cannot see
+    blocks: int | None = None  # in which speed is measured; None: as many as it takes
+    until_interval: float = 0.03  # that ends the blocks: half the width of every 95 % interval
+    minutes: float = 10.0  # that end them, too
+    margin: float = 0.03  # within which two speeds count as equal
+    seed: int = 42  # of the trainings
+    order_seed: int | None = None  # of the order in blocks; None: run.py draws one
+    blocks_there: int = 0  # of whole runs, that were begun because their number is open
     trainer_arguments: tuple[str, ...] = ()
     cases: tuple[Case, ...] = (Case(),)
     defined: tuple[Configuration, ...] = ()  # by the plan itself, beside CONFIGURATIONS
@@ -97,8 +105,6 @@ class Plan:
     is_allocation: bool = False  # `hosts` are this Slurm job's: the next one's may be others
     network_interface: str | None = None  # between the hosts; None: the launchers find one
     null: bool = False
-    until_interval: float | None = None
-    max_blocks: int = 20
     phase_steps: int = 120  # 0: no runs that show the phases of a step
     timeout: int = 1800  # seconds
     question: str | None = None
@@ -141,41 +147,72 @@ class Plan:
         elif self.judged_pairs:
             words += ["--pairs", *map(":".join, self.judged_pairs)]
         words += ["--workers", *map(str, self.workers)]
-        words += ["--blocks", str(self.blocks), "--seed", str(self.seed)]
-        if self.until_interval is not None:
-            words += ["--until-interval", f"{100 * self.until_interval:g}%"]
+        words += [*self.repetition_words(), "--seed", str(self.seed)]
         if self.hosts is not None or self.is_allocation:
             words += ["--hosts", SLURM if self.is_allocation else str(self.hosts)]
         if not self.phase_steps:
             words.append("--no-phases")
         default = Plan()
         for name in ("network_interface", "global_batch_size", "global_learning_rate",
-                     "max_blocks", "phase_steps", "timeout"):  # fmt: skip
+                     "phase_steps", "timeout"):  # fmt: skip
             if (value := getattr(self, name)) and value != getattr(default, name):
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return [*words, "--", *self.trainer_arguments] if self.trainer_arguments else words
 
-    def runs(self) -> list[Run]:
-        """Return all runs: each block holds every configuration once, in an order of its own.
+    def repetition_words(self) -> list[str]:
+        """Return the flags that say how often. Not the seed of the order: who repeats a comparison
+        draws another one."""
+        words, default = [], Plan()
+        if self.measure != default.measure:
+            words += ["--measure", self.measure]
+        if self.full_runs != default.full_runs:
+            words += ["--full-runs", str(self.full_runs)]
+        if self.blocks is not None:
+            words += ["--blocks", str(self.blocks)]
+        else:
+            words += ["--until-interval", percentage(self.until_interval)]
+            words += ["--minutes", f"{self.minutes:g}"]
+        if self.margin != default.margin:
+            words += ["--margin", percentage(self.margin)]
+        return words
 
-        A block's order depends on the seed and the block's number alone, so that a plan with more
-        blocks begins with the same runs.
+    @property
+    def run_blocks(self) -> int:
+        """How many blocks of whole runs there are to be."""
+        if self.measure == "turns":
+            return self.full_runs
+        return self.blocks or max(1, self.blocks_there)
+
+    def runs(self) -> list[Run]:
+        """Return all whole runs, block by block."""
+        return [run for block in range(1, self.run_blocks + 1) for run in self.block(block)]
+
+    def block(self, block: int) -> list[Run]:
+        """Return the whole runs of a block, which holds every configuration once.
+
+        What is compared stands side by side, in an order that is the block's own, so that a plan
+        with more blocks begins with the same runs.
 
         Within a block every run trains with the same seed, else the engines would not do the same
         training; each block has another one. Blocks with one seed would repeat one training, bit
         by bit, and show a top-1 without any spread, as if it were certain.
         """
-        runs = []
-        for block in range(1, self.blocks + 1):
-            cells = [
-                (case, configuration, workers)
-                for case in self.cases
-                for configuration in self.members()
-                for workers in self.workers
-            ]
-            order = drawn(cells, self.seed, block)
-            runs += [self.run(block, case, c, workers) for case, c, workers in order]
-        return runs
+        groups = [(case, workers) for case in self.cases for workers in self.workers]
+        return [
+            self.run(block, case, configuration, workers)
+            for case, workers in balanced(groups, block, self.order_seed)
+            for configuration in self.in_order(block, case, workers)
+        ]
+
+    def in_order(self, block: int, case: Case, workers: int) -> list[Configuration]:
+        """Return the configurations in their order in a block: those that are judged against each
+        other side by side, and none oftener early than another."""
+        members = {configuration.name: configuration for configuration in self.members()}
+        place = (self.order_seed, case.name, workers)
+        groups = balanced(side_by_side(members, self.pairs()), block, *place)
+        return [
+            members[name] for group in groups for name in balanced(group, block, *place, group[0])
+        ]
 
     def run(self, block: int, case: Case, configuration: Configuration, workers: int) -> Run:
         """Return one run; what stands later among its arguments wins."""
@@ -262,6 +299,10 @@ def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
     flags = [flag_name(word) for c in configurations for word in c.flags]
     names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
     return list(dict.fromkeys(name for name in names if name))
+
+
+def percentage(share: float) -> str:
+    return f"{100 * share:g}%"
 
 
 def knobs_files(plan: Plan) -> list[str]:

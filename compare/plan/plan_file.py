@@ -19,19 +19,27 @@ A plan file names what `python compare/run.py --help` names, with _ in the place
 
 import argparse
 import difflib
+import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.evidence.paired import MIN_BLOCKS_TO_STOP
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.environment import RUN_MARK
 from compare.plan.hosts import SLURM, read_hostfile, read_hosts
-from compare.plan.plan import ABLATION_STEPS, RESERVED_FLAGS, ROOT, Case, Plan
+from compare.plan.plan import (
+    ABLATION_STEPS,
+    MEASURES,
+    RESERVED_FLAGS,
+    ROOT,
+    Case,
+    Plan,
+    percentage,
+)
 from recipe.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):
@@ -48,7 +56,12 @@ KEYS: dict[str, tuple[type, ...]] = {
     "configurations": (list, str),
     "pairs": (list, list),
     "workers": (list, int),
+    "measure": (str,),
+    "full_runs": (int,),
     "blocks": (int,),
+    "minutes": (float,),
+    "margin": (str,),
+    "order_seed": (int,),
     "seed": (int,),
     "timeout": (int,),
     "flags": (str,),
@@ -59,7 +72,6 @@ KEYS: dict[str, tuple[type, ...]] = {
     "global_learning_rate": (float,),
     "null": (bool,),
     "until_interval": (str,),
-    "max_blocks": (int,),
     "phase_steps": (int,),
     "configuration": (dict, dict),
     "case": (dict, dict),
@@ -140,6 +152,7 @@ def read_plan_file(path: Path) -> dict[str, Any]:
             values |= plan_fields(key, value)
         if "configurations" not in table and "configuration" in table:
             values["configurations"] = tuple(table["configuration"])
+        check_end(values)
         check_plan(Plan(**values))
     except UserError as error:
         message = str(error)
@@ -157,8 +170,8 @@ def plan_fields(key: str, value: Any) -> dict[str, Any]:
         return {"trainer_arguments": tuple(split_words(value))}
     if key == "pairs":
         return {"judged_pairs": tuple(as_pair(pair) for pair in value)}
-    if key == "until_interval":
-        return {"until_interval": read_percentage(value)}
+    if key in ("until_interval", "margin"):
+        return {key: read_percentage(value, f"--{key.replace('_', '-')}")}
     if key == "hostfile":
         return {"hosts": read_hostfile(Path(value))}
     if key == "configuration":
@@ -223,11 +236,11 @@ def read_pair(text: str) -> tuple[str, str]:
     return as_pair(text.split(":"))
 
 
-def read_percentage(text: str) -> float:
+def read_percentage(text: str, flag: str = "--until-interval") -> float:
     """Read `2%` as 0.02."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", text)
     if found is None:
-        raise UserError(f"--until-interval {text}: write a percentage, as in 2%")
+        raise UserError(f"{flag} {text}: write a percentage, as in 2%")
     return float(found[1]) / 100
 
 
@@ -258,23 +271,22 @@ def near_match(name: str, known: Iterable[str]) -> str:
 def check_plan(plan: Plan) -> None:
     """Raise UserError when a plan cannot be meant."""
     check_names(plan)
-    counts = {
-        "workers": min(plan.workers, default=0),
-        "blocks": plan.blocks,
-        "max-blocks": plan.max_blocks,
-        "timeout": plan.timeout,
-    }
+    counts = {"workers": min(plan.workers, default=0), "timeout": plan.timeout}
+    if plan.blocks is not None:
+        counts["blocks"] = plan.blocks
     for name, value in counts.items():
         if value < 1:
             raise UserError(f"--{name} {value}: give a positive whole number")
-    if plan.seed < 0:
-        raise UserError(f"--seed {plan.seed}: give a whole number that is not negative")
+    numbers = {"seed": plan.seed, "order-seed": plan.order_seed or 0, "full-runs": plan.full_runs}
+    for name, value in numbers.items():
+        if value < 0:
+            raise UserError(f"--{name} {value}: give a whole number that is not negative")
     if plan.phase_steps and plan.phase_steps < 2 * ABLATION_STEPS:
         raise UserError(
             f"--phase-steps {plan.phase_steps}: stretches of {ABLATION_STEPS} steps with and "
             f"without communication alternate; give {2 * ABLATION_STEPS} or more, or --no-phases"
         )
-    check_until_interval(plan)
+    check_measure(plan)
     check_trainer_flags(plan)
     check_strong_scaling(plan)
     check_hosts(plan)
@@ -323,23 +335,31 @@ def check_names(plan: Plan) -> None:
             )
 
 
-def check_until_interval(plan: Plan) -> None:
-    if plan.until_interval is None:
-        return
-    if not 0 < plan.until_interval < 1:
+def check_measure(plan: Plan) -> None:
+    if plan.measure not in MEASURES:
+        raise UserError(f"--measure {plan.measure}: {near_match(plan.measure, MEASURES)}")
+    if plan.measure == "runs" and plan.full_runs != 1:
         raise UserError(
-            f"--until-interval {100 * plan.until_interval:g}%: give a share between 0 % and 100 %"
+            f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
+            "--blocks, or leave it out"
         )
-    if not plan.pairs():
-        raise UserError(
-            "--until-interval: there is only one configuration, so no ratio; add --null"
-        )
-    if plan.max_blocks < plan.blocks or plan.max_blocks < MIN_BLOCKS_TO_STOP:
-        least = max(plan.blocks, MIN_BLOCKS_TO_STOP)
-        raise UserError(
-            f"--max-blocks {plan.max_blocks}: give at least {least} (--blocks is {plan.blocks}, "
-            f"and an interval is looked at from {MIN_BLOCKS_TO_STOP} blocks on)"
-        )
+    shares = {"until-interval": plan.until_interval, "margin": plan.margin}
+    for name, share in shares.items():
+        if not 0 < share < 1:
+            raise UserError(f"--{name} {percentage(share)}: give a share between 0 % and 100 %")
+    if not 0 < plan.minutes < math.inf:
+        raise UserError(f"--minutes {plan.minutes:g}: give a number above 0")
+
+
+def check_end(given: Mapping[str, Any]) -> None:
+    """Raise UserError if what somebody gave says twice when to stop."""
+    for name in ("until_interval", "minutes"):
+        if given.get("blocks") is not None and given.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"--blocks {given['blocks']}: so many blocks are measured, however long they take "
+                f"and whatever they show; leave {flag} out, or --blocks"
+            )
 
 
 def check_trainer_flags(plan: Plan) -> None:
@@ -384,7 +404,7 @@ def check_strong_scaling(plan: Plan) -> None:
         "--base-lr": "--global-learning-rate sets it",
         "--use-adasum": "its learning rate follows another rule",
     }
-    plan.runs()  # which refuses what does not divide
+    plan.block(1)  # which refuses what does not divide
     for words in (
         plan.trainer_arguments,
         *(case.flags for case in plan.cases),

@@ -57,11 +57,16 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
         "global_learning_rate": plan.global_learning_rate,
         "hosts": SLURM if plan.is_allocation else plan.hosts,
         "network_interface": plan.network_interface,
+        "measure": plan.measure,
+        "full_runs": plan.full_runs,
         "blocks": plan.blocks,
-        "seed": plan.seed,
-        "null": plan.null,
         "until_interval": plan.until_interval,
-        "max_blocks": plan.max_blocks,
+        "minutes": plan.minutes,
+        "margin": plan.margin,
+        "extensions": [],
+        "seed": plan.seed,
+        "order_seed": plan.order_seed,
+        "null": plan.null,
         "phase_steps": plan.phase_steps,
         "timeout": plan.timeout,
         "trainer_arguments": list(plan.trainer_arguments),
@@ -97,20 +102,21 @@ def run_record(run: Run) -> dict[str, Any]:
 SAME: dict[str, tuple[type, ...]] = {
     "workers": (list, int), "blocks": (int,), "seed": (int,), "trainer_arguments": (list, str),
     "global_batch_size": (int,), "global_learning_rate": (float,), "network_interface": (str,),
-    "null": (bool,), "until_interval": (float,), "max_blocks": (int,), "phase_steps": (int,),
+    "null": (bool,), "measure": (str,), "full_runs": (int,), "until_interval": (float,),
+    "minutes": (float,), "margin": (float,), "order_seed": (int,), "phase_steps": (int,),
     "timeout": (int,), "question": (str,), "plan_file": (str,), "left_out": (list, str),
 }  # fmt: skip
 # And what reads as something else there.
 OTHERS: dict[str, tuple[type, ...]] = {
     "configurations": (list, str), "configuration_details": (dict, dict), "pairs": (list, list),
-    "cases": (list, dict), "hosts": (str,),
+    "cases": (list, dict), "hosts": (str,), "runs": (list, dict),
 }  # fmt: skip
 DETAILS: dict[str, tuple[type, ...]] = {
     "engine": (str,), "launcher": (str,), "controller": (str,), "flags": (list, str),
     "environment": (dict, str),
 }  # fmt: skip
 CASE: dict[str, tuple[type, ...]] = {"name": (str,), "flags": (list, str)}
-NEEDED = ("configurations", "workers", "blocks", "seed", "trainer_arguments")
+NEEDED = ("configurations", "workers", "seed", "trainer_arguments")
 
 
 def read_plan(path: Path) -> Plan:
@@ -133,6 +139,7 @@ def plan_from(record: dict[str, Any], path: Path) -> Plan:
         for name, value in given.items()
         if name in SAME
     }
+    values.setdefault("measure", "runs")  # as before there were turns
     names, interface = given["configurations"], given.get("network_interface")
     if given.get("null"):  # each configuration and the same one again
         names = names[::2]
@@ -166,8 +173,15 @@ def plan_from(record: dict[str, Any], path: Path) -> Plan:
         cases=tuple(cases),
         hosts=None if is_allocation else given.get("hosts"),
         is_allocation=is_allocation,
+        blocks_there=max(map(block_of, given.get("runs", [])), default=0),
     )
     return plan if pairs == plan.pairs() else replace(plan, judged_pairs=tuple(pairs))
+
+
+def block_of(run: dict[str, Any]) -> int:
+    """Return the number of a planned run's block; 0: it has none."""
+    block = run.get("block")
+    return block if isinstance(block, int) else 0
 
 
 def check_fields(
@@ -184,17 +198,27 @@ def check_fields(
     check_keys(path, prefix, record, types)
 
 
+def end_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what ends the measuring of a plan.json: a number of blocks, or else the rule."""
+    if record.get("blocks") is not None:
+        return (record["blocks"],)
+    return record.get("until_interval"), record.get("minutes")
+
+
 # What makes other runs when it is changed; the rest (more blocks, other pairs) does not.
 IDENTITY = (
-    "configurations", "configuration_details", "cases", "workers", "global_batch_size",
-    "global_learning_rate", "hosts", "network_interface", "seed", "trainer_arguments", "knobs",
+    "configurations", "configuration_details", "cases", "workers", "measure", "global_batch_size",
+    "global_learning_rate", "hosts", "network_interface", "seed", "order_seed",
+    "trainer_arguments", "knobs",
 )  # fmt: skip
 
 
 def asked_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return in what two plans differ, wherever they were made."""
     new = json.loads(json.dumps(new))
-    old = {"knobs": {}, **old}  # which earlier plans had none of
+    old = {"knobs": {}, "measure": "runs", **old}  # which earlier plans had none of
+    if new["order_seed"] is None:  # then that of the plan which is there
+        old["order_seed"] = None
     differences = [
         f"{name}: {old.get(name)!r} there, {new[name]!r} now"
         for name in IDENTITY

@@ -91,13 +91,9 @@ def threads_of(run: Run) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def first_block(plan: Plan) -> list[Run]:
-    return [run for run in plan.runs() if run.block == 1]
-
-
 def core_warnings(plan: Plan, cores: int) -> list[str]:
     """Warn of more workers, or threads of workers, than cores."""
-    runs = first_block(plan)
+    runs = plan.block(1)
     most = max(map(workers_here, runs))
     if most > cores:
         return [
@@ -119,7 +115,7 @@ def core_warnings(plan: Plan, cores: int) -> list[str]:
 def thread_warnings(plan: Plan) -> list[str]:
     """Warn of configurations that differ in their threads, and of a setting that does not count."""
     warnings = []
-    counts = {run.configuration.name: threads_of(run) for run in first_block(plan)}
+    counts = {run.configuration.name: threads_of(run) for run in plan.block(1)}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} {count or 'its share'}" for name, count in counts.items())
         warnings.append(
@@ -146,7 +142,7 @@ def thread_warnings(plan: Plan) -> list[str]:
 
 def gpu_warnings(plan: Plan) -> list[str]:
     """Warn of what would keep GPUs from being used well; nothing without an NVIDIA GPU."""
-    runs = [run for run in first_block(plan) if "--no-cuda" not in run.arguments]
+    runs = [run for run in plan.block(1) if "--no-cuda" not in run.arguments]
     gpus = visible_gpus()
     if not runs or not gpus:
         return []
@@ -204,7 +200,7 @@ def room_warnings(plan: Plan, folder: Path) -> list[str]:
             "Free some, or take --out DIR elsewhere"
         )
     available = psutil.virtual_memory().available
-    most = max(map(workers_here, first_block(plan)))
+    most = max(map(workers_here, plan.block(1)))
     if available < most * MEMORY_NEEDED_PER_WORKER:
         warnings.append(
             f"little memory: {available / GIB:.1f} GiB are available to {most} "

@@ -46,12 +46,15 @@ def missing(runs: list[Run], folder: Path) -> list[Run]:
     return [run for run in runs if not is_complete(folder / run.folder)]
 
 
-def with_blocks_there(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with the blocks that --until-interval has already added in this folder."""
+def resumed(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with what is settled in this folder: the seed of its order, and the blocks of
+    whole runs that were begun."""
     path = folder / "plan.json"
-    if plan.until_interval is None or not path.exists():
+    if not path.exists():
         return plan
-    return replace(plan, blocks=max(plan.blocks, read_plan(path).blocks))
+    old = read_plan(path)
+    order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
+    return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
@@ -61,11 +64,14 @@ def is_finished(plan: Plan, folder: Path) -> bool:
 
 
 def wants_block(plan: Plan, folder: Path) -> bool:
-    """Tell whether --until-interval asks for a block beyond those of the plan."""
-    if plan.until_interval is None or plan.blocks >= plan.max_blocks:
+    """Tell whether --until-interval asks for another block of whole runs, and --minutes allows it."""
+    if plan.measure != "runs" or plan.blocks is not None or not plan.pairs():
         return False
-    target = plan.until_interval
-    return not all(is_narrow(estimate, target) for estimate, _ in interval_widths(plan, folder))
+    seconds = sum(seconds for _, seconds in recorded_seconds(folder, plan.runs()))
+    if seconds * (1 + 1 / plan.run_blocks) > 60 * plan.minutes:
+        return False
+    widths = interval_widths(plan, folder)
+    return not all(is_narrow(estimate, plan.until_interval) for estimate, _ in widths)
 
 
 def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:

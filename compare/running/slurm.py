@@ -31,7 +31,7 @@ from compare.running.progress import (
     read_json,
     recorded_seconds,
     show_outcome,
-    with_blocks_there,
+    resumed,
 )
 from recipe.files import write_json
 from recipe.flags import flag_name, without_flag
@@ -58,7 +58,7 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
     folder = folder or new_folder(options.runs)
     if differences := differences_there(plan, folder, options):
         raise another_plan(folder, differences)
-    plan = with_blocks_there(plan, folder)
+    plan = resumed(plan, folder)
     job = queued_job(folder)
     if job is not None:
         print(f"job {job} is in the queue already, for {folder}")
@@ -79,7 +79,7 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
             print(f"\njob {job} goes on without this. To follow it again:\n    {again}")
             print(f"To end it:\n    scancel {job.partition(';')[0]}")
             return 130
-    return show_ending(with_blocks_there(plan, folder), folder, again)
+    return show_ending(resumed(plan, folder), folder, again)
 
 
 def folder_of_command(plan: Plan, options: argparse.Namespace, argv: list[str]) -> Path | None:
@@ -109,10 +109,10 @@ def sbatch_command(plan: Plan, folder: Path, flags: str, argv: list[str]) -> lis
     plan go on to run.py."""
     words = ["sbatch", "--parsable"]
     log = "job"
-    if plan.until_interval is None:
+    if plan.measure == "runs" and plan.blocks is not None:
         # The runs for the phases of a step come after the last block.
         waiting = missing([*plan.runs(), *plan.phase_runs()], folder)
-        blocks = sorted({run.block or plan.blocks for run in waiting})
+        blocks = sorted({run.block or plan.run_blocks for run in waiting})
         words += ["--array", ",".join(map(str, blocks)) + "%1"]
         log = "block-%a"
     words += ["--output", str(folder.resolve() / SLURM_FOLDER / f"{log}.log")]
@@ -206,7 +206,7 @@ def label(run: Run, runs: list[Run], plan: Plan) -> str:
 
 
 def every_run(plan: Plan, folder: Path) -> list[Run]:
-    plan = with_blocks_there(plan, folder)
+    plan = resumed(plan, folder)
     return [*plan.runs(), *plan.phase_runs()]
 
 

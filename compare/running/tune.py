@@ -78,9 +78,9 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         defined=tuple(cleared),
         workers=(max(plan.workers),),
         judged_pairs=(),
+        measure="runs",
         blocks=1,
         phase_steps=0,
-        until_interval=None,
         null=False,
         trainer_arguments=tuple(arguments),
     )
@@ -88,7 +88,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
 
 def check_tuning(plan: Plan, options: argparse.Namespace) -> None:
     """Raise UserError about what a search cannot do."""
-    for name in ("slurm", "block", "until_interval", "null"):
+    for name in ("slurm", "block", "measure", "until_interval", "minutes", "null"):
         if value := getattr(options, name):
             raise UserError(
                 f"--{name.replace('_', '-')} {value}: does not go together with --tune, which runs "
