@@ -175,7 +175,9 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     write_json(folder / "plan.json", record)
     runs, phase_runs = plan.runs(), plan.phase_runs()
     sources = trainers_sha256()
-    print(f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}")
+    print(
+        f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}"
+    )
     if phase_runs:
         print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
     waiting = missing(runs, folder)

@@ -293,7 +293,7 @@ def test_in_weak_scaling_batch_and_rate_are_left_alone():
     ("words", "told"),
     [
         (["--workers", "5"], "cannot be shared equally by 5 workers"),
-        (["--", "--batches-per-allreduce=64"], "give a multiple of 64"),
+        (["--", "--batches-per-allreduce=64"], "give a multiple of 128"),
         (["--", "-b", "8"], "-b does not go together with --global-batch-size"),
         (["--", "--base-lr", "1"], "--global-learning-rate sets it"),
         (["--case", "a=--base_lr=1"], "--base_lr=1 does not go together"),
@@ -492,14 +492,13 @@ def submission(capsys, monkeypatch, *flags):
 
 def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
     out = tmp_path / "comparison"
-    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", "--measure",
-                       "runs", "--blocks", "4", "--out", str(out), "--", "--data", "synthetic")  # fmt: skip
+    own = ["--measure", "runs", "--blocks", "4", "--out", str(out), "--", "--data", "synthetic"]
+    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", *own)
     script = words.index("slurm/compare.sbatch")
     assert words[:2] == ["sbatch", "--parsable"]
     assert words[words.index("--array") + 1] == "1,2,3,4%1", "they must not disturb each other"
     assert words[script - 4 : script] == ["--nodes", "2", "--time", "1:00:00"]
-    assert words[script + 1 :] == ["--measure", "runs", "--blocks", "4", "--out", str(out), "--", "--data",
-                                   "synthetic"]  # fmt: skip
+    assert words[script + 1 :] == own
 
 
 def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypatch):

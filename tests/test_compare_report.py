@@ -554,7 +554,9 @@ def test_a_plan_of_a_configuration_that_is_unknown_today_has_a_report(tmp_path, 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Of two runs: what a page is made of, in a fifth of the time."""
-    return make_comparison(tmp_path_factory.mktemp("small") / "runs", a_plan(workers=(1,), blocks=1))
+    return make_comparison(
+        tmp_path_factory.mktemp("small") / "runs", a_plan(workers=(1,), blocks=1)
+    )
 
 
 @pytest.mark.parametrize("file", ["summary.json", "environment.json", "config.json"])

@@ -166,9 +166,9 @@ def add_repetitions(add: Callable[..., Any]) -> None:
     add(
         "--measure",
         choices=MEASURES,
-        help="what speed is measured by: all configurations started at once, which take turns of a "
-        "second or two (turns, the default: on a noisy machine much the more exact), or whole runs, "
-        "one after the other (runs)",
+        help="what speed is measured by: all configurations at once, which take turns of a second "
+        "or two (turns, the default: much the more exact on a noisy machine), or whole runs, one "
+        "after the other (runs)",
     )
     add(
         "--full-runs",

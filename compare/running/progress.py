@@ -64,7 +64,7 @@ def is_finished(plan: Plan, folder: Path) -> bool:
 
 
 def wants_block(plan: Plan, folder: Path) -> bool:
-    """Tell whether --until-interval asks for another block of whole runs, and --minutes allows it."""
+    """Tell whether --until-interval asks for another block of whole runs within --minutes."""
     if plan.measure != "runs" or plan.blocks is not None or not plan.pairs():
         return False
     seconds = sum(seconds for _, seconds in recorded_seconds(folder, plan.runs()))

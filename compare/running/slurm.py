@@ -30,8 +30,8 @@ from compare.running.progress import (
     numbered_label,
     read_json,
     recorded_seconds,
-    show_outcome,
     resumed,
+    show_outcome,
 )
 from recipe.files import write_json
 from recipe.flags import flag_name, without_flag
