@@ -47,10 +47,9 @@ from compare.page.chart import (
     standalone,
 )
 from compare.plan.blocks import drawn
-from compare.plan.environment import RUN_MARK
 from compare.running.sides import MeasurementError, Side
 from compare.running.stage import Stage
-from compare.running.turns import in_turn, say, wait_for_quiet
+from compare.running.turns import Taker, in_turn, say
 from recipe.files import replace_file, write_json
 
 GOAL = 0.97
@@ -60,8 +59,7 @@ BLOCKS, TURNS = 3, 4  # by default: there are six rates and two engines
 HOSTS = ("node0", "node1")
 # One worker a host, as if each had its own cores: they share this machine's, unbound.
 START = (
-    "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH",
-    "-x", RUN_MARK, "python",
+    "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
 )  # fmt: skip
 CHOICE = re.compile(r"wire format: (fp32|fp16) \((.*?)\)")
 NO_LIMIT_AT = 20.0  # Gb/s: where the plot shows links without a limit
@@ -189,7 +187,7 @@ def a_side(
         workers=len(HOSTS),
         flags=("--wire-format", wire_format),
     )
-    return replace(side, launcher=START)
+    return replace(side, launcher=START, over_hosts=True)
 
 
 @dataclass
@@ -238,11 +236,11 @@ class EngineBlock:
             stage.take_turn(replace(side, steps=2), 0)
         place = (self.options.seed, self.engine, self.number, rate)
         order = drawn([replace(side, steps=rate.steps) for side in (*sides, auto)], *place)
+        taker = Taker(stage, self.options.patience, spare=self.rounds * len(order))
         turns: list[Turn] = []
         for round_ in range(self.rounds):
             for side in in_turn(order, round_):
-                wait_for_quiet(self.options.patience)
-                turn = stage.take_turn(side, round_)
+                turn = taker.take(side, round_)
                 turns.append(replace(turn, side="auto") if side.name == auto.name else turn)
         stage.end(auto)
         choice = read_choice(stage.folder / auto.name / "0" / "output.log")

@@ -22,8 +22,6 @@ from compare import keep
 from compare.evidence import packed, turns
 from compare.evidence.turns import Block, Turn
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
-from compare.running.stage import make_turn
-from compare.running.turns import finished_block
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
 
@@ -44,49 +42,6 @@ def side(**changes: object) -> Side:
 
 
 # ------------------------------------------------------------------------------ from turns to rows
-
-
-def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
-    # The machine is three times as fast in the second round; one turn was slowed.
-    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", turns.throughput) == (
-        pytest.approx(0.9)
-    )
-    assert block([9, 27], [10, 30]).median("b", turns.throughput) == 20
-    assert block([9, 27], [10, 30]).ratio("b", "a", turns.work_per_cpu_second) == (
-        pytest.approx(10 / 9)
-    )
-
-
-def test_loud_rounds_do_not_count() -> None:
-    loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
-    assert loud.quiet_rounds == {0, 2}
-    assert loud.ratio("a", "b", turns.throughput) == pytest.approx(0.9)
-    assert loud.other_load == pytest.approx(0.05)
-    # Where all are loud, the quietest third counts.
-    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
-
-
-def test_ranks_that_train_together_are_as_fast_as_the_slowest() -> None:
-    told = {
-        0: [
-            {"start": 0.0, "end": 2.0, "cpu_seconds": 1.5},
-            {"start": 0.5, "end": 2.5, "cpu_seconds": 2.0},
-        ]
-    }
-    turn = make_turn(side(ranks=2, images_per_step=16), 3, told)
-    assert (turn.round, turn.seconds) == (3, 2.5)
-    assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
-    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 80)
-
-
-def test_independent_copies_add_up() -> None:
-    told = {
-        0: [{"start": 0.0, "end": 2.0, "cpu_seconds": 2.0}],
-        1: [{"start": 0.0, "end": 4.0, "cpu_seconds": 3.0}],
-    }
-    turn = make_turn(side(copies=2), 0, told)
-    assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
-    assert turn.cpu_seconds_per_image == pytest.approx(5 / 80)
 
 
 def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
@@ -276,9 +231,9 @@ def test_commands() -> None:
     pair = trainer_side("y", "horovod", workload, 5, copies=2, environment={"A": "1"})
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
-    command = pair.command(Path("/f"), 1, turns=["--socket", "/s"])
-    assert command[:6] == ["python", TAKE_TURNS, "--socket", "/s", "--side", "y"]
-    assert command[command.index("--copy") + 1] == "1" and "--overruns" in command
+    command = pair.command(Path("/f"), 1, by_turns=True)
+    assert command[:6] == ["python", TAKE_TURNS, "--side", "y", "--copy", "1"]
+    assert "--overruns" in command
     assert command[command.index("--log-dir") + 1] == "/f"
 
 
@@ -291,52 +246,6 @@ def test_words_of_a_tuning() -> None:
 def test_goals_of_gpus() -> None:
     assert images_per_second.goal_for("NVIDIA H200") == 3500
     assert images_per_second.goal_for("NVIDIA H100 80GB HBM3") == 3200
-
-
-# A side that takes turns, and one that dies.
-COUNTS = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from compare.running import turn_client
-while True:
-    time.sleep(0.01)
-    turn_client.step_ended()
-"""
-
-
-def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Side:
-    script = folder / f"{name}.py"
-    script.write_text(text)
-    return side(name=name, launcher=(sys.executable,), program=(str(script), str(ROOT)), **changes)
-
-
-def test_sides_take_turns_and_leave_nothing(tmp_path: Path) -> None:
-    sides = [
-        script_side(tmp_path, "one"),
-        script_side(tmp_path, "pair", copies=2),
-    ]
-    options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2, patience=0.0)
-    (found,) = blocks.run_blocks(sides, options, "1 test")
-    # Two quiet rounds were asked for; where others are loud there are up to twice as many.
-    assert [turn.round for turn in found.turns[:4]] == [0, 0, 1, 1]
-    assert len(found.turns) <= 8
-    first, second, third, fourth = (turn.side for turn in found.turns[:4])
-    assert (first, second) == (fourth, third)  # forwards and backwards
-    for turn in found.turns:
-        assert turn.seconds >= 5 * 0.01
-        assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
-    # What an interrupted call has left is taken up; other sides are measured anew.
-    assert blocks.run_blocks(sides, options, "1 test") == [found]
-    folder = tmp_path / "out" / "blocks" / "1-test" / "block-1"
-    assert finished_block(sides[:1], 2, folder) is None
-    assert finished_block(sides, 3, folder) is None
-
-
-def test_a_side_that_dies_is_told(tmp_path: Path) -> None:
-    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies", "exit('alas')")]
-    options = blocks.Options(out=tmp_path / "out", blocks=1, turns=2)
-    with pytest.raises(MeasurementError, match=r"dies ended with exit code 1:\n  \| alas"):
-        blocks.run_blocks(sides, options, "1")
 
 
 @pytest.mark.launch

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, median
 
 from compare.evidence.paired import Estimate, estimate_ratio
@@ -31,6 +31,10 @@ class Block:
     order: tuple[str, ...]
     load_before: float  # the system's one-minute average
     turns: tuple[Turn, ...]
+    steps: dict[str, int] = field(default_factory=dict)  # of each side, in a turn
+    # Wall time of turns that others disturbed, and of waiting for quiet. Such turns are not here,
+    # unless others were never quiet for long.
+    disturbed_seconds: float = 0.0
 
     @property
     def quiet_rounds(self) -> set[int]:

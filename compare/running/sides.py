@@ -1,17 +1,33 @@
 """The sides of a measurement by turns: what is started, by which command, and what it is to do."""
 
+import hashlib
 import shlex
-from collections.abc import Sequence
+import signal
+import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from compare.errors import UserError
+from compare.plan.environment import RUN_MARK
+from compare.plan.plan import TRAINERS, Run
+from compare.plan.sources import ROOT
+from compare.running.agent import STAGE
+from recipe.config import read_flags
 
-TAKE_TURNS = "compare/running/take_turns.py"
+TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
+STOP_SECONDS = 5.0  # for a process to stop
 
 
 class MeasurementError(UserError):
     """Something that keeps sides from being measured; said without a traceback."""
+
+
+class NoTurns(MeasurementError):
+    """Something that keeps these sides from taking turns; one after the other they may train."""
 
 
 @dataclass(frozen=True)
@@ -22,29 +38,73 @@ class Side:
     launcher: tuple[str, ...]  # up to and with `python`, or torchrun's words
     program: tuple[str, ...]  # the script and its arguments; {folder} is where it may write
     images_per_step: int  # of one copy, over all its ranks
-    steps: int  # optimizer steps a turn
+    steps: int = 0  # optimizer steps a turn; 0: as many as fill it, the same for all sides
     ranks: int = 1  # processes that train together
     copies: int = 1  # started at once, knowing nothing of each other
     warm_up: int = 3  # steps
-    with_instruments: bool = True
     environment: dict[str, str] = field(default_factory=dict)
+    directory: Path = ROOT  # in which it is started
+    over_hosts: bool = False  # some of its ranks are on other hosts, or may be
+    interface: str | None = None  # of the network between them; None: any that leads here
 
-    def command(self, folder: Path, copy: int, turns: Sequence[str] = ()) -> list[str]:
-        """What starts a copy: as a person would, or with `turns`, the wrapper's flags."""
+    def command(self, folder: Path, copy: int, by_turns: bool = False) -> list[str]:
+        """What starts a copy: as a person would, or so that it takes turns."""
         program = [word.replace("{folder}", str(folder)) for word in self.program]
-        if not turns:
-            return [*self.launcher, *program]
-        flags = [*turns, "--side", self.name, "--copy", str(copy), "--warm-up", str(self.warm_up)]
+        launcher = list(self.launcher)
+        if not by_turns:
+            return [*launcher, *program]
+        if self.over_hosts and "mpirun" in launcher:  # others take the environment along
+            at = launcher.index("mpirun") + 1
+            launcher[at:at] = ["-x", RUN_MARK, "-x", STAGE]
+        flags = ["--side", self.name, "--copy", str(copy), "--warm-up", str(self.warm_up)]
         if self.copies > 1:
             flags.append("--overruns")
-        if not self.with_instruments:
-            flags.append("--without-instruments")
-        return [*self.launcher, TAKE_TURNS, *flags, "--", *program]
+        return [*launcher, TAKE_TURNS, *flags, "--", *program]
 
     def shown(self) -> str:
         """The command for a reader, who may paste it."""
         words = [f"{name}={value}" for name, value in self.environment.items()]
         text = shlex.join([*words, *self.command(Path("runs/bench-by-hand"), 0)])
-        if not self.with_instruments:
-            text += "   # its Recorder replaced by nothing"
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
+
+
+def training_side(run: Run, **others: Any) -> Side:
+    """A planned run as a side, named as its configuration is. Its training never comes to an
+    epoch's end, nor to --max-steps (take_turns.py sees to that)."""
+    configuration = run.configuration
+    config, *_ = read_flags(configuration.engine, run.workers, list(run.arguments), talk=False)
+    place = (str(Path.cwd()), run.folder, run.seed)
+    job = hashlib.sha256(repr(place).encode()).hexdigest()[:12]
+    program = [str(ROOT / TRAINERS[configuration.engine]), "--log-dir", "{folder}", "--name", "run"]
+    if run.seed is not None:
+        program += ["--seed", str(run.seed)]
+    return Side(
+        name=configuration.name,
+        launcher=tuple(configuration.launch_words(run.workers, run.hosts, job)),
+        program=(*program, *run.arguments),
+        images_per_step=config.batch_size * config.batches_per_allreduce * run.workers,
+        ranks=run.workers,
+        directory=Path.cwd(),
+        # Where srun's tasks are is for Slurm to say.
+        over_hosts=run.leaves_this_host or configuration.launcher == "srun",
+        interface=configuration.interface,
+        **others,
+    )
+
+
+def why_not_by_turns() -> str | None:
+    """Why no side could stand still here, in one sentence; None if it can. What else may keep
+    sides from taking turns shows when they are started: `NoTurns`."""
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline:
+                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    return None
+                time.sleep(0.001)
+        except (OSError, psutil.Error) as error:
+            return f"processes cannot be stopped here ({error})"
+        finally:
+            process.kill()
+    return f"a process that was told to stop ran on for {STOP_SECONDS:.0f} s"

@@ -1,18 +1,19 @@
 """The stage of a block: its processes, and who of them may run."""
 
 import contextlib
-import json
 import os
-import selectors
+import secrets
 import shlex
 import shutil
-import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +22,72 @@ import psutil
 from compare.evidence.turns import Turn
 from compare.plan.environment import RUN_MARK, run_environment
 from compare.plan.sources import ROOT
-from compare.running.launch import busy_cpu_seconds, clear_folder, end_processes, start_watchdog
-from compare.running.sides import MeasurementError, Side
+from compare.running.agent import STAGE, UNREACHABLE, hear, tell
+from compare.running.launch import clear_folder, end_processes, kill_marked, start_watchdog
+from compare.running.sides import MeasurementError, NoTurns, Side
 
 START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
 END_SECONDS = 10.0
+HELLO_SECONDS = 5  # for who connects to say who it is
 TAIL_LINES = 20
+OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "OutOfMemoryError")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Performer:
     """A process that takes turns, as seen from here."""
 
     side: str
     copy: int
-    connection: socket.socket
-    pid: int = 0
-    unread: bytes = b""
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    rank: int
+    host: str
+    machine: str  # hosts that share a kernel share its cores
+    connection: Connection
+
+
+Told = tuple[Performer, dict[str, Any]]  # a message, and whose
 
 
 class Stage:
     """The sides of a block, their processes and connections; used as a context, it leaves no
-    process behind whatever ends it."""
+    process behind whatever ends it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `sides` are those that will be started; they need only be named if one of them has processes on
+    other hosts.
+    """
+
+    def __init__(self, folder: Path, sides: Sequence[Side] = ()) -> None:
+        self.folder, self.expected = folder, sides
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.sides: list[Side] = []
         self.processes: list[tuple[Side, subprocess.Popen[bytes], Path]] = []
         self.performers: list[Performer] = []
+        self.unread: list[Told] = []
+        self.on_turn = ""  # the name of the side that is; "" while sides start
 
     def __enter__(self) -> "Stage":
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        # Not below the record's folder: a Unix socket's path has 108 bytes at most.
         self.temporary = tempfile.TemporaryDirectory(prefix="turns-")
-        self.address = str(Path(self.temporary.name) / "socket")
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(self.address)
-        self.listener.listen(64)
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.listener, self.place, self.key = listen(Path(self.temporary.name), self.expected)
         self.watchdog = start_watchdog(self.mark)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for side in self.sides:
-            self.dismiss(side)
+        for performer in self.performers:
+            tell(performer.connection, "end")
         # Launchers that see their ranks end tidy up after them; what is left is killed.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            deadline = time.monotonic() + END_SECONDS
-            for _side, process, _folder in self.processes:
+        deadline = time.monotonic() + END_SECONDS
+        for _side, process, _folder in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
         for _side, process, _folder in self.processes:
-            end_processes(process, self.mark)
+            if process.poll() is None:
+                end_processes(process, self.mark)
+        kill_marked(self.mark)
         for performer in self.performers:
             performer.connection.close()
-        self.selector.close()
         self.listener.close()
         self.temporary.cleanup()
         if self.watchdog.stdin is not None:
@@ -89,150 +97,192 @@ class Stage:
     def start(self, side: Side) -> None:
         """Start a side's copies."""
         self.sides.append(side)
+        place = {STAGE: f"{self.place} {self.key.hex()}"}
         for copy in range(side.copies):
             folder = self.folder / side.name / str(copy)
-            command = side.command(folder.resolve(), copy, turns=["--socket", self.address])
-            process, _ = start_process(side, command, folder, self.mark)
+            command = side.command(folder.resolve(), copy, by_turns=True)
+            process, _ = start_process(side, command, folder, self.mark, place)
             self.processes.append((side, process, folder))
 
     def warm_up(self, *sides: Side) -> None:
-        """Wait until these sides, all by default, have made their first steps, then stop them."""
-        chosen = sides or tuple(self.sides)
-        expected = sum(side.ranks * side.copies for side in chosen)
-        for _ in self.receive("ready", expected, START_SECONDS):
-            pass
-        for side in chosen:
-            self.stop(side)
+        """Wait until these sides, all by default, have made their first steps; each stands still
+        from then on, and leaves the cores to the others."""
+        self.on_turn = ""
+        pending = {
+            (side.name, kind): side.ranks * side.copies
+            for side in sides or self.sides
+            for kind in ("ready", "stopped")
+        }
+        deadline = time.monotonic() + START_SECONDS
+        while pending:
+            performer, message = self.receive(deadline, START_SECONDS)
+            name, kind = key = performer.side, message["kind"]
+            pending[key] -= 1
+            if not pending[key]:
+                del pending[key]
+                if kind == "ready":
+                    self.tell(name, "stop")
 
     def end(self, side: Side) -> None:
-        """End one side, while the others stay stopped."""
+        """End one side, while the others stand still."""
         ending = [one for one in self.processes if one[0].name == side.name]
         performers = [one for one in self.performers if one.side == side.name]
-        own = self.trees(side)
-        self.dismiss(side)
-        deadline = time.monotonic() + END_SECONDS
-        for _, process, _ in ending:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
-        send_signal(own, signal.SIGKILL)  # whoever is left
-        for _, process, _ in ending:
-            process.wait()
-        for performer in performers:
-            with contextlib.suppress(KeyError):  # it has been read to its end
-                self.selector.unregister(performer.connection)
-            performer.connection.close()
-        self.sides = [one for one in self.sides if one.name != side.name]
         self.processes = [one for one in self.processes if one not in ending]
         self.performers = [one for one in self.performers if one not in performers]
-
-    def dismiss(self, side: Side) -> None:
-        """Let a side go on, and tell it to end."""
-        self.go_on(side)
-        for performer in self.performers:
-            if performer.side == side.name:
-                with contextlib.suppress(OSError):
-                    performer.connection.sendall(b'{"kind": "end"}\n')
+        self.sides = [one for one in self.sides if one.name != side.name]
+        for performer in performers:
+            tell(performer.connection, "end")
+        deadline = time.monotonic() + END_SECONDS
+        for performer in performers:
+            while performer.connection.poll(max(0.0, deadline - time.monotonic())):
+                if hear(performer.connection)["kind"] == "end":
+                    break
+            performer.connection.close()
+        for _, process, _ in ending:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def take_turn(self, side: Side, round_: int) -> Turn:
         """Let a side alone go on for its number of steps, and return what it measured."""
-        performers = [one for one in self.performers if one.side == side.name]
-        self.go_on(side)
-        began, busy = time.monotonic(), busy_cpu_seconds()
-        tell(performers, {"kind": "go", "steps": side.steps})
-        told = dict[int, list[dict[str, Any]]]()
-        for performer, message in self.receive("turn", len(performers), TURN_SECONDS):
-            told.setdefault(performer.copy, []).append(message)
-        own = sum(message["cpu_seconds"] for messages in told.values() for message in messages)
+        self.on_turn = side.name
+        self.tell(side.name, "go", steps=side.steps)
+        told = spent = self.collect("turn", side)
         if side.copies > 1:
-            tell(performers, {"kind": "hold"})
             # Who was done first has gone on: that, too, is the side's own load.
-            held = self.receive("held", len(performers), TURN_SECONDS)
-            own = sum(message["cpu_seconds"] for _, message in held)
-        seconds, busy = time.monotonic() - began, busy_cpu_seconds() - busy
-        self.stop(side)
-        turn = make_turn(side, round_, told)
-        return replace(turn, other_load=max(0.0, round((busy - own) / seconds, 3)))
+            self.tell(side.name, "hold")
+            spent = self.collect("held", side)
+        self.tell(side.name, "stop")
+        self.collect("stopped", side)
+        return make_turn(side, round_, told, spent)
 
-    def receive(
-        self, kind: str, number: int, seconds: float
-    ) -> Iterator[tuple[Performer, dict[str, Any]]]:
-        """Yield so many messages of a kind, or fail when a side ends or takes too long."""
-        deadline = time.monotonic() + seconds
-        while number:
-            for performer in self.performers:
-                while performer.messages and number:
-                    message = performer.messages.pop(0)
-                    if message["kind"] != kind:
-                        raise MeasurementError(f"{performer.side}: {message['kind']}, not {kind}")
-                    number -= 1
-                    yield performer, message
-            if number:
-                self.look_after(deadline, seconds)
-                for key, _ in self.selector.select(timeout=0.5):
-                    self.read(key.data)
+    def tell(self, name: str, kind: str, **values: Any) -> None:
+        """Send all processes of a side a message."""
+        for performer in self.performers:
+            if performer.side == name:
+                tell(performer.connection, kind, **values)
 
-    def read(self, performer: Performer | None) -> None:
-        """Take what has come on a connection; None is the listener's."""
-        if performer is None:
-            connection, _ = self.listener.accept()
-            new = Performer("", 0, connection)
-            self.selector.register(connection, selectors.EVENT_READ, new)
-            return
+    def collect(self, kind: str, side: Side) -> list[Told]:
+        """Wait for one message of this kind from each process of a side."""
+        deadline = time.monotonic() + TURN_SECONDS
+        told: list[Told] = []
+        while len(told) < side.ranks * side.copies:
+            performer, message = self.receive(deadline, TURN_SECONDS)
+            if (performer.side, message["kind"]) != (side.name, kind):
+                raise MeasurementError(f"{performer.side}: {message['kind']}, not {kind}")
+            told.append((performer, message))
+        return told
+
+    def receive(self, deadline: float, seconds: float) -> Told:
+        """Wait for the next message of any process; MeasurementError when one has ended, or when it
+        takes too long."""
+        while not self.unread:
+            self.look_after(deadline, seconds)
+            by_connection = {one.connection: one for one in self.performers}
+            for ready in wait([self.listener, *by_connection], timeout=0.5):
+                if ready is self.listener:
+                    self.accept()
+                    continue
+                performer = by_connection[ready]  # type: ignore[index]
+                message = hear(performer.connection)
+                if message["kind"] == "end":
+                    self.report_end(performer)
+                self.unread.append((performer, message))
+        return self.unread.pop(0)
+
+    def accept(self) -> None:
+        """Let a process's agent in, if it has the key; whoever else connects is turned away."""
+        accepted, _ = self.listener.accept()
+        limit = struct.pack("ll", HELLO_SECONDS, 0)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection = Connection(accepted.detach())
         try:
-            received = performer.connection.recv(65536)
-        except ConnectionResetError:
-            received = b""
-        if not received:  # the process has ended: look_after finds its launcher
-            self.selector.unregister(performer.connection)
+            if self.key:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+        except (OSError, EOFError, AuthenticationError):
+            connection.close()
             return
-        *lines, performer.unread = (performer.unread + received).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message["kind"] == "hello":
-                performer.side, performer.copy = message["side"], message["copy"]
-                performer.pid = message["pid"]
-                self.performers.append(performer)
-            else:
-                performer.messages.append(message)
+        message = hear(connection)
+        if message.pop("kind") == "hello":
+            self.performers.append(Performer(connection=connection, **message))
+
+    def report_end(self, performer: Performer) -> None:
+        """Raise MeasurementError for a process that has ended; its launcher, if that ends, too, has
+        more to say."""
+        for side, process, folder in self.processes:
+            if (side.name, folder.name) == (performer.side, str(performer.copy)):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+                    raise self.failure(side, f"ended with exit code {process.returncode}", folder)
+                raise self.failure(side, f"rank {performer.rank} on {performer.host} ended", folder)
 
     def look_after(self, deadline: float, seconds: float) -> None:
         """Raise MeasurementError if a side has ended, or if the time is over."""
         for side, process, folder in self.processes:
             if process.poll() is not None:
-                raise MeasurementError(
-                    f"{side.name} ended with exit code {process.returncode}:\n{tail(folder)}"
-                )
+                raise self.failure(side, f"ended with exit code {process.returncode}", folder)
         if time.monotonic() > deadline:
             told = "\n".join(f"{side.name}:\n{tail(path)}" for side, _, path in self.processes)
             raise MeasurementError(
                 f"nothing came for {seconds:.0f} s; the sides last wrote\n{told}"
             )
 
-    def stop(self, side: Side) -> None:
-        """Stop all processes of a side where they stand."""
-        self.signal(side, signal.SIGSTOP)
+    def failure(self, side: Side, what: str, folder: Path) -> MeasurementError:
+        """The error of a side that has ended: with the end of what it wrote."""
+        when = "" if self.on_turn in ("", side.name) else " while it stood still"
+        text = f"{side.name} {what}{when}:\n{tail(folder)}"
+        if UNREACHABLE in text:
+            return NoTurns(f"a host does not reach this one: {text}")
+        if len(self.sides) > 1 and any(sign in text for sign in OUT_OF_MEMORY):
+            return NoTurns(f"the sides do not fit into the GPU's memory at once: {text}")
+        return MeasurementError(text)
 
-    def go_on(self, side: Side) -> None:
-        """Undo `stop`."""
-        self.signal(side, signal.SIGCONT)
 
-    def signal(self, side: Side, number: signal.Signals) -> None:
-        """Send all processes of a side a signal."""
-        send_signal(self.trees(side), number)
+def listen(folder: Path, sides: Sequence[Side]) -> tuple[socket.socket, str, bytes]:
+    """Return what agents connect to, where they find it, and the key that they must have.
 
-    def trees(self, side: Side) -> list[psutil.Process]:
-        """All processes of a side.
+    If all run on this host, that is a socket in a folder of the user's own, and needs no key. Else
+    it is a port, and both ends prove that they know the key, which travels in the environment.
+    (horovodrun over Gloo writes the environment into a command line. Who reads it there can spoil
+    the block, no more: nothing that comes in is executed.)
+    """
+    if not any(side.over_hosts for side in sides):
+        listener = socket.socket(socket.AF_UNIX)
+        # Not below the record's folder: the path may have 108 bytes at most.
+        listener.bind(str(folder / "socket"))
+        listener.listen(64)
+        return listener, str(folder / "socket"), b""
+    interface = next((side.interface for side in sides if side.interface), None)
+    own = own_addresses(interface)
+    if not own:
+        where = f"--network-interface {interface}" if interface else "this host"
+        raise NoTurns(f"{where} has no IPv4 address that other hosts could reach")
+    listener = socket.create_server((own[0] if interface else "", 0), backlog=64)
+    place = f"{','.join(own)}:{listener.getsockname()[1]}"
+    return listener, place, secrets.token_bytes(32)
 
-        Ranks on another host are no descendants of their launcher, but of an sshd, even where both
-        hosts are on this machine: they are known since they said hello.
-        """
-        launchers = [process.pid for one, process, _ in self.processes if one.name == side.name]
-        ranks = [one.pid for one in self.performers if one.side == side.name]
-        return find_trees([*launchers, *ranks])
+
+def own_addresses(interface: str | None) -> list[str]:
+    """This host's IPv4 addresses, loopback's aside; those of one interface, if it is named."""
+    return [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if interface in (None, name)
+        and address.family == socket.AF_INET
+        and not address.address.startswith("127.")
+    ]
 
 
 def start_process(
-    side: Side, command: list[str], folder: Path, mark: str | None = None
+    side: Side,
+    command: list[str],
+    folder: Path,
+    mark: str | None = None,
+    variables: dict[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Start a side's command, its output in `folder`, which is emptied first: what an earlier call
     left there would be taken for this one's. Returns it with the mark by which
@@ -240,43 +290,23 @@ def start_process(
     clear_folder(folder, keep_failure=False)
     mark = mark or f"{os.getpid()}-{time.time_ns()}"
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
+    environment = run_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), environment.get("PYTHONPATH")))
+    )
+    # Steps of a Slurm job share its cores, rather than wait for each other's end.
+    environment |= {RUN_MARK: mark, "SLURM_OVERLAP": "1", **(variables or {}), **side.environment}
     with (folder / "output.log").open("wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=run_environment() | {"PYTHONPATH": str(ROOT), RUN_MARK: mark} | side.environment,
-            cwd=ROOT,
+            env=environment,
+            cwd=side.directory,
             start_new_session=True,
         )
     return process, mark
-
-
-def find_trees(roots: Sequence[int]) -> list[psutil.Process]:
-    """These processes and all their descendants, each once: launchers put ranks into sessions of
-    their own, which a signal to a group would not reach."""
-    found: dict[int, psutil.Process] = {}
-    for pid in roots:
-        if pid not in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                root = psutil.Process(pid)
-                found |= {one.pid: one for one in [root, *root.children(recursive=True)]}
-    return list(found.values())
-
-
-def send_signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send processes a signal; those that have ended are left out."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def tell(performers: Sequence[Performer], message: dict[str, Any]) -> None:
-    """Send processes a message; of one that has ended `Stage.look_after` finds the launcher."""
-    for performer in performers:
-        with contextlib.suppress(ConnectionError):
-            performer.connection.sendall((json.dumps(message) + "\n").encode())
 
 
 def tail(folder: Path) -> str:
@@ -285,19 +315,35 @@ def tail(folder: Path) -> str:
     return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 
-def make_turn(side: Side, round_: int, told: dict[int, list[dict[str, Any]]]) -> Turn:
-    """What the messages of a side's processes, by copy, come to.
+def make_turn(side: Side, round_: int, told: list[Told], spent: list[Told]) -> Turn:
+    """What the messages of a side's processes come to.
 
-    Ranks that train together are as fast as the slowest of them, from the first one's start on.
-    Independent copies add up.
+    Ranks that train together are as fast as the slowest of them, from the first one's start on:
+    each machine by its own clock. Independent copies add up. `spent` are the messages whose CPU
+    time, of all processes of a machine, is the side's own: what more its cores did is others'.
     """
     images = side.steps * side.images_per_step
-    seconds = [max(m["end"] for m in ms) - min(m["start"] for m in ms) for ms in told.values()]
-    cpu_seconds = sum(message["cpu_seconds"] for ms in told.values() for message in ms)
+    by_copy: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for performer, message in told:
+        by_copy.setdefault(performer.copy, {}).setdefault(performer.machine, []).append(message)
+    seconds = [
+        max(max(m["end"] for m in ms) - min(m["start"] for m in ms) for ms in machines.values())
+        for machines in by_copy.values()
+    ]
+    cpu_seconds = sum(message["cpu_seconds"] for _, message in told)
+    by_machine: dict[str, list[dict[str, Any]]] = {}
+    for performer, message in spent:
+        by_machine.setdefault(performer.machine, []).append(message)
+    loads = [
+        (max(m["busy"] for m in ms) - sum(m["cpu_seconds"] for m in ms))
+        / max(m["window"] for m in ms)
+        for ms in by_machine.values()
+    ]
     return Turn(
         side.name,
         round_,
         max(seconds),
         sum(images / each for each in seconds),
         cpu_seconds / (images * len(seconds)),
+        max(0.0, round(max(loads), 3)),
     )

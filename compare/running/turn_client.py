@@ -1,21 +1,19 @@
 """A process that is measured by turns: it does its own, and waits while others do theirs.
 
-It connects to the socket of who measures and calls `step_ended` after each optimizer step. Without
-one (`CLIENT` is None) that does nothing, so that a script which calls it also runs alone.
-
-Messages are JSON, one a line. To who measures: hello, ready (warmed up), turn (its measurements),
-held. From it: go (with the number of steps), hold, end.
+It calls `step_ended` after each optimizer step. Without a `CLIENT`, which take_turns.py sets, that
+does nothing, so that a script which calls it also runs alone. Messages go through the process's
+agent (agent.py).
 """
 
-import json
 import os
-import select
-import socket
 import sys
 import time
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import psutil
+
+from compare.running.agent import hear, tell
 
 
 class Client:
@@ -26,17 +24,10 @@ class Client:
     itself at the end.
     """
 
-    def __init__(self, address: str, side: str, copy: int, warm_up: int, overruns: bool) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(address)
-        self.lines = self.socket.makefile("r")
-        self.overruns, self.is_warm, self.steps_left = overruns, False, warm_up
+    def __init__(self, agent: Connection, warm_up: int, overruns: bool) -> None:
+        self.agent, self.overruns = agent, overruns
+        self.is_warm, self.steps_left = False, warm_up
         self.start = self.cpu_start = 0.0
-        self.tell("hello", side=side, copy=copy, pid=os.getpid())
-
-    def tell(self, kind: str, **values: Any) -> None:
-        """Send a message."""
-        self.socket.sendall((json.dumps({"kind": kind, **values}) + "\n").encode())
 
     def step_ended(self) -> None:
         """Count a step; at a turn's end report it and wait for the next one."""
@@ -46,28 +37,28 @@ class Client:
             end, cpu_end = time.monotonic(), cpu_seconds()
             if not self.is_warm:
                 self.is_warm = True
-                self.tell("ready")
+                tell(self.agent, "ready")
                 self.wait()
                 return
-            self.tell("turn", start=self.start, end=end, cpu_seconds=cpu_end - self.cpu_start)
+            spent = cpu_end - self.cpu_start
+            tell(self.agent, "turn", start=self.start, end=end, cpu_seconds=spent)
             if not self.overruns:
                 self.wait()
-        elif self.steps_left < 0 and select.select([self.socket], [], [], 0)[0]:
+        elif self.steps_left < 0 and self.agent.poll():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
         while True:
-            line = self.lines.readline()
-            message: dict[str, Any] = json.loads(line) if line else {"kind": "end"}
+            message = hear(self.agent)
             if message["kind"] == "hold":
                 synchronize()
-                self.tell("held", cpu_seconds=cpu_seconds() - self.cpu_start)
+                tell(self.agent, "held", cpu_seconds=cpu_seconds() - self.cpu_start)
                 continue
             if message["kind"] == "go":
                 self.steps_left = message["steps"]
-                # The system's clock, which is the same for all processes of a host.
-                self.start, self.cpu_start = time.monotonic(), cpu_seconds()
+                # The system's clock, which is the same for all processes of a machine.
+                self.cpu_start, self.start = cpu_seconds(), time.monotonic()
                 return
             leave()
 

@@ -36,6 +36,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
 SYNTHETIC_CLASSES = 1000
 CPU = torch.device("cpu")
 
+# Set by who measures steps: training then goes on past --max-steps, and an epoch has so many images
+# (those that there are come again), so that no evaluation comes in between.
+IS_ENDLESS = False
+ENDLESS_IMAGES = 1 << 22
+
 
 @dataclass(frozen=True)
 class Data:
@@ -43,7 +48,7 @@ class Data:
 
     train: Listing | None
     val: Listing | None
-    num_train: int
+    num_train: int  # of an epoch
     num_val: int
     num_classes: int
     suspects: tuple[SuspectImages, ...] = ()  # of train and val
@@ -78,7 +83,7 @@ def open_data(config: Config, world: World | None = None) -> Data:
         return Data(
             None,
             None,
-            config.synthetic_images,
+            ENDLESS_IMAGES if IS_ENDLESS else config.synthetic_images,
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
@@ -101,7 +106,8 @@ def open_data(config: Config, world: World | None = None) -> Data:
     if world is not None and world.is_first and not config.evaluate:
         _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)
-    return Data(train, val, len(train), len(val), len(train.classes), suspects)
+    num_train = max(len(train), ENDLESS_IMAGES) if IS_ENDLESS else len(train)
+    return Data(train, val, num_train, len(val), len(train.classes), suspects)
 
 
 def _warn_of_a_large_batch(num_train: int, step_samples: int) -> None:
@@ -130,7 +136,9 @@ def remaining_steps(config: Config, world: World, data: Data, step: int, samples
         return 0
     left = config.epochs * data.num_train - samples_seen
     steps = math.ceil(left / samples_per_step(config, world))
-    return max(0, steps if config.max_steps is None else min(steps, config.max_steps - step))
+    if config.max_steps is not None and not IS_ENDLESS:
+        steps = min(steps, config.max_steps - step)
+    return max(0, steps)
 
 
 class InputMeter:
@@ -245,7 +253,8 @@ def training_batches(
     One iterator for the whole of training: the loader's workers start once, and read ahead across
     epochs. `meter` counts the files that are read.
     """
-    stream = SampleStream(data.num_train, config.seed)
+    num_files = data.num_train if data.train is None else len(data.train)
+    stream = SampleStream(data.num_train, config.seed, num_files)
     batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
     if data.train is None:
         yield from _synthetic_batches(

@@ -27,12 +27,13 @@ class SampleStream:
 
     num_images: int
     seed: int
+    num_files: int | None = None  # if fewer, they come again in each epoch
 
     def samples(self, positions: np.ndarray) -> list[Sample]:
         """(epoch, index) at each of `positions` (int64, ascending)."""
         epochs, offsets = np.divmod(positions, self.num_images)
         return [
-            (int(epoch), int(index))
+            (int(epoch), int(index) % (self.num_files or self.num_images))
             for epoch in np.unique(epochs)
             for index in permutation(self.num_images, self.seed, int(epoch))[
                 offsets[epochs == epoch]

@@ -1,0 +1,60 @@
+"""Run a trainer without all that takes time beside training: no clocks, energy, files, TensorBoard
+and console, nor the metrics of the training batches. Row 6 compares it with the trainer as it is.
+
+    python compare/running/take_turns.py ... -- benchmarks/harness/without_instruments.py TRAINER
+"""
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compare.running import turn_client
+from compare.running.take_turns import hook_trainer
+from recipe.record import meter, recorder
+from recipe.training import metrics
+
+
+class Nothing:
+    """Stands in for what records and measures: whatever is asked of it, it does nothing."""
+
+    input, train_seconds = None, 0.0
+
+    def __init__(self, *_: Any) -> None:
+        self.energy = self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    def restart(self) -> None:
+        """The meter's last call in the loop of training: the end of a step."""
+        turn_client.step_ended()
+
+
+def take_instruments_out() -> None:
+    """Put nothing in their place, before the trainer takes them from there."""
+    no_sums: dict[torch.device, torch.Tensor] = {}
+
+    def batch_sums(outputs: torch.Tensor, *_: Any) -> torch.Tensor:
+        if outputs.device not in no_sums:
+            no_sums[outputs.device] = torch.zeros(4, dtype=torch.float64, device=outputs.device)
+        return no_sums[outputs.device]
+
+    parts: list[tuple[Any, str, Any]] = [
+        (recorder, "Recorder", Nothing),
+        (meter, "StepMeter", Nothing),
+        (metrics, "batch_sums", batch_sums),
+    ]
+    for module, name, substitute in parts:
+        setattr(module, name, substitute)
+
+
+if __name__ == "__main__":
+    hook_trainer()
+    take_instruments_out()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,233 @@
+"""Measuring by turns: what turns come to, sides that stand still, and who of them dies.
+
+No test asserts a speed.
+"""
+
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+
+import psutil
+import pytest
+
+from compare.evidence import turns
+from compare.evidence.turns import Block, Turn
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import Run
+from compare.running.launch import marked_processes
+from compare.running.sides import MeasurementError, NoTurns, Side, training_side
+from compare.running.stage import Performer, Stage, Told, make_turn
+from compare.running.tools import has_horovod
+from compare.running.turns import finished_block, run_block, with_steps
+
+
+def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
+    loads = loads or [0.0] * len(first)
+    turns = [
+        Turn(side, round_, 1.0, value, 1 / value, load)
+        for round_, (a, b, load) in enumerate(zip(first, second, loads, strict=True))
+        for side, value in (("a", a), ("b", b))
+    ]
+    return Block(1, ("a", "b"), 0.0, tuple(turns))
+
+
+def side(**changes: object) -> Side:
+    values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
+    return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ what turns come to
+
+
+def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
+    # The machine is three times as fast in the second round; one turn was slowed.
+    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", turns.throughput) == (
+        pytest.approx(0.9)
+    )
+    assert block([9, 27], [10, 30]).median("b", turns.throughput) == 20
+    assert block([9, 27], [10, 30]).ratio("b", "a", turns.work_per_cpu_second) == (
+        pytest.approx(10 / 9)
+    )
+
+
+def test_loud_rounds_do_not_count() -> None:
+    loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
+    assert loud.quiet_rounds == {0, 2}
+    assert loud.ratio("a", "b", turns.throughput) == pytest.approx(0.9)
+    assert loud.other_load == pytest.approx(0.05)
+    # Where all are loud, the quietest third counts.
+    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
+
+
+def told(
+    copy: int, start: float, end: float, cpu: float, busy: float = 9.0, machine: str = "a"
+) -> Told:
+    """What a process says at a turn's end."""
+    values = {"start": start, "end": end, "cpu_seconds": cpu, "busy": busy, "window": end - start}
+    return Performer("x", copy, 0, machine, machine, Pipe()[0]), values
+
+
+def test_ranks_that_train_together_are_as_fast_as_the_slowest() -> None:
+    messages = [told(0, 0.0, 2.0, 1.5), told(0, 0.5, 2.5, 2.0, busy=4.5)]
+    turn = make_turn(side(ranks=2, images_per_step=16), 3, messages, messages[1:])
+    assert (turn.round, turn.seconds) == (3, 2.5)
+    assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
+    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 80)
+    assert turn.other_load == pytest.approx((4.5 - 2.0) / 2)
+
+
+def test_independent_copies_add_up() -> None:
+    messages = [told(0, 0.0, 2.0, 2.0), told(1, 0.0, 4.0, 3.0)]
+    turn = make_turn(side(copies=2), 0, messages, messages)
+    assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
+    assert turn.cpu_seconds_per_image == pytest.approx(5 / 80)
+
+
+def test_machines_have_clocks_and_cores_of_their_own() -> None:
+    messages = [
+        told(0, 5.0, 7.0, 1.0, busy=1.0),
+        told(0, 900.0, 902.5, 2.0, busy=3.0, machine="b"),
+    ]
+    turn = make_turn(side(ranks=2), 0, messages, messages)
+    assert turn.seconds == 2.5
+    assert turn.other_load == pytest.approx((3.0 - 2.0) / 2.5)
+
+
+# ------------------------------------------------------------------------------ what is started
+
+# A side that takes turns; after its first steps it says something.
+COUNTS = """
+import sys, time
+from compare.running import turn_client
+for step in range(10**9):
+    time.sleep(0.01)
+    turn_client.step_ended()
+    if step == 3:
+        print("alas", flush=True)
+"""
+
+
+def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Side:
+    script = folder / f"{name}.py"
+    script.write_text(text)
+    return side(name=name, launcher=(sys.executable,), program=(str(script),), **changes)
+
+
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_sides_take_turns_and_leave_nothing(
+    over_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compare.running.turns.TURN_SECONDS", 0.2)
+    sides = [
+        script_side(tmp_path, "one", steps=0, over_hosts=over_hosts),
+        script_side(tmp_path, "pair", steps=4, copies=2),
+    ]
+    lines: list[str] = []
+    folder = tmp_path / "block-1"
+    found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
+    assert [turn.side for turn in found.turns] == ["one", "pair", "pair", "one"]
+    assert [turn.round for turn in found.turns] == [0, 0, 1, 1]
+    assert found.steps["pair"] == 4 and found.steps["one"] > 4
+    for turn in found.turns:
+        assert turn.seconds >= found.steps[turn.side] * 0.01
+        assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
+    assert lines[0] == "block 1: starting one, pair"
+    assert lines[-1].startswith("block 1, round 2 of 2: pair ")
+    # What an interrupted call has left is taken up; other sides are measured anew.
+    assert finished_block(sides, 2, folder) == found
+    assert finished_block(sides[:1], 2, folder) is None
+    assert finished_block(sides, 3, folder) is None
+
+
+def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
+    with Stage(tmp_path / "block-1", [side(over_hosts=True)]) as stage:
+        address, _, port = stage.place.rpartition(":")
+        host = (address.split(",")[0], int(port))
+        stranger = socket.create_connection(host)
+        stranger.sendall(b'{"kind": "hello"}')
+        stranger.shutdown(socket.SHUT_WR)
+        stage.accept()
+        assert stage.performers == [] and stage.key
+        stranger.close()
+
+
+def test_a_side_that_dies_at_its_start_is_reported(tmp_path: Path) -> None:
+    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies", "exit('alas')")]
+    with pytest.raises(MeasurementError, match=r"^dies ended with exit code 1:\n  \| alas"):
+        run_block(sides, 2, tmp_path / "block-1", 1, "block 1", 0.0)
+
+
+def test_a_side_that_dies_while_it_stands_still_is_reported(tmp_path: Path) -> None:
+    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies")]
+    with Stage(tmp_path / "block-1") as stage:
+        for one in sides:
+            stage.start(one)
+        stage.warm_up()
+        stage.take_turn(sides[1], 0)
+        stage.processes[1][1].send_signal(signal.SIGKILL)
+        message = r"^dies ended with exit code -9 while it stood still:\n  \| alas"
+        with pytest.raises(MeasurementError, match=message):
+            while True:
+                stage.take_turn(sides[0], 0)
+    assert not marked_processes(stage.mark)
+
+
+def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
+    text = "exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.')"
+    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
+    with pytest.raises(NoTurns, match="do not fit into the GPU's memory at once: large ended"):
+        run_block(sides, 1, tmp_path / "block-1", 1, "block 1", 0.0)
+
+
+def test_a_planned_run_as_a_side() -> None:
+    arguments = ("--arch", "resnet18", "--batch-size", "8", "--batches-per-allreduce", "2")
+    run = Run(1, CONFIGURATIONS["ddp-mpirun"], 2, 7, arguments=(*arguments, "--max-steps", "9"))
+    made = training_side(run)
+    assert (made.name, made.ranks, made.images_per_step) == ("ddp-mpirun", 2, 32)
+    assert made.launcher[0] == "mpirun" and not made.over_hosts
+    assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
+    elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"))
+    assert elsewhere.over_hosts
+    command = elsewhere.command(Path("/f"), 0, by_turns=True)
+    assert command[:5] == ["mpirun", "-x", "COMPARE_RUN", "-x", "COMPARE_STAGE"]
+
+
+# ------------------------------------------------------------------------------ real launchers
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+
+@pytest.mark.launch
+def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
+    """MPI's polling threads, Horovod's background thread and loader workers stand still, too; and
+    no watch or timeout takes that for a fault."""
+    training = (
+        "--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
+        "--workers", "1", "--max-steps", "5", "--stall-timeout", "3",
+    )  # fmt: skip
+    names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo")
+    known = [CONFIGURATIONS[name] for name in names]
+    known = [one for one in known if one.engine == "ddp" or has_horovod()]
+    sides = [training_side(Run(1, one, 2, 1, arguments=training)) for one in known]
+    with Stage(tmp_path / "block-1") as stage:
+        for one in sides:
+            stage.start(one)
+        stage.warm_up()
+        steps = with_steps(stage, sides)
+        everything = marked_processes(stage.mark)
+        stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]
+        assert len(stopped) >= 4 * len(sides)  # two ranks, and a loader worker of each
+        before, of_stopped = cpu_seconds(everything), cpu_seconds(stopped)
+        time.sleep(5.0)
+        assert cpu_seconds(stopped) == of_stopped
+        assert cpu_seconds(everything) - before < 0.5  # of launchers, which only wait
+        for one in steps:
+            turn = stage.take_turn(replace(one, steps=2), 0)
+            assert turn.images_per_second > 0
+    assert not marked_processes(stage.mark)
