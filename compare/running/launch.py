@@ -217,12 +217,17 @@ def print_line(text: str) -> None:
     print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
 
 
-def print_tail(log: Path) -> None:
-    """Print the end of a failed run's output, and where all of it is; first what a trainer said,
-    if its launcher has said more than that since."""
+def tail(log: Path) -> list[str]:
+    """Return the last lines of a failed run's output; first what a trainer said, if its launcher
+    has said more than that since."""
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines[:-TAIL_LINES] if TRAINERS_ERROR.match(line)]
-    for line in [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]:
+    return [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]
+
+
+def print_tail(log: Path) -> None:
+    """Print the end of a failed run's output, and where all of it is."""
+    for line in tail(log):
         print(f"        | {line}")
     print(f"        all of it: {log}", flush=True)
 

@@ -22,6 +22,7 @@ import psutil
 from compare.evidence.turns import Turn
 from compare.plan.environment import RUN_MARK, run_environment
 from compare.plan.sources import ROOT
+from compare.running import launch
 from compare.running.agent import STAGE, UNREACHABLE, hear, tell
 from compare.running.launch import clear_folder, end_processes, kill_marked, start_watchdog
 from compare.running.sides import MeasurementError, NoTurns, Side
@@ -30,7 +31,6 @@ START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
-TAIL_LINES = 20
 OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "OutOfMemoryError")
 
 
@@ -311,8 +311,7 @@ def start_process(
 
 def tail(folder: Path) -> str:
     """The end of what a side wrote."""
-    lines = (folder / "output.log").read_text(errors="replace").splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+    return "\n".join(f"  | {line}" for line in launch.tail(folder / "output.log"))
 
 
 def make_turn(side: Side, round_: int, told: list[Told], spent: list[Told]) -> Turn:
