@@ -42,6 +42,7 @@ class RunRecord:
     status: str  # "completed", "failed", "timed out", "not run"
     exit_code: int | None
     other_load: float | None  # cores that other processes kept busy meanwhile; None: not measured
+    seconds: float | None  # from its launcher's start to its end; None: not measured
     command: str
     written: RunFolder | None  # None unless it is complete
 
@@ -295,6 +296,7 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         status,
         outcome.get("exit_code"),
         outcome.get("other_load"),
+        outcome.get("seconds"),
         packed.read_text(command_path).strip() if packed.exists(command_path) else "",
         read_run_folder(folder) if complete else None,
     )

@@ -21,6 +21,7 @@ class Turn:
     images_per_second: float  # of all copies together
     cpu_seconds_per_image: float
     other_load: float = 0.0  # cores that others kept busy meanwhile
+    began: float | None = None  # seconds since 1970; None: not written down
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
@@ -147,7 +147,7 @@ class Stage:
 
     def take_turn(self, side: Side, round_: int) -> Turn:
         """Let a side alone go on for its number of steps, and return what it measured."""
-        self.on_turn = side.name
+        self.on_turn, began = side.name, time.time()
         self.tell(side.name, "go", steps=side.steps)
         told = spent = self.collect("turn", side)
         if side.copies > 1:
@@ -156,7 +156,7 @@ class Stage:
             spent = self.collect("held", side)
         self.tell(side.name, "stop")
         self.collect("stopped", side)
-        return make_turn(side, round_, told, spent)
+        return replace(make_turn(side, round_, told, spent), began=round(began, 2))
 
     def tell(self, name: str, kind: str, **values: Any) -> None:
         """Send all processes of a side a message."""

@@ -256,6 +256,7 @@ def summarize(
             count=sum(int(usage.suspect_images) for usage in used),
             names=[name for images in meter.data.suspects for name in images.names],
         ),
+        gradient_bytes=gradient_bytes(model, work),
         loss=figures.get("loss"),
         top1=figures.get("top1"),
         top5=figures.get("top5"),
@@ -264,6 +265,12 @@ def summarize(
         fingerprint=work,
         ended_utc=utc_now(),
     )
+
+
+def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
+    """What one worker's gradients take on the wire in a step."""
+    numbers = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return numbers * (2 if work.get("wire_format") == "fp16" else 4)
 
 
 def rank_records(environment: Environment, used: list[Usage]) -> list[Rank]:

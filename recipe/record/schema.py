@@ -197,6 +197,7 @@ class Summary:
     input: Input = Input()
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None
+    gradient_bytes: int | None = None  # of one worker, for a step, as they travel
     loss: float | None  # of the last evaluation; None if nothing was evaluated
     top1: float | None
     top5: float | None
