@@ -1,15 +1,20 @@
-"""Merge the profiles of one or several runs into one file that opens in Perfetto.
+"""Merge the profiles of one or several runs into one file that opens in Perfetto, and draw the
+exchange of gradients.
 
-    python ddp_train/train.py --profile-steps 5 --name a     writes runs/a/profile/
-    python compare/timeline.py runs/a                        merges it into runs/a/timeline.json
-    python compare/timeline.py runs/a runs/b -o both.json    two runs, side by side
+    torchrun ... ddp_train/train.py --profile-steps 5 --name a     writes runs/a/profile/
+    python compare/timeline.py runs/a              merges it into runs/a/timeline.json
+    python compare/timeline.py runs/a runs/b -o both.json          two runs, side by side
 
 Open the file at https://ui.perfetto.dev. Each rank has a process of its own for what torch's
-profiler saw on the CPU, and one for each GPU; Horovod's timeline, which rank 0 writes, is another
-one with a thread for each tensor. All of a run is on one clock, the hosts' own: between hosts it is
-as good as their clocks agree. Several runs are shifted so that their first profiled steps begin
-together (--align none leaves them where they were). A profile slows a run down, Horovod's timeline
-more than torch's: read orders and overlaps from it, and times from a run without.
+profiler saw on the CPU, and one for each GPU; the engine's timeline, which rank 0 writes, is
+another one with a thread for each tensor (Horovod) or bucket (DDP). All of a run is on one clock,
+the hosts' own: between hosts it is as good as their clocks agree. Several runs are shifted so that
+their first profiled steps begin together (--align none leaves them where they were).
+
+Of runs on CPUs with at least two ranks, a picture lies beside the file (.svg): when each gradient
+of a step was ready, and when its all-reduce began and ended, with the same axes for all runs.
+
+A profile slows a run down: read orders and overlaps from it, and speeds from a run without.
 """
 
 import argparse
@@ -18,229 +23,19 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
-from compare.evidence import packed
+from compare.evidence.exchange import read_exchange
+from compare.evidence.profiles import Event, RunProfile, read_run
+from compare.page.chart import standalone
+from compare.page.exchange import plot_exchanges
 from recipe.files import replace_file
 
-STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
 # What a trace's phase letters mean here (Trace Event Format): complete spans, instants, counters,
 # flows (arrows), asynchronous spans, metadata.
 WITH_ID = "stfbne"
-
-Event = dict[str, Any]
-
-
-@dataclass
-class Lane:
-    """One process of the merged file."""
-
-    name: str
-    path: Path  # the file that it was read from
-    events: list[Event] = field(
-        default_factory=list
-    )  # `ts` and `dur` in whole ns of the Unix clock
-    threads: dict[Any, str] = field(default_factory=dict)  # name by the file's own thread number
-
-
-@dataclass
-class RunProfile:
-    """What one run's profile/ holds."""
-
-    name: str
-    lanes: list[Lane]
-    steps: list[tuple[int, int]]  # begin and end of each profiled step of each rank, ns
-    notes: list[str]
-
-    @property
-    def begin(self) -> int:
-        """Begin of the first profiled step; of the first event where no step is marked."""
-        if self.steps:
-            return min(begin for begin, _ in self.steps)
-        return min(event["ts"] for lane in self.lanes for event in lane.events)
-
-
-# -- Reading ---------------------------------------------------------------------------------------
-
-
-def read_run(run: Path, name: str) -> RunProfile:
-    """Read all profiles of a run folder."""
-    folder = run / "profile"
-    paths = {
-        int(path.stem[5:]): path for path in folder.glob("rank-*.json") if path.stem[5:].isdigit()
-    }
-    if not paths:
-        is_there = packed.is_folder(run)
-        what = "holds no profile/rank-*.json" if is_there else "there is no such run folder"
-        raise UserError(f"{run}: {what}; train with --profile-steps N to have one")
-    profile = RunProfile(name, [], [], [])
-    for rank, path in sorted(paths.items()):
-        lanes = read_torch(path, f"{name}, rank {rank}")
-        profile.lanes += lanes
-        steps = [
-            (event["ts"], event["ts"] + event["dur"])
-            for lane in lanes
-            for event in lane.events
-            if event["ph"] == "X" and event["name"].startswith(STEP_MARK)
-            and event.get("cat") != "gpu_user_annotation"  # the same mark, as the GPU met it
-        ]  # fmt: skip
-        if not steps:
-            profile.notes.append(f"rank {rank}: no step is marked ({STEP_MARK}...)")
-        profile.steps += steps
-        timeline = folder / "horovod-timeline.json"
-        if rank == 0 and timeline.exists():
-            lane, notes = read_horovod(timeline, f"{name}, rank 0, Horovod")
-            profile.lanes.append(lane)
-            profile.notes += notes
-    return profile
-
-
-def read_torch(path: Path, name: str) -> list[Lane]:
-    """Read a trace of torch.profiler: the rank's own process, then its GPUs.
-
-    `ts` is in microseconds since `baseTimeNanoseconds` of the Unix clock.
-    """
-    try:
-        trace = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}): it was not written to its end; profile again"
-        ) from None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise UserError(f"{path} is no trace of torch.profiler: it has no list `traceEvents`")
-    if "baseTimeNanoseconds" not in trace:
-        raise UserError(
-            f"{path} has no baseTimeNanoseconds, so its clock is not known: it is not from the "
-            "torch that this project pins; profile again"
-        )
-    base = int(trace["baseTimeNanoseconds"])
-    lanes: dict[Any, Lane] = {}
-    metadata = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
-    labels = {
-        event["pid"]: str(event["args"].get("labels"))
-        for event in metadata
-        if event["name"] == "process_labels"
-    }
-    # The profiler's own marks stand in pseudo-processes called "Spans", "Traces" and "".
-    own = next((pid for pid, label in labels.items() if label == "CPU"), None)
-
-    def lane_of(event: Event) -> Lane:
-        pid = event.get("pid")
-        pid = pid if isinstance(pid, int) else own
-        label = labels.get(pid, "CPU" if pid == own else f"process {pid}")
-        return lanes.setdefault(pid, Lane(f"{name}, {label}", path))
-
-    for event in trace["traceEvents"]:
-        if event.get("ph") == "M" or "ts" not in event:
-            continue
-        moved = event | {"ts": base + round(event["ts"] * 1000)}
-        if "dur" in event:
-            moved["dur"] = round(event["dur"] * 1000)
-        if event["ph"] == "i":
-            moved["s"] = "t"  # on its own thread, not across the runs beside it
-        lane = lane_of(event)
-        lane.events.append(moved)
-        lane.threads.setdefault(event.get("tid"), str(event.get("tid") or "profiler"))
-    for event in metadata:
-        known = lanes.get(event["pid"])
-        if event["name"] == "thread_name" and known and event.get("tid") in known.threads:
-            known.threads[event["tid"]] = event["args"]["name"]
-    return sorted(lanes.values(), key=lambda lane: (lane.name != f"{name}, CPU", lane.name))
-
-
-def read_horovod(path: Path, name: str) -> tuple[Lane, list[str]]:
-    """Read Horovod's timeline: a thread for each tensor, and one for the cycles.
-
-    Its first event tells the Unix time, in microseconds, from which on a steady clock has counted
-    `ts`; each tensor poses as a process, and its spans as a begin and an end without a name
-    (horovod/common/timeline.cc).
-    """
-    events, whole = read_array(path)
-    started = horovod_start(events, path)
-    lane = Lane(name, path)
-    open_spans: dict[Any, list[Event]] = {}
-    ends_alone = 0
-    last = 0
-    for event in events:
-        tensor = event.get("pid", "cycles")  # markers have no process
-        if event["ph"] == "M":
-            if "name" in event["args"]:
-                lane.threads[tensor] = event["args"]["name"]
-            continue
-        last = (started + event["ts"]) * 1000
-        args = event.get("args", {})
-        if event["ph"] == "B":
-            span = {"ph": "X", "name": event["name"], "cat": "horovod", "ts": last, "tid": tensor,
-                    "args": args}  # fmt: skip
-            open_spans.setdefault(tensor, []).append(span)
-            lane.events.append(span)
-        elif event["ph"] == "E":
-            if not open_spans.get(tensor):
-                ends_alone += 1  # it began before the timeline did
-                continue
-            span = open_spans[tensor].pop()
-            span["dur"] = last - span["ts"]
-            span["args"] = span["args"] | args
-        else:
-            # While ranks are waited for, the number of each that is ready is an empty span.
-            mark = f"rank {event['name']} is ready" if event["ph"] == "X" else event["name"]
-            lane.events.append({"ph": "i", "s": "t", "name": mark, "cat": "horovod", "ts": last,
-                                "tid": tensor, "args": args})  # fmt: skip
-    lane.threads["cycles"] = "cycles"
-    unfinished = [span for spans in open_spans.values() for span in spans]
-    for span in unfinished:
-        span["dur"] = last - span["ts"]
-        span["args"] = span["args"] | {"unfinished": True}
-    notes = []
-    if not whole:
-        notes.append(f"{path.name} ends in the middle: what it has is merged")
-    if unfinished or ends_alone:
-        notes.append(
-            f"{path.name}: {len(unfinished)} span(s) had not ended (drawn until its end), and "
-            f"{ends_alone} had begun before it (left out)"
-        )
-    return lane, notes
-
-
-def horovod_start(events: list[Event], path: Path) -> int:
-    """Return the Unix time, in microseconds, at which Horovod's timeline begins."""
-    field = "start_time_since_epoch_in_micros"
-    for event in events:
-        if field in event.get("args", {}):
-            return int(event["args"][field])
-    raise UserError(
-        f"{path} does not tell when it began ({field}), so it cannot be put on one clock with the "
-        "other profiles; delete it, or profile again"
-    )
-
-
-def read_array(path: Path) -> tuple[list[Event], bool]:
-    """Return a JSON array's objects, and whether it is whole: of a run that was killed, what was
-    written until then."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if not text.lstrip().startswith("["):
-        raise UserError(f"{path} is no timeline of Horovod: it does not begin with a list")
-    events: list[Event] = []
-    decoder, position = json.JSONDecoder(), text.index("[") + 1
-    while True:
-        while position < len(text) and text[position] in ", \t\r\n":
-            position += 1
-        if text[position : position + 1] == "]":
-            return events, True
-        try:
-            event, position = decoder.raw_decode(text, position)
-        except ValueError:
-            return events, False
-        if not isinstance(event, dict) or "ph" not in event:
-            raise UserError(f"{path} is no timeline of Horovod: it holds {event!r:.80}")
-        events.append(event)
-
 
 # -- Merging ---------------------------------------------------------------------------------------
 
@@ -328,9 +123,16 @@ def merge_runs(options: argparse.Namespace) -> int:
     if out.resolve().parent in [(run / "profile").resolve() for run in options.runs]:
         raise UserError(f"{out} would lie among the profiles; take another -o FILE")
     align = len(profiles) > 1 and options.align == "first-step"
-    write_trace(out, merge(profiles, align))
+    exchanges = {
+        name: exchange
+        for run, name in zip(options.runs, names, strict=True)
+        if (exchange := read_exchange(run))
+    }
+    write_whole(out, json.dumps(merge(profiles, align), separators=(",", ":")))
     for profile in profiles:
         print("\n".join(summary(profile)))
+        if profile.name in exchanges:
+            print(f"    {exchanges[profile.name].sentence()}")
     if align:
         print("The runs are shifted so that their first profiled steps begin together.")
         if unmarked := [profile.name for profile in profiles if not profile.steps]:
@@ -338,13 +140,17 @@ def merge_runs(options: argparse.Namespace) -> int:
                 f"No step is marked in {', '.join(unmarked)}: aligned at the first event instead."
             )
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
+    if exchanges:
+        picture = out.with_suffix(".svg")
+        write_whole(picture, standalone(plot_exchanges(list(exchanges.items())).svg))
+        print(f"Written: {picture}, the exchange of gradients")
     return 0
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write the merged file whole or not at all."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     try:
-        replace_file(path, json.dumps(trace, separators=(",", ":")))
+        replace_file(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -1,11 +1,14 @@
-"""How large the buckets are in which DDP exchanges gradients."""
+"""How large the buckets are in which DDP exchanges gradients, and how one travels."""
 
 import inspect
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_train.timeline import Hook, noted
 from recipe.config import Config
 from recipe.errors import UserError
 
@@ -24,3 +27,11 @@ def bucket_sizes(config: Config) -> dict[str, Any]:
             "leave it out, or install torch 2.14"
         )
     return {"bucket_cap_mb_list": [first, cap or DEFAULT_CAP_MB]}  # the last holds for all others
+
+
+def bucket_hook(config: Config, model: nn.Module) -> Hook | None:
+    """What sends a bucket in place of DDP's own all-reduce; None: nothing need be."""
+    if not config.sends_fp16 and not config.profile_steps:
+        return None
+    hook = default_hooks.fp16_compress_hook if config.sends_fp16 else default_hooks.allreduce_hook
+    return noted(hook, model) if config.profile_steps else hook

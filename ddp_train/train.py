@@ -24,11 +24,11 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train.buckets import bucket_sizes
+from ddp_train.buckets import bucket_hook, bucket_sizes
 from ddp_train.rendezvous import meeting_point, patience
+from ddp_train.timeline import start_timeline, stop_timeline
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
@@ -101,8 +101,8 @@ def main(config: Config, world: World) -> None:
         )
         # BatchNorm's statistics travel as --batch-norm says, not in each forward.
         network.broadcast_buffers = False
-        if config.sends_fp16:
-            network.register_comm_hook(None, fp16_compress_hook)
+        if hook := bucket_hook(config, model):  # sums in fp16, or notes times for a profile
+            network.register_comm_hook(None, hook)
         return network, build_optimizer(model, config)
 
     config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
@@ -117,7 +117,8 @@ def main(config: Config, world: World) -> None:
     work = fingerprint(config, world, data, model, device, threads, lr_scale)
     recorder = Recorder(config, world, data, folder, progress, environment)
     meter = StepMeter(config, world, device, data, progress, workers)
-    profiler = StepProfiler(config, world, folder, first_step)
+    profiler = StepProfiler(config, world, folder, first_step, model)
+    profiler.timeline = ENGINE, start_timeline, stop_timeline
 
     def validate_all(epoch: int) -> dict[str, float]:
         """The figures of the better of model and moving average, on all validation images."""

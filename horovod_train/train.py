@@ -111,8 +111,8 @@ def main(config: Config, world: World) -> None:
     work = fingerprint(config, world, data, model, device, threads, lr_scale)
     recorder = Recorder(config, world, data, folder, progress, environment)
     meter = StepMeter(config, world, device, data, progress, workers)
-    profiler = StepProfiler(config, world, folder, first_step)
-    profiler.timeline = hvd.start_timeline, hvd.stop_timeline
+    profiler = StepProfiler(config, world, folder, first_step, model)
+    profiler.timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
 
     def validate_all(epoch: int) -> dict[str, float]:
         """The figures of the better of model and moving average, on all validation images."""

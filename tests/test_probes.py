@@ -33,10 +33,13 @@ def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
 
 def profiled(tmp_path: Path, steps: int, ended: int) -> tuple[StepProfiler, list[str]]:
     calls: list[str] = []
-    profiler = StepProfiler(a_config(profile_steps=steps), a_world(), tmp_path, first_step=0)
-    profiler.timeline = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
+    model = TinyNet()
+    profiler = StepProfiler(a_config(profile_steps=steps), a_world(), tmp_path, 0, model)
+    begin, end = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
+    profiler.timeline = "engine", begin, end
     for step in range(1, ended + 1):
-        torch.ones(3).sum()
+        for _ in range(2):  # passes of accumulation
+            model(torch.rand(2, 3, 8, 8)).square().mean().backward()
         profiler.end_step(step)
     return profiler, calls
 
@@ -44,10 +47,16 @@ def profiled(tmp_path: Path, steps: int, ended: int) -> tuple[StepProfiler, list
 def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
     profiler, calls = profiled(tmp_path, 2, WARM_UP_STEPS + 5)
     profiler.close(calls.append)
-    assert calls == ["horovod-timeline.json", "end"]
+    assert calls == ["engine-timeline.json", "end"]
     trace = json.loads((tmp_path / "profile/rank-0.json").read_text())
     marks = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
     assert len(marks) == 2
+    times = json.loads((tmp_path / "profile/gradients-rank-0.json").read_text())
+    assert times["elements"] == {n: p.numel() for n, p in TinyNet().named_parameters()}
+    assert len(times["steps"]) == 2
+    for step in times["steps"]:
+        assert step["ready"].keys() == times["elements"].keys()
+        assert all(step["backward"] <= ready <= step["end"] for ready in step["ready"].values())
 
 
 def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
@@ -59,5 +68,5 @@ def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
     profiler, calls = profiled(tmp_path / "none", 9, 2)
     profiler.close(calls.append)
     assert len(calls) == 1 and "no profile" in calls[0]
-    StepProfiler(a_config(), a_world(), tmp_path, 0).close(calls.append)
+    StepProfiler(a_config(), a_world(), tmp_path, 0, TinyNet()).close(calls.append)
     assert len(calls) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from launching import ROOT, launch
 
+from compare.evidence.exchange import read_exchange
 from compare.timeline import main
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
@@ -330,8 +331,8 @@ def other_list(run: Path) -> list[str]:
         (lambda run: [str(run), "-o", str(run / "no/x.json")], "cannot be written"),
         (cut_trace, "rank-1.json cannot be read"),
         (without_base, "no baseTimeNanoseconds"),
-        (without_start, "does not tell when it began"),
-        (other_list, "is no timeline of Horovod"),
+        (without_start, "does not say when it began"),
+        (other_list, "is no timeline of an engine"),
     ],
 )
 def test_a_mistake_is_one_message_and_nothing_is_written(tmp_path, capsys, words, said):
@@ -369,7 +370,7 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         assert done.returncode == 0, done.output
     trace = merged([tmp_path / "ddp", tmp_path / "horovod"])
     assert list(processes(trace)) == [
-        "ddp, rank 0, CPU", "ddp, rank 1, CPU",
+        "ddp, rank 0, CPU", "ddp, rank 0, DDP's buckets", "ddp, rank 1, CPU",
         "horovod, rank 0, CPU", "horovod, rank 0, Horovod", "horovod, rank 1, CPU",
     ]  # fmt: skip
     begin = min(find(trace, "ProfilerStep#1", f"ddp, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
@@ -388,3 +389,13 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         seen = [name for name, tid in timeline.items() if any(e["tid"] == tid for e in within)]
         assert sorted(seen) == sorted(tensors), number
     assert f"{3 * len(tensors):,} within the profiled steps" in capsys.readouterr().out
+    assert ">horovod<" in (tmp_path / "merged.svg").read_text()
+    for name in ("ddp", "horovod"):
+        exchange = read_exchange(tmp_path / name)
+        assert exchange is not None and len(exchange.steps) == 3
+        for one in exchange.steps:
+            assert sum(message.gradients for message in one.messages) == len(tensors)
+            assert all(m.ready <= m.met and m.ready <= m.began <= m.ended for m in one.messages)
+            assert sum(m.megabytes for m in one.messages) == pytest.approx(
+                sum(size for _, size in one.ready)
+            )

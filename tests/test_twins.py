@@ -36,9 +36,9 @@ REASONS = {
     "DDP's network": (
         "DistributedDataParallel(", "    model,", "device_ids=", "bucket_sizes(",
         "gradient_as_bucket_view=", "static_graph=", "broadcast_buffers", "BatchNorm's statistics",
-        "config.sends_fp16:", "fp16_compress_hook", "return network,",
+        "bucket_hook(", "register_comm_hook(", "return network,",
     ),
-    "Horovod's own timeline": ("hvd.start_timeline",),
+    "the engine's timeline": ("profiler.timeline =",),
     "steps without an exchange of gradients": (
         "if config.ablation_steps:", "passes = ", "set_backward_passes_per_step(passes)",
     ),

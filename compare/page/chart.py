@@ -207,7 +207,7 @@ class Chart:
             f' fill="{colour}"{opaque(opacity)}/>'
         )
 
-    def row_name(self, row: int, text: str, above: float) -> None:
+    def row_name(self, row: float, text: str, above: float) -> None:
         """Write a row's name above it, from the left edge: there it can be long."""
         _, down = self.at(self.x.low, row)
         # With a rim of paper, so that no line runs through it.
@@ -216,7 +216,7 @@ class Chart:
             f' stroke-width="3" paint-order="stroke">{escape(shortened(text))}</text>'
         )
 
-    def row_value(self, row: int, text: str, above: float) -> None:
+    def row_value(self, row: float, text: str, above: float) -> None:
         """Write a row's value above its right end."""
         _, down = self.at(self.x.low, row)
         self.parts.append(

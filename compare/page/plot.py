@@ -65,6 +65,7 @@ class Series:
     cells: Sequence[str] = ()  # its line of the table; empty: not in the table
     row: str = ""  # its row's name and value, in a chart of rows
     row_value: str = ""
+    row_at: float | None = None  # y of the row; None: that of a chart of categories
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Plot:
         chart = Chart(x.scale, y.scale, x.label, y.label, self.height, self.keys, self.ends)
         if self.rule is not None:
             chart.rule(x=self.rule)
-        for row, series in enumerate(self.series):
+        for index, series in enumerate(self.series):
+            row = index if series.row_at is None else series.row_at
             if series.row:
                 chart.row_name(row, series.row, self.above)
             if series.row_value:

@@ -1,6 +1,8 @@
 """What a run can be asked to write for closer looks: its first steps' tensors, and a profile."""
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from recipe.config import Config
-from recipe.files import whole_file
+from recipe.files import whole_file, write_json
 from recipe.record.run_folder import one_sentence
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.world import World
@@ -40,30 +42,70 @@ def write_trace(
             np.savez(file, **arrays)
 
 
+class GradientTimes:
+    """When a rank's gradients of the profiled steps were ready, in ns of the Unix clock."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.elements = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        self.steps: list[dict[str, Any]] = []
+        self.step: dict[str, Any] = {}
+        self.handles: list[Any] = [model.register_forward_hook(self._begin)]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                mark = partial(self._mark, name)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(mark))
+
+    def _begin(self, *_: Any) -> None:
+        """A forward pass is over. With several passes a step the last one, which sends, counts."""
+        self.step = {"backward": time.time_ns(), "ready": {}}
+
+    def _mark(self, name: str, _: torch.Tensor) -> None:
+        self.step["ready"][name] = time.time_ns()
+
+    def end_step(self, counts: bool) -> None:
+        """A step has ended; kept if it `counts` and all of its gradients were seen."""
+        if counts and len(self.step.get("ready", ())) == len(self.elements):
+            self.steps.append({**self.step, "end": time.time_ns()})
+        self.step = {}
+
+    def write(self, path: Path) -> None:
+        """End, and write what there is; nothing without steps."""
+        for handle in self.handles:
+            handle.remove()
+        if self.steps:
+            write_json(path, {"elements": self.elements, "steps": self.steps})
+
+
 class StepProfiler:
     """torch's profiler over --profile-steps steps of every rank, after the first few: writes
-    profile/rank-R.json, which Perfetto opens, and which compare/timeline.py merges.
+    profile/rank-R.json, which Perfetto opens, and which compare/timeline.py merges; on a CPU also
+    profile/gradients-rank-R.json, when each gradient was ready.
 
     `timeline`, two functions that start (given a path) and end an engine's own record of its
-    messages, may be set by the trainer; rank 0 then writes profile/horovod-timeline.json as well.
+    messages, may be set by the trainer; rank 0 then writes profile/ENGINE-timeline.json as well.
     """
 
-    def __init__(self, config: Config, world: World, folder: Path, first_step: int) -> None:
+    def __init__(
+        self, config: Config, world: World, folder: Path, first_step: int, model: nn.Module
+    ) -> None:
         self.num_steps = config.profile_steps or 0
         self.first = first_step + WARM_UP_STEPS  # of the profiled steps, 0-based
-        self.folder, self.rank = folder / "profile", world.rank
-        self.timeline: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
+        self.folder, self.rank, self.model = folder / "profile", world.rank, model
+        self.timeline: tuple[str, Callable[[str], Any], Callable[[], Any]] | None = None
         self.profile: torch.profiler.profile | None = None
+        self.gradients: GradientTimes | None = None
         self.done = False
 
     def end_step(self, step: int) -> None:
-        """Tell that `step` steps have ended; starts and ends the profile."""
+        """Say that `step` steps have ended; starts and ends the profile."""
         if not self.num_steps:
             return
         if step == self.first - 1:  # one step before: the profiler's own warm-up
             self._start()
         elif self.profile is not None:
             self.profile.step()
+            if self.gradients is not None:
+                self.gradients.end_step(counts=step > self.first)
             if step == self.first + self.num_steps:
                 self._stop()
 
@@ -92,12 +134,19 @@ class StepProfiler:
             ),
         )
         self.profile.start()
+        # A GPU works behind the CPU, whose clock does not see when a gradient is ready.
+        if next(self.model.parameters()).device.type == "cpu":
+            self.gradients = GradientTimes(self.model)
         if self.timeline is not None and self.rank == 0:
-            self.timeline[0](str(self.folder / "horovod-timeline.json"))
+            engine, start, _ = self.timeline
+            start(str(self.folder / f"{engine}-timeline.json"))
 
     def _stop(self) -> None:
         assert self.profile is not None
         self.profile.stop()
         self.profile, self.done = None, True
         if self.timeline is not None and self.rank == 0:
-            self.timeline[1]()
+            self.timeline[2]()
+        if self.gradients is not None:
+            self.gradients.write(self.folder / f"gradients-rank-{self.rank}.json")
+            self.gradients = None

@@ -1,0 +1,98 @@
+"""A timeline of DDP's buckets, as Horovod has one of its tensors: it is for --profile-steps, and
+compare/timeline.py reads both."""
+
+import heapq
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+
+from recipe.files import replace_file
+
+Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+# How many messages a backend carries at once, each by a thread of its own; the next ones wait.
+THREADS = {"gloo": 2}
+
+
+@dataclass
+class Message:
+    """A bucket of a step; times in ns of the Unix clock."""
+
+    bucket: int
+    gradients: list[str]
+    full: int  # the last of its gradients was ready
+    ended: int | None = None  # its average was back
+
+
+_path: Path | None = None  # while a timeline is made
+_messages: list[Message] = []
+
+
+def start_timeline(path: str) -> None:
+    """From now on note what becomes of each bucket."""
+    global _path
+    _path = Path(path)
+    _messages.clear()
+
+
+def stop_timeline() -> None:
+    """Write what was noted, in the form of Horovod's timeline."""
+    global _path
+    assert _path is not None
+    ended = [message for message in _messages if message.ended is not None]
+    replace_file(_path, json.dumps(trace_of(ended, THREADS.get(dist.get_backend(), 1))))
+    _path = None
+
+
+def noted(hook: Hook, model: nn.Module) -> Hook:
+    """The same hook, which notes when each bucket was full and when its average was back."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def noting(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if _path is None:
+            return hook(state, bucket)
+        gradients = [names[id(parameter)] for parameter in bucket.parameters()]
+        message = Message(bucket.index(), gradients, time.time_ns())
+        _messages.append(message)
+
+        def end(future: Future[torch.Tensor]) -> torch.Tensor:
+            average = future.value()
+            message.ended = time.time_ns()
+            return average
+
+        return hook(state, bucket).then(end)
+
+    return noting
+
+
+def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
+    """Horovod's form: spans of each bucket, QUEUE until its message was on its way, and ALLREDUCE.
+
+    A backend does not say when it took a message up: at once if one of its threads was free, else
+    as soon as one was.
+    """
+    start = messages[0].full if messages else time.time_ns()
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
+    ]
+    for bucket in sorted({message.bucket for message in messages}):
+        args: dict[str, Any] = {"name": f"bucket {bucket}"}
+        events.append({"ph": "M", "name": "process_name", "pid": bucket + 1, "args": args})
+    free = [0] * threads  # when each thread is
+    for message in messages:
+        assert message.ended is not None
+        began = min(message.ended, max(message.full, heapq.heapreplace(free, message.ended)))
+        full, begin, end = ((ns - start) // 1000 for ns in (message.full, began, message.ended))
+        args = {"gradients": message.gradients}
+        for name, first, last in (("QUEUE", full, begin), ("ALLREDUCE", begin, end)):
+            events.append({"ph": "B", "name": name, "ts": first, "pid": message.bucket + 1})
+            event = {"ph": "E", "ts": last, "pid": message.bucket + 1, "args": args}
+            events.append(event)
+    return events

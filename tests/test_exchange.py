@@ -1,0 +1,173 @@
+"""When gradients were ready and exchanged: read from either engine's files, and one picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from making import TinyNet, a_config
+from torch.nn.parallel import DistributedDataParallel
+
+from compare.errors import UserError
+from compare.evidence.exchange import Exchange, ExchangeStep, Message, read_exchange
+from compare.page.chart import standalone
+from compare.page.exchange import plot_exchanges
+from ddp_train import timeline
+from ddp_train.buckets import bucket_hook
+
+ZERO = 1_790_857_026_000_000_000  # of the Unix clock: the first step's backward pass begins
+MS = 1_000_000
+SIZES = {"conv": 1_000_000, "bn": 1_000, "fc": 2_000_000}  # elements
+READY = {"fc": 10, "bn": 20, "conv": 40}  # ms after backward's begin
+
+
+def at(ms: float) -> int:
+    return ZERO + round(ms * MS)
+
+
+def write_times(run: Path, rank: int, late: float, steps: int = 2) -> None:
+    lines = [
+        {
+            "backward": at(100 * step),
+            "end": at(100 * step + 90),
+            "ready": {name: at(100 * step + ms + late) for name, ms in READY.items()},
+        }
+        for step in range(steps)
+    ]
+    path = run / "profile" / f"gradients-rank-{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"elements": SIZES, "steps": lines}))
+
+
+def a_ddp_run(run: Path, threads: int = 1) -> Path:
+    """Two buckets a step: fc and bn, full at 20 ms, back at 55; conv, full at 40, back at 60."""
+    messages = [
+        timeline.Message(bucket, names, at(100 * step + full), at(100 * step + ended))
+        for step in range(2)
+        for bucket, names, full, ended in ((0, ["fc", "bn"], 20, 55), (1, ["conv"], 40, 60))
+    ]
+    write_times(run, 0, 0)
+    write_times(run, 1, 5)
+    trace = json.dumps(timeline.trace_of(messages, threads))
+    (run / "profile" / "ddp-timeline.json").write_text(trace)
+    return run
+
+
+def a_horovod_run(run: Path) -> Path:
+    """fc alone, then bn and conv fused; beside them figures, and a tensor of the next step."""
+    write_times(run, 0, 0)
+    write_times(run, 1, 0)
+
+    def span(tensor: int, begin: float, end: float, shape: str) -> list[dict[str, Any]]:
+        args = {"dtype": "float32", "shape": shape}
+        return [
+            {"ph": "B", "name": "ALLREDUCE", "ts": 1000 * begin, "pid": tensor},
+            {"ph": "B", "name": "MPI_ALLREDUCE", "ts": 1000 * begin, "pid": tensor},
+            {"ph": "E", "ts": 1000 * end, "pid": tensor},
+            {"ph": "E", "ts": 1000 * end, "pid": tensor, "args": args},
+        ]
+
+    names = ("allreduce.fc", "allreduce.bn", "allreduce.conv", "allreduce.figures")
+    first = {"start_time_since_epoch_in_micros": ZERO // 1000}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "x", "pid": 0, "args": first}]
+    events += [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        for number, name in enumerate(names, start=1)
+    ]
+    events += [
+        *span(1, 12, 22, "[2000, 1000]"),
+        *span(2, 42, 62, "[1000]"),
+        *span(3, 42.002, 62.004, "[1000, 1000]"),
+        *span(4, 70, 71, "[4]"),
+    ]
+    (run / "profile" / "horovod-timeline.json").write_text(json.dumps(events))
+    return run
+
+
+def test_buckets_of_ddp(tmp_path: Path) -> None:
+    exchange = read_exchange(a_ddp_run(tmp_path))
+    assert exchange is not None and len(exchange.steps) == 2
+    for step in exchange.steps:
+        first, second = step.messages
+        assert (first.gradients, second.gradients) == (2, 1)
+        assert first.megabytes == pytest.approx(8.004)
+        assert (first.ready, first.met, first.began, first.ended) == (20, 25, 20, 55)
+        assert (second.ready, second.met, second.began, second.ended) == (40, 45, 55, 60)
+        assert step.ready == ((10, 8.0), (20, 0.004), (40, 4.0))
+        assert (step.computed, step.hidden, step.exposed, step.late) == (40, 20, 20, 5)
+
+
+def test_a_backend_with_two_threads_sends_two_buckets_at_once(tmp_path: Path) -> None:
+    exchange = read_exchange(a_ddp_run(tmp_path, threads=2))
+    assert exchange is not None
+    assert [message.began for message in exchange.typical.messages] == [20, 40]
+    assert exchange.typical.hidden == 20, "time, not the sum of messages"
+
+
+def test_what_horovod_fused_is_one_message(tmp_path: Path) -> None:
+    exchange = read_exchange(a_horovod_run(tmp_path))
+    assert exchange is not None and len(exchange.steps) == 1, "the other sent nothing"
+    first, second = exchange.typical.messages
+    assert (first.gradients, first.megabytes, first.began, first.ended) == (1, 8.0, 12, 22)
+    assert (second.gradients, second.ready, second.began) == (2, 40, 42)
+    assert second.megabytes == pytest.approx(4.004)
+    assert second.ended == pytest.approx(62.004)
+    assert (exchange.typical.hidden, exchange.typical.late) == (10, 0)
+    assert exchange.typical.exposed == pytest.approx(22.004, abs=0.001)
+    assert "12.0 MB of gradients in 2 messages a step" in exchange.sentence()
+
+
+def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
+    assert read_exchange(tmp_path) is None
+    write_times(tmp_path, 0, 0)
+    assert read_exchange(tmp_path) is None, "one worker"
+    a_ddp_run(tmp_path)
+    path = tmp_path / "profile" / "gradients-rank-1.json"
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(UserError, match=r"gradients-rank-1\.json cannot be read"):
+        read_exchange(tmp_path)
+
+
+def test_one_picture_with_the_same_axes_for_all_runs(tmp_path: Path) -> None:
+    runs = {"DDP": a_ddp_run(tmp_path / "a"), "Horovod": a_horovod_run(tmp_path / "b")}
+    plot = plot_exchanges([(name, read_exchange(run)) for name, run in runs.items()])
+    assert [row[:4] for row in plot.table[1:]] == [
+        ("Horovod, 1", "1", "8.00", "10.0"), ("Horovod, 2", "2", "4.00", "40.0"),
+        ("DDP, 1", "2", "8.00", "20.0"), ("DDP, 2", "1", "4.00", "40.0"),
+    ]  # fmt: skip
+    texts = [t for e in ElementTree.fromstring(standalone(plot.svg)).iter() if (t := e.text)]
+    assert texts.count("10 MB") == 2 and {"DDP", "20 ms hidden, 20 ms exposed"} <= {*texts}
+
+
+def test_a_message_that_names_no_gradients_is_drawn() -> None:
+    """As of Horovod's groups."""
+    step = ExchangeStep(((1, 4.0),), ((1, 4.0),), (Message(1, 4.0, None, None, 2, 3),))
+    assert plot_exchanges([("x", Exchange((step,)))]).table[1][3:5] == ("–", "–")
+
+
+def test_ddp_notes_its_buckets_and_averages_as_without(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        gradients = []
+        for profile_steps in (None, 2):
+            torch.manual_seed(0)
+            model = TinyNet()
+            network = DistributedDataParallel(model)
+            if hook := bucket_hook(a_config(profile_steps=profile_steps), model):
+                network.register_comm_hook(None, hook)
+            timeline.start_timeline(str(tmp_path / "ddp-timeline.json"))
+            for _ in range(2):
+                network(torch.ones(2, 3, 8, 8)).square().mean().backward()
+            timeline.stop_timeline()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+    finally:
+        dist.destroy_process_group()
+    assert all(map(torch.equal, *gradients))
+    events = json.loads((tmp_path / "ddp-timeline.json").read_text())
+    ends = [event for event in events if event["ph"] == "E"]
+    assert len(ends) == 4, "of each step QUEUE and ALLREDUCE"
+    assert {*ends[0]["args"]["gradients"]} == {name for name, _ in model.named_parameters()}
