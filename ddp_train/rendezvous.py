@@ -24,7 +24,7 @@ from recipe.world import World, lone_copy_message, prepare_mpi
 MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
 
 
-def meeting_point(world: World) -> dict[str, Any]:
+def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
     """Arguments of `init_process_group` for the launcher that started this process."""
     # Also where NCCL carries the gradients Gloo carries what lies in the CPU's memory.
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
@@ -32,8 +32,8 @@ def meeting_point(world: World) -> dict[str, Any]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if world.local_size == world.size and "lo" in psutil.net_if_addrs():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # others have no business with its ports
-    if world.launcher == "none":
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
+        return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
     if world.launcher == "horovodrun":
         raise UserError(
             "horovodrun over Gloo started this process and gives DDP no address to meet at: start "
@@ -173,23 +173,28 @@ def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
     )
 
 
-def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
-    """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
+def start_mpi(world: World, instead: str) -> Any:
+    """mpi4py's MPI, initialised; UserError, with what to do `instead`, where it is missing or sees
+    other ranks than the launcher has started."""
     prepare_mpi(world)
     try:
         from mpi4py import MPI
-    except ImportError:
+    except (ImportError, RuntimeError) as error:  # the latter: it finds no library of MPI
         raise UserError(
-            f"{world.launcher} started this process, and DDP needs mpi4py there to meet: pip "
-            "install mpi4py, or start with torchrun"
+            f"DDP needs mpi4py here ({error}): pip install mpi4py, or {instead}"
         ) from None
-    comm = MPI.COMM_WORLD
     remedy = (
-        "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or start "
-        "with torchrun"
+        "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or "
+        f"{instead}"
     )
-    if message := lone_copy_message(world, comm.size, remedy):
+    if message := lone_copy_message(world, MPI.COMM_WORLD.size, remedy):
         raise UserError(message)
+    return MPI
+
+
+def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
+    """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
+    comm = start_mpi(world, "start with torchrun").COMM_WORLD
     address: tuple[str, int] | None = None
     if world.is_first:
         host = "127.0.0.1" if world.local_size == world.size else _own_address()

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_train.buckets import bucket_hook, bucket_sizes
 from ddp_train.rendezvous import meeting_point, patience
 from ddp_train.timeline import start_timeline, stop_timeline
+from ddp_train.transport import choose_transport
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
@@ -57,9 +58,8 @@ def main(config: Config, world: World) -> None:
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # Gloo: without GPU, too
-    dist.init_process_group(backend, **meeting_point(world), timeout=patience(config))
-    transport = "NCCL" if device.type == "cuda" else "Gloo"
+    transport, backend = choose_transport(config, world, device)
+    dist.init_process_group(backend, **meeting_point(world, backend), timeout=patience(config))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, in the memory where they are."""

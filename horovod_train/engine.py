@@ -15,14 +15,38 @@ except ImportError as error:
     build = "python horovod_train/build_horovod.py"
     fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
 
+# Which of its transports Horovod uses: for what its ranks agree on, and for the gradients.
+SELECTORS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+
 
 def prepare(config: Config, world: World) -> None:
-    """Set the variables that `hvd.init()` reads."""
+    """Set the variables that `hvd.init()` reads. UserError where what started this process, or this
+    build of Horovod, lacks the transport that was asked for."""
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
     if config.deterministic:
         os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused is a matter of timing
+    if config.transport in ("gloo", "mpi"):
+        _ask_for(config.transport, world)
+
+
+def _ask_for(transport: str, world: World) -> None:
+    is_built = hvd.gloo_built() if transport == "gloo" else hvd.mpi_built()
+    if not is_built:
+        raise UserError(
+            f"--transport {transport}: this Horovod was built without it; build it again: python "
+            "horovod_train/build_horovod.py"
+        )
+    starts_gloo = world.launcher == "horovodrun"  # over MPI it is mpirun
+    if world.launcher != "none" and starts_gloo != (transport == "gloo"):
+        by = "horovodrun over Gloo" if starts_gloo else world.launcher
+        raise UserError(
+            f"--transport {transport}: {by} started this process, where Horovod cannot "
+            f"use it; start it with horovodrun --{transport}"
+        )
+    for name in SELECTORS:
+        os.environ.setdefault(name, transport)
 
 
 def refuse_lone_copies(world: World) -> None:
@@ -32,13 +56,30 @@ def refuse_lone_copies(world: World) -> None:
 
 
 def check_transport(config: Config, world: World, device: torch.device) -> str:
-    """What carries the gradients: NCCL, MPI or Gloo. UserError for ranks that did not find each
-    other and for Adasum without MPI; a warning where GPUs lack NCCL."""
+    """What carries the gradients, by what Horovod says of itself: NCCL, MPI or Gloo.
+
+    UserError for ranks that did not find each other, for another transport than --transport names,
+    and for Adasum without MPI; a warning where GPUs lack NCCL.
+    """
     refuse_lone_copies(world)
     if config.use_adasum and not hvd.mpi_enabled():
         raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")
-    if device.type == "cuda" and hvd.nccl_built():
+    wanted, on_gpu = config.transport, device.type == "cuda"
+    if on_gpu and hvd.nccl_built():
+        if wanted in ("gloo", "mpi"):
+            raise UserError(
+                f"--transport {wanted}: this Horovod sends what lies on GPUs by NCCL; use nccl, or "
+                "add --no-cuda"
+            )
         return "NCCL"
-    if device.type == "cuda" and world.is_first:
+    if wanted == "nccl":
+        raise UserError("--transport nccl: this Horovod has no NCCL: make setup NCCL=1")
+    if on_gpu and world.is_first:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
-    return "MPI" if hvd.mpi_enabled() else "Gloo"
+    enabled = {"gloo": hvd.gloo_enabled(), "mpi": hvd.mpi_enabled()}
+    if wanted != "auto" and enabled != {"gloo": wanted == "gloo", "mpi": wanted == "mpi"}:
+        names = " or ".join(name for name in SELECTORS if os.environ[name] != wanted)
+        raise UserError(f"--transport {wanted}: {names} says otherwise; unset it")
+    # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
+    # CreateOperationManager in its operations.cc.
+    return "Gloo" if enabled["gloo"] else "MPI"

@@ -110,7 +110,7 @@ OTHERS_FLAGS = {
     "--output-dir": "--log-dir DIR",
     "--print-freq": "--log-interval N",
     "--sync-bn": "--batch-norm sync",
-    "--dist-backend": "--cuda or --no-cuda, which decides between NCCL and Gloo",
+    "--dist-backend": "--transport",
     "--dist-url": "the launcher's flags (docs/launching.md)",
     "--world-size": "the launcher's flags (docs/launching.md)",
 }
@@ -365,11 +365,11 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
         "residual blocks": (is_resnet(config.arch), f"--arch {config.arch} has no such blocks"),
         "new weights": (not (config.pretrained or config.weights), "the weights are loaded"),
         "Horovod's sum": (
-            engine != "ddp",
-            "DDP always divides by the number of workers before the sum",
+            engine in ("horovod", "single"),
+            "without Horovod gradients are always divided by the number of workers before the sum",
         ),
-        "ddp": (engine != "horovod", "Horovod has no such setting"),
-        "horovod": (engine != "ddp", "DDP has no such setting"),
+        "ddp": (engine in ("ddp", "single"), "only DDP has such a setting"),
+        "horovod": (engine in ("horovod", "single"), "only Horovod has such a setting"),
     }
     return {need: "" if is_there else words for need, (is_there, words) in needs.items()}
 

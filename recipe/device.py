@@ -36,6 +36,11 @@ def choose_device(config: Config, world: World) -> torch.device:
                 "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 "
                 "or bf16"
             )
+        if config.transport == "nccl":
+            raise UserError(
+                "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
+                "gloo or mpi"
+            )
         if config.batch_norm == "sync":
             raise UserError(
                 "--batch-norm sync: neither torch nor Horovod has SyncBatchNorm for the CPU; use "

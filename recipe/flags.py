@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 Scope = Literal[
     "work",  # decides what is computed, or how: part of the fingerprint
     "speed",  # a knob: how fast gradients are exchanged, and nothing else
-    "place",  # where files lie, and what a host has: the fingerprint holds what came of it
+    "place",  # where files lie, and what a host or a launcher has: a run records what came of it
     "measurement",  # what is measured beside the training: in the fingerprint, for it takes time
     "run",  # what is written, and when the run ends
 ]
@@ -235,6 +235,9 @@ class SpeedFlags:
     before training (a resumed run measures anew)."""
     fp16_allreduce: bool = work(False, decides="wire_format")
     """Horovod's name for --wire-format fp16."""
+    transport: Literal["auto", "nccl", "gloo", "mpi"] = place("auto", per_rank="equal")
+    """What carries the gradients. auto: NCCL between GPUs; elsewhere Gloo for DDP, and for Horovod
+    what its launcher passes messages by. Refused, with what to do, where it is not to be had."""
     use_adasum: bool = work(False, needs="workers", decides=RATES)
     """Combine gradients by Adasum instead of averaging them (Horovod only)."""
     gradient_predivide_factor: float | None = work(

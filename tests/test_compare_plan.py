@@ -227,7 +227,7 @@ READY = sorted(path.stem for path in PLANS.glob("*.toml"))
 def test_there_is_a_plan_for_each_question():
     assert READY == [
         "communication-bound", "input", "launchers", "null-test", "quick-look", "scaling",
-        "strong-scaling", "time-to-accuracy", "tuned-against-tuned", "wire-format",
+        "square", "strong-scaling", "time-to-accuracy", "tuned-against-tuned", "wire-format",
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from recipe.flags import FLAGS, names_of
 PLACES = {"log_dir", "name"}
 # What may differ as well where the plan starts the two in different ways.
 START = {"engine", "launcher", "transport"}
+START_DETAILS = ("engine", "launcher", "controller", "transport")  # earlier plans lack the last
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores")
 # What environment.json calls it, and its name here; records of earlier trainers lack these.
@@ -86,7 +87,7 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
         return set(START)
     a, b = details[first], details[second]
     varied = tuned_fields(comparison, first, second)
-    if any(a[field] != b[field] for field in ("engine", "launcher", "controller")):
+    if any(a.get(field) != b.get(field) for field in START_DETAILS):
         varied |= START
     if a["flags"] != b["flags"]:
         for field in comparison.plan["varied"]:

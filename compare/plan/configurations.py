@@ -19,6 +19,9 @@ from compare.plan.hosts import (
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+# How messages travel, as horovodrun tells its mpirun: engines that are compared over MPI get the
+# same.
+MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
 
 
 # Where torchrun's node 0 may listen on the first of several hosts: ports that no kernel gives away.
@@ -33,9 +36,20 @@ class Configuration:
     engine: str
     launcher: str
     controller: str = ""  # horovodrun only: what it passes the messages with
+    transport: str = ""  # what its trainer is told to send gradients over; "": its own choice
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
+
+    @property
+    def kind(self) -> tuple[str, str, str, str]:
+        """What a configuration is beside flags and variables: those of one kind start alike."""
+        return self.engine, self.launcher, self.controller, self.transport
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Its trainer's flags that make it this configuration."""
+        return (*(("--transport", self.transport) if self.transport else ()), *self.flags)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -44,12 +58,7 @@ class Configuration:
 
     def definition(self) -> str:
         """Return the configuration as `run.py --define` reads it."""
-        kind = (self.engine, self.launcher, self.controller)
-        bases = [
-            ready.name
-            for ready in CONFIGURATIONS.values()
-            if (ready.engine, ready.launcher, ready.controller) == kind
-        ]
+        bases = [ready.name for ready in CONFIGURATIONS.values() if ready.kind == self.kind]
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return f"{self.name}={shlex.join([*bases, *variables, *self.flags])}"
 
@@ -83,9 +92,11 @@ class Configuration:
             if self.interface and hosts is not None:
                 on_hosts += ["--network-interface", self.interface]
             return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
+        own = MPIRUN_OF_HOROVODRUN if self.transport == "mpi" else []
         if hosts is None:
-            return ["mpirun", "-np", n, "-H", f"localhost:{n}", "--bind-to", "none", "python"]
-        return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), "python"]
+            here = ["-H", f"localhost:{n}", "--bind-to", "none"]
+            return ["mpirun", "-np", n, *here, *own, "python"]
+        return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), *own, "python"]
 
     def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:
         """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
@@ -159,11 +170,13 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("ddp-torchrun", "ddp", "torchrun"),
         Configuration("ddp-mpirun", "ddp", "mpirun"),
+        Configuration("ddp-mpi", "ddp", "mpirun", transport="mpi"),
         Configuration("ddp-srun", "ddp", "srun"),
         Configuration("horovod-mpi", "horovod", "horovodrun", "mpi"),
         Configuration("horovod-gloo", "horovod", "horovodrun", "gloo"),
         Configuration("horovod-mpirun", "horovod", "mpirun"),
         Configuration("horovod-srun", "horovod", "srun"),
+        Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
     )
 }
 

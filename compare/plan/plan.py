@@ -13,7 +13,11 @@ from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
 from recipe.flags import flag_name, last_value, without_flag
 
-TRAINERS = {"ddp": "ddp_train/train.py", "horovod": "horovod_train/train.py"}
+TRAINERS = {
+    "ddp": "ddp_train/train.py",
+    "horovod": "horovod_train/train.py",
+    "mpi4py": "baselines/mpi4py_train.py",
+}
 
 # Flags by which run.py itself steers a trainer, and what the user is told instead.
 RESERVED_FLAGS = {
@@ -216,7 +220,7 @@ class Plan:
 
     def run(self, block: int, case: Case, configuration: Configuration, workers: int) -> Run:
         """Return one run; what stands later among its arguments wins."""
-        arguments = (*self.trainer_arguments, *case.flags, *configuration.flags)
+        arguments = (*self.trainer_arguments, *case.flags, *configuration.arguments)
         own_seed = last_value(arguments, "--seed") is not None
         seed = None if own_seed else self.seed + max(block, 1) - 1
         if self.global_batch_size is not None:

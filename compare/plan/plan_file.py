@@ -24,6 +24,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +210,7 @@ def define(
         raise UserError(f"configuration {name!r}: {given}; {near_match(base, CONFIGURATIONS)}")
     ready = CONFIGURATIONS[base]
     words = tuple(split_words(flags))
-    return Configuration(
-        name, ready.engine, ready.launcher, ready.controller, words, environment or {}
-    )
+    return replace(ready, name=name, flags=words, environment=environment or {})
 
 
 def read_definition(text: str) -> Configuration:

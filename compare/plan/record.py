@@ -43,6 +43,7 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> d
                 "engine": configuration.engine,
                 "launcher": configuration.launcher,
                 "controller": configuration.controller,
+                "transport": configuration.transport,
                 "flags": list(configuration.flags),
                 "environment": configuration.variables,
             }
@@ -112,8 +113,8 @@ OTHERS: dict[str, tuple[type, ...]] = {
     "cases": (list, dict), "hosts": (str,), "runs": (list, dict),
 }  # fmt: skip
 DETAILS: dict[str, tuple[type, ...]] = {
-    "engine": (str,), "launcher": (str,), "controller": (str,), "flags": (list, str),
-    "environment": (dict, str),
+    "engine": (str,), "launcher": (str,), "controller": (str,), "transport": (str,),
+    "flags": (list, str), "environment": (dict, str),
 }  # fmt: skip
 CASE: dict[str, tuple[type, ...]] = {"name": (str,), "flags": (list, str)}
 NEEDED = ("configurations", "workers", "seed", "trainer_arguments")
@@ -145,6 +146,7 @@ def plan_from(record: dict[str, Any], path: Path) -> Plan:
         names = names[::2]
     defined = []
     for name, details in given.get("configuration_details", {}).items():
+        details = {"transport": "", **details}  # which earlier plans had none of
         check_fields(path, f"configuration_details.{name}.", details, DETAILS, DETAILS)
         if name in names and name not in CONFIGURATIONS:
             own = details["environment"].items()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("recipe", "ddp_train", "horovod_train")
+PROGRAMS = ("ddp_train/train.py", "horovod_train/train.py", "baselines/mpi4py_train.py")
 
 
 def trainers_sha256() -> str:
@@ -21,9 +22,9 @@ def trainers_sha256() -> str:
 
 
 def trainers_sources() -> list[Path]:
-    """Return both train.py and each module of this project that they import, at whatever depth."""
+    """Return what trains, and each module of this project that they import, at whatever depth."""
     found = set[Path]()
-    waiting = [ROOT / "ddp_train/train.py", ROOT / "horovod_train/train.py"]
+    waiting = [ROOT / name for name in PROGRAMS]
     while waiting:
         path = waiting.pop()
         if path not in found and path.is_file():

@@ -61,7 +61,7 @@ def describe(
     return Environment(
         format=FORMAT,
         engine=engine,
-        version=metadata.version("horovod") if engine == "horovod" else torch.__version__,
+        version=torch.__version__ if engine == "ddp" else metadata.version(engine),
         launcher=world.launcher,
         transport=transport,
         world_size=world.size,

@@ -1,0 +1,117 @@
+"""The floor: the same training with nothing but mpi4py's Allreduce in the place of an engine.
+
+    mpirun -np 2 python baselines/mpi4py_train.py
+
+The loop is that of horovod_train/train.py; what it gets instead of Horovod stands below. When the
+backward passes of a step are over, one message averages all gradients: nothing hides behind
+computation. An engine that is not faster than this is not worth its installation.
+"""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from recipe.config import Config, parse_args
+from recipe.errors import UserError, one_message
+from recipe.watch import keep_watch
+from recipe.world import World, lone_copy_message, prepare_mpi, read_world
+
+ENGINE = "mpi4py"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+import torch
+
+prepare_mpi(read_world())
+from mpi4py import MPI  # its import initialises MPI
+
+comm = MPI.COMM_WORLD
+
+
+# -- The engine ------------------------------------------------------------------------------------
+def allreduce(values: torch.Tensor, op: object, name: str) -> torch.Tensor:
+    """The sum of the ranks' values."""
+    total = values.clone()
+    comm.Allreduce(MPI.IN_PLACE, total.numpy())
+    return total
+
+
+def broadcast(values: torch.Tensor, root_rank: int, name: str = "") -> torch.Tensor:
+    """One rank's values, on each rank."""
+    comm.Bcast(values.numpy(), root_rank)
+    return values
+
+
+def broadcast_parameters(state: dict[str, torch.Tensor], root_rank: int) -> None:
+    """Give each rank one rank's weights and buffers."""
+    for values in state.values():
+        broadcast(values, root_rank)
+
+
+def distributed_optimizer(optimizer: Any, named_parameters: Any, **_: object) -> Any:
+    """The optimizer, with a `synchronize` that averages the gradients over the ranks."""
+    weights = [weight for _, weight in named_parameters]
+
+    def synchronize() -> None:
+        gradients = [weight.grad for weight in weights]
+        message = torch.cat([gradient.flatten() for gradient in gradients])
+        message /= comm.size
+        comm.Allreduce(MPI.IN_PLACE, message.numpy())
+        pieces = message.split([gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    optimizer.synchronize = synchronize
+    optimizer.skip_synchronize = nullcontext
+    optimizer.set_backward_passes_per_step = lambda passes: None  # the loop does not ask for them
+    return optimizer
+
+
+# -- In Horovod's place ----------------------------------------------------------------------------
+def prepare(config: Config, world: World) -> None:
+    """UserError for what this engine lacks, and for ranks that did not find each other."""
+    for flag, is_given in {
+        f"--wire-format {config.wire_format}": config.wire_format != "fp32",
+        f"--transport {config.transport}": config.transport not in ("auto", "mpi"),
+        "--profile-steps": config.profile_steps is not None,
+    }.items():
+        if is_given:
+            raise UserError(f"{flag}: plain MPI has no such thing; leave it out")
+    if message := lone_copy_message(world, comm.size, "Start it with mpirun"):
+        raise UserError(message)
+
+
+def check_transport(config: Config, world: World, device: torch.device) -> str:
+    """MPI; UserError for GPUs, whose memory not every MPI knows."""
+    if device.type != "cpu":
+        raise UserError("plain MPI sends what lies in the CPU's memory; add --no-cuda")
+    return "MPI"
+
+
+hvd = SimpleNamespace(
+    init=lambda: None,
+    shutdown=lambda: None,
+    allreduce=allreduce,
+    broadcast=broadcast,
+    broadcast_parameters=broadcast_parameters,
+    DistributedOptimizer=distributed_optimizer,
+    Compression=SimpleNamespace(none=None),
+    Sum=None,
+    Average=None,
+    start_timeline=None,
+    stop_timeline=None,
+)
+sys.modules["horovod_train.engine"] = SimpleNamespace(  # type: ignore[assignment]
+    hvd=hvd, prepare=prepare, check_transport=check_transport
+)
+
+if __name__ == "__main__":
+    with one_message(world):
+        from horovod_train import train
+
+        train.ENGINE = ENGINE
+        train.main(config, world)
