@@ -211,7 +211,7 @@ def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
         "--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
         "--workers", "1", "--max-steps", "5",
     )  # fmt: skip
-    names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo")
+    names = ("ddp-torchrun", "horovod-mpi", "horovod-gloo")
     known = [CONFIGURATIONS[name] for name in names]
     known = [one for one in known if one.engine == "ddp" or has_horovod()]
     sides = [training_side(Run(1, one, 2, 1, arguments=training)) for one in known]
