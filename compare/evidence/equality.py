@@ -26,7 +26,13 @@ EQUAL_WHERE_WRITTEN = {
 }
 # Software that not every configuration uses: equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi")
+# Of a side of a block of turns, which has no fingerprint.
+EQUAL_OF_SIDES = ("world_size", "threads", "device", "python", "torch", "torchvision")
 ABSENT = "absent"
+# What each block has of its own.
+OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
+# And where each block is a job of its own, which the scheduler puts where it likes.
+OF_JOB = {"hosts", "rank_hosts", "affinity", "CUDA_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Fact:
     unequal_blocks: tuple[int, ...]
     values: tuple[tuple[str, Any], ...]  # configuration and value, of the first (unequal) block
     varies_over_blocks: bool
+    changed: tuple[tuple[int, Any], ...]  # two blocks between which it must not have changed
 
     @property
     def is_equal(self) -> bool:
@@ -50,7 +57,7 @@ class Fact:
     @property
     def forbids_verdict(self) -> bool:
         """Tell whether runs differ here, and were not meant to."""
-        return bool(self.unequal_blocks) and not self.is_varied
+        return bool(self.changed) or (bool(self.unequal_blocks) and not self.is_varied)
 
 
 def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
@@ -60,16 +67,21 @@ def facts_of(run: RunRecord) -> dict[str, tuple[Any, bool]]:
     between two blocks has not changed the training.
     """
     environment, flags = recorded(run.environment), run.config.flags
-    others = {field: getattr(run.summary, field) for field in EQUAL_IN_SUMMARY}
+    summary = run.written.summary if run.written else None
+    if summary is None:
+        others = {field: environment[field] for field in EQUAL_OF_SIDES}
+    else:
+        others = {field: getattr(summary, field) for field in EQUAL_IN_SUMMARY}
     others |= {field: environment[field] for field in EQUAL_IN_ENVIRONMENT}
     written = [field for field in EQUAL_WHERE_WRITTEN if field in environment]
     others |= {EQUAL_WHERE_WRITTEN[field]: environment[field] for field in written}
     used = [field for field in EQUAL_WHERE_USED if environment[field] is not None]
     others |= {field: environment[field] for field in used}
-    others |= {field: getattr(run.summary, field) for field in START} | run.environment.variables
+    started = summary or run.environment
+    others |= {field: getattr(started, field) for field in START} | run.environment.variables
     facts = {
         field: (value, field in flags and not (field in FLAGS and FLAGS[field].chief))
-        for field, value in run.summary.fingerprint.items()
+        for field, value in (summary.fingerprint if summary else {}).items()
     }
     for field, value in others.items():
         facts.setdefault(field, (value, False))
@@ -105,7 +117,7 @@ def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     computed (recipe/knobs.py sees to that): only how fast."""
     tuned = [
         run.config
-        for run in comparison.complete
+        for run in comparison.written
         if run.configuration in (first, second) and run.config.knobs
     ]
     if not tuned:
@@ -132,8 +144,8 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
     """Compare what complete runs of one case at one number of workers say of themselves, block by
     block. ValueError if they are of several.
 
-    What differs between blocks only (the seed, and all that follows from it) is meant to; so is
-    what differs between configurations that are not judged against each other.
+    The seed, and all that follows from it, is meant to differ between blocks; so is what differs
+    between configurations that are not judged against each other.
     """
     blocks: dict[int, list[RunRecord]] = {}
     for run in sorted(runs, key=lambda run: run.block):
@@ -146,6 +158,7 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
         raise ValueError(f"runs of several cases or numbers of workers: {sorted(cells)}")
     case, workers = cells.pop()
     varied = {pair: varied_fields(comparison, *pair) for pair in comparison.pairs}
+    own = OF_BLOCK | (OF_JOB if comparison.plan["hosts"] == "slurm" else set())
     compared = []
     for field in dict.fromkeys(field for facts in told.values() for field in facts):
         values = {}
@@ -181,13 +194,29 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
                 unequal_blocks=unequal,
                 values=tuple(values[shown].items()),
                 varies_over_blocks=any(one != firsts[min(firsts)] for one in firsts.values()),
+                changed=() if field in own else change_over(values),
             )
         )
     return compared
 
 
+def change_over(values: dict[int, dict[str, Any]]) -> tuple[tuple[int, Any], ...]:
+    """Return two blocks, with the value of each, between which a configuration's value changed;
+    nothing if none did."""
+    firsts: dict[str, tuple[int, Any]] = {}
+    for block, by_name in values.items():
+        for name, value in by_name.items():
+            first = firsts.setdefault(name, (block, value))
+            if first[1] != value:
+                return first, (block, value)
+    return ()
+
+
 def difference_text(fact: Fact) -> str:
     """Say in what runs differ: the field, each configuration's value, and in which blocks."""
+    if fact.changed and (fact.is_varied or fact.is_equal):
+        values = ", ".join(f"{short(value)} (block {block})" for block, value in fact.changed)
+        return f"{fact.field} changed between blocks: {values}"
     values = ", ".join(f"{short(value)} ({name})" for name, value in fact.values)
     blocks = ", ".join(map(str, fact.unequal_blocks))
     return f"{fact.field}: {values}; block{'' if len(fact.unequal_blocks) == 1 else 's'} {blocks}"

@@ -17,6 +17,9 @@ def troubles(comparison: Comparison) -> list[str]:
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.is_complete:
             continue
+        if run.reason:
+            lines.append(f"{run_text(run)}: unreadable: {run.reason}")
+            continue
         what = run.status
         if what == "failed" and run.exit_code is not None:
             what += f" with exit code {run.exit_code}"
@@ -24,6 +27,12 @@ def troubles(comparison: Comparison) -> list[str]:
             "" if run.status == "not run" else f"; see {packed.file_of(run.folder / 'output.log')}"
         )
         lines.append(f"{run_text(run)}: {what}{where}")
+    for (case, _), blocks in comparison.turns.items():
+        for one in blocks:
+            if one.reason:
+                lines.append(
+                    f"{', '.join(filter(None, ['turns', case]))}: unreadable: {one.reason}"
+                )
     for folder in comparison.earlier_failures:
         lines.append(
             f"{folder.relative_to(comparison.folder)}: failed, and was run again; "

@@ -1,43 +1,36 @@
-"""Ratios of two configurations that ran side by side in blocks, with an interval.
+"""Ratios of configurations that were measured side by side in blocks, with an interval.
 
-The unit of evidence is a run. What a machine does to both runs of a block (a neighbour, a warm
-processor) cancels in the block's ratio, so that blocks are independent even where runs are not.
+The unit of evidence is a block: one launch of each side. What a machine does to all sides of a
+block (a neighbour, a warm processor) cancels in the block's ratio, as far as both react alike: a
+process that slows one engine and not the other is part of what is measured, and no interval knows
+of it.
 
-Two methods, chosen by the number of blocks alone:
-
-7 and more   Wilcoxon's signed-rank test turned into an interval, around the estimate of Hodges and
-             Lehmann. It needs no normal distribution, only a symmetric one, and the order within a
-             block, which is drawn by lot, makes the log ratio's symmetric about the truth whatever
-             the machine does: drift, or now and then a run that something else slowed.
-3 to 6       Student's t. No method without a distribution can reach 95 % with fewer than six
-             blocks; with six the one above is the whole range of the ratios, wider than Student's.
-             Exact for normal noise; with outliers it covers more than 95 %, and is wide.
-
-Both are tested in simulations (tests/test_compare_coverage.py), in which the percentile bootstrap
-of a mean covers the truth in 84 of 100 experiments of five blocks.
+The interval is Student's t on the logarithms of the blocks' ratios. From two sides nothing else is
+known of the noise than these few values. Where more than two sides shared the blocks, the other
+pairs tell of the noise as well: the variance is then half the pair's own, half that of all pairs
+(after Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004, with fixed
+weights), which has twice the degrees of freedom with four sides. All of it would be narrower still,
+and wrong where one engine is noisier than the other; stopping.py has what was simulated.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
-from statistics import median
+from statistics import median, variance
 
 MIN_BLOCKS = 3  # with two, Student's interval is 12.7 standard errors wide: it tells nothing
-MIN_BLOCKS_OF_RANKS = 7
 CONFIDENCE = 0.95
-
-# Whoever adds blocks until the interval is narrow stops where it is narrow by chance, and covers
-# less than it says: from three blocks on 90 %, from eight on 94 to 96 % (simulated; Chow and
-# Robbins, Annals of Mathematical Statistics 36, 1965, show that it vanishes with many blocks).
-MIN_BLOCKS_TO_STOP = 8
+OWN_SHARE = 0.5  # of a pair's own variance; the rest is that of all pairs of its blocks
+# A true difference of the half-width is shown with a probability of one half; one of 1.5 times the
+# half-width with 80 % ((1.96 + 0.84) / 1.96 = 1.43 where the noise is known, more where it is not).
+REACH_OF_80_PERCENT = 1.5
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The ratio first / second: the median of the means of all pairs of blocks (on logarithms), and
-    its 95 % interval if there is one.
+    """The ratio first / second: the geometric mean over blocks, and its interval if there is one.
 
     `low` and `high` are None when there are fewer than MIN_BLOCKS blocks.
     """
@@ -46,6 +39,9 @@ class Estimate:
     low: float | None
     high: float | None
     ratios: tuple[float, ...]
+    error: float = 0.0  # standard error of the ratio's logarithm
+    degrees: int = 0  # of freedom, of that error
+    confidence: float = CONFIDENCE
 
     @property
     def blocks(self) -> int:
@@ -56,12 +52,11 @@ class Estimate:
         """How the interval was computed, with its source; why there is none."""
         if self.blocks < MIN_BLOCKS:
             return f"no interval: it needs {MIN_BLOCKS} blocks"
-        if self.blocks < MIN_BLOCKS_OF_RANKS:
-            return "Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908)"
-        return (
-            "Wilcoxon's signed ranks of the logarithms of the ratios, with the estimate of Hodges "
-            "and Lehmann (Annals of Mathematical Statistics 34, 1963)"
-        )
+        shared = "" if self.degrees < self.blocks else (
+            ", the variance half their own and half that of all pairs of these blocks (after "
+            "Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004)"
+        )  # fmt: skip
+        return f"Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908){shared}"
 
     @property
     def shows_difference(self) -> bool:
@@ -70,75 +65,101 @@ class Estimate:
             return False
         return not self.low <= 1.0 <= self.high
 
+    @property
+    def reach(self) -> float:
+        """How far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
+        Half its width on the logarithmic scale, on which it was computed."""
+        if self.low is None or self.high is None:
+            return math.inf
+        return math.sqrt(self.high / self.low) - 1
+
+    @property
+    def bound(self) -> float:
+        """The largest difference, either way, that the interval leaves possible, in proportion."""
+        if self.low is None or self.high is None:
+            return math.inf
+        return max(self.high, 1 / self.low) - 1
+
     def inverse(self) -> "Estimate":
         """Return the estimate of second / first."""
-        return Estimate(
-            1 / self.ratio,
-            None if self.high is None else 1 / self.high,
-            None if self.low is None else 1 / self.low,
-            tuple(1 / ratio for ratio in self.ratios),
-        )
+        low, high = self.low and 1 / self.low, self.high and 1 / self.high
+        ratios = tuple(1 / ratio for ratio in self.ratios)
+        return replace(self, ratio=1 / self.ratio, low=high, high=low, ratios=ratios)
+
+    def p_difference(self) -> float:
+        """Return the p-value of: both are equally fast (two-sided)."""
+        return 1 - self.probability_within(abs(math.log(self.ratio)))
+
+    def p_equality(self, margin: float) -> float:
+        """Return the p-value of: they differ by at least `margin` (0.03 is 3 %), by two one-sided
+        tests (Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987)."""
+        room = math.log1p(margin) - abs(math.log(self.ratio))
+        inside = self.probability_within(abs(room)) / 2
+        return 0.5 - inside if room > 0 else 0.5 + inside
+
+    def probability_within(self, distance: float) -> float:
+        """Return P(|error of the logarithm| < distance); 0 without an interval."""
+        if self.low is None:
+            return 0.0
+        if self.error == 0:
+            return float(distance > 0)
+        angle = math.atan(distance / self.error / math.sqrt(self.degrees))
+        return student_probability(angle, self.degrees)
 
 
-def estimate_ratio(first: Sequence[float], second: Sequence[float]) -> Estimate:
+def estimate_ratio(
+    first: Sequence[float], second: Sequence[float], *, confidence: float = CONFIDENCE
+) -> Estimate:
     """Estimate first / second from pairs of positive values, one pair a block.
 
     On logarithms, because A/B and B/A must tell the same story, and because times and rates err in
-    proportion. The estimate lies in the interval: no more than a standard deviation from the mean,
-    where Student's interval of six blocks or less reaches at least 1.05 of them, and in the middle
-    of the sorted means of which the other interval cuts as many off below as above.
+    proportion.
     """
-    ratios = tuple(a / b for a, b in zip(first, second, strict=True))
-    if not ratios:
+    ratios = [math.log(a / b) for a, b in zip(first, second, strict=True)]
+    return estimate_logs(ratios, confidence=confidence)
+
+
+def estimate_logs(
+    logs: Sequence[float],
+    pooled: float | None = None,
+    sides: int = 2,
+    confidence: float = CONFIDENCE,
+) -> Estimate:
+    """Estimate the ratio whose logarithm each block has measured once; `pooled` is the variance of
+    such a value by all pairs of the `sides` that shared the blocks."""
+    if not logs:
         raise ValueError("no blocks: a ratio needs at least one")
-    logs = [math.log(ratio) for ratio in ratios]
-    means = sorted((a + b) / 2 for a, b in combinations_with_replacement(logs, 2))
-    ratio, n = math.exp(median(means)), len(logs)
+    n, ratios = len(logs), tuple(math.exp(value) for value in logs)
+    middle = math.fsum(logs) / n
+    ratio = math.exp(middle)
     if n < MIN_BLOCKS:
-        return Estimate(ratio, None, None, ratios)
-    if n < MIN_BLOCKS_OF_RANKS:
-        low, high = student_interval(logs)
-    else:
-        cut = num_cut_off(n)
-        low, high = means[cut], means[-1 - cut]
-    return Estimate(ratio, math.exp(low), math.exp(high), ratios)
+        return Estimate(ratio, None, None, ratios, confidence=confidence)
+    own, degrees = variance(logs), n - 1
+    if pooled is not None and sides > 2:
+        own = OWN_SHARE * own + (1 - OWN_SHARE) * pooled
+        degrees = shared_degrees(sides, n - 1)
+    error = math.sqrt(own / n)
+    reach = student_quantile(confidence, degrees) * error
+    low, high = math.exp(middle - reach), math.exp(middle + reach)
+    return Estimate(ratio, low, high, ratios, error, degrees, confidence)
 
 
-def is_narrow(estimate: Estimate, target: float) -> bool:
-    """Tell whether blocks enough were measured: the interval's half width, in proportion, is at
-    most `target` (0.02 is 2 %), and there are MIN_BLOCKS_TO_STOP blocks, see there."""
-    if estimate.low is None or estimate.high is None or estimate.blocks < MIN_BLOCKS_TO_STOP:
-        return False
-    return math.sqrt(estimate.high / estimate.low) - 1 <= target
+def shared_degrees(sides: int, degrees: int) -> int:
+    """Return the degrees of freedom of a pair's variance that leans on those of all `sides`.
 
-
-@cache
-def num_cut_off(n: int) -> int:
-    """Return how many of the n (n + 1) / 2 sorted means of pairs lie outside the interval at each
-    end: the largest c with P(T <= c) <= 2.5 %, T being Wilcoxon's signed-rank statistic.
-
-    T is the sum of the ranks 1 to n that got a plus by n tosses of a coin, so that the ways to
-    reach each sum are counted. (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods,
-    3rd edition, 2014, section 3.3.)
+    Of the sides - 1 contrasts that the pooled variance averages, one is the pair's own: the two
+    parts below are independent, and their sum has the degrees that Satterthwaite's formula gives
+    (Biometrics Bulletin 2, 1946).
     """
-    ways = [1] + [0] * (n * (n + 1) // 2)
-    for rank in range(1, n + 1):
-        for total in range(len(ways) - 1, rank - 1, -1):
-            ways[total] += ways[total - rank]
-    cut, at_most = 0, ways[0]
-    while (at_most + ways[cut + 1]) / 2**n <= (1 - CONFIDENCE) / 2:
-        cut += 1
-        at_most += ways[cut]
-    return cut
+    own = OWN_SHARE + (1 - OWN_SHARE) / (sides - 1)
+    return int(degrees / (own**2 + (1 - own) ** 2 / (sides - 2)))
 
 
-def student_interval(logs: Sequence[float]) -> tuple[float, float]:
-    """Return Student's interval of the mean."""
-    n = len(logs)
-    mean = math.fsum(logs) / n
-    variance = math.fsum((value - mean) ** 2 for value in logs) / (n - 1)
-    half_width = student_quantile(CONFIDENCE, n - 1) * math.sqrt(variance / n)
-    return mean - half_width, mean + half_width
+def middle_of(values: Sequence[float]) -> float:
+    """Return the median of the means of all pairs of these values, each with itself as well: nearly
+    as precise as the mean where nothing disturbed, and untouched by a quarter of outliers (Hodges
+    and Lehmann, Annals of Mathematical Statistics 34, 1963)."""
+    return median((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
 
 
 @cache

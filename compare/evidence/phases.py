@@ -82,7 +82,9 @@ def has_phases(run: RunRecord) -> bool:
 def explain(verdict: Verdict, comparison: Comparison) -> str:
     """Say which phase accounts for most of a difference that was shown, or why that is not known;
     empty when no difference was shown."""
-    if verdict.speed is None or not verdict.speed.shows_difference or verdict.is_null_test:
+    if verdict.speed is None or verdict.is_null_test or verdict.is_interaction:
+        return ""
+    if verdict.decision not in ("faster", "slower"):
         return ""
     rows = {
         row.configuration: row

@@ -2,20 +2,24 @@
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.run_folder import (
+    CONTROL,
     Measured,
     RecordError,
     RunFolder,
+    read_block,
     read_metrics,
     read_object,
     read_run_folder,
+    read_side_folder,
 )
+from compare.evidence.turns import Block
 from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
 # Fields of plan.json, and of each run that it lists.
@@ -25,6 +29,8 @@ PLAN_FIELDS = (
 )  # fmt: skip
 PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
+STATUSES = ("completed", "failed", "timed out", "not run", "interrupted")
+NUMBERED = re.compile(r"block-[1-9][0-9]*")
 Cell = tuple[str, int, str]  # case, workers, configuration: the runs of a cell repeat each other
 
 
@@ -39,12 +45,13 @@ class RunRecord:
     engine: str
     launcher: str
     workers: int
-    status: str  # "completed", "failed", "timed out", "not run"
+    status: str  # "completed", "failed", "timed out", "not run", "unreadable"
     exit_code: int | None
     other_load: float | None  # cores that other processes kept busy meanwhile; None: not measured
     seconds: float | None  # from its launcher's start to its end; None: not measured
     command: str
     written: RunFolder | None  # None unless it is complete
+    reason: str = ""  # why it is unreadable
 
     @property
     def config(self) -> Settings:
@@ -56,6 +63,7 @@ class RunRecord:
 
     @property
     def summary(self) -> Measured:
+        assert self._complete.summary is not None, f"{self.folder} is of a side of turns"
         return self._complete.summary
 
     @property
@@ -80,7 +88,7 @@ class RunRecord:
     def label(self) -> str:
         """Name the run as the verdict does: engine, launcher, and the transport really used."""
         engine = ENGINES.get(self.engine, self.engine)
-        return f"{engine} ({self.launcher}, {self.summary.transport})"
+        return f"{engine} ({self.launcher}, {self.environment.transport})"
 
     @property
     def steps(self) -> list[StepLine]:
@@ -102,6 +110,17 @@ class RunRecord:
 
 
 @dataclass
+class TurnBlock:
+    """A block of turns as its folder has it: what was measured, and what each side says of itself;
+    or why it cannot be read."""
+
+    folder: Path
+    block: Block | None
+    sides: list[RunRecord]
+    reason: str = ""
+
+
+@dataclass
 class Comparison:
     """A comparison's folder: its plan and all runs that the plan asks for, in their order."""
 
@@ -110,10 +129,30 @@ class Comparison:
     runs: list[RunRecord]
     phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
+    turns: dict[tuple[str, int], list[TurnBlock]] = field(default_factory=dict)  # by case, workers
 
-    @property
+    @cached_property
     def complete(self) -> list[RunRecord]:
         return [run for run in self.runs if run.is_complete]
+
+    @property
+    def sides(self) -> list[RunRecord]:
+        """The sides of all blocks of turns, each as a run without a summary."""
+        return [side for blocks in self.turns.values() for one in blocks for side in one.sides]
+
+    @property
+    def written(self) -> list[RunRecord]:
+        """All that says of itself what it was: complete runs, and sides of turns."""
+        return [*self.complete, *self.sides]
+
+    def turn_blocks(self, case: str, workers: int) -> list[Block]:
+        """Return the blocks of turns that can be read."""
+        blocks = self.turns.get((case, workers), [])
+        return [one.block for one in blocks if one.block is not None]
+
+    def turn_sides(self, case: str, workers: int) -> list[RunRecord]:
+        """Return the sides of these blocks."""
+        return [side for one in self.turns.get((case, workers), []) for side in one.sides]
 
     @property
     def cases(self) -> list[str]:
@@ -123,7 +162,7 @@ class Comparison:
     @property
     def workers(self) -> list[int]:
         """All numbers of workers, the fewest first."""
-        return sorted({run.workers for run in self.runs})
+        return sorted({run.workers for run in self.runs} | {workers for _, workers in self.turns})
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -133,14 +172,32 @@ class Comparison:
     @property
     def cells(self) -> list[Cell]:
         """The planned cells in the order of the tables."""
-        planned = {run.cell for run in self.runs}
+        planned = {run.cell for run in (*self.runs, *self.sides)}
         names = self.plan["configurations"]
         cells = itertools.product(self.cases, self.workers, names)
         return [cell for cell in cells if cell in planned]
 
     def complete_runs(self, cell: Cell) -> list[RunRecord]:
         """Return the complete runs of a cell, that of the phases not among them."""
-        return [run for run in self.complete if run.cell == cell]
+        return self._complete_by_cell.get(cell, [])
+
+    @cached_property
+    def written_by_configuration(self) -> dict[str, list[RunRecord]]:
+        names: dict[str, list[RunRecord]] = {}
+        for run in self.written:
+            names.setdefault(run.configuration, []).append(run)
+        return names
+
+    @cached_property
+    def _complete_by_cell(self) -> dict[Cell, list[RunRecord]]:
+        cells: dict[Cell, list[RunRecord]] = {}
+        for run in self.complete:
+            cells.setdefault(run.cell, []).append(run)
+        return cells
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, Cell], RunRecord]:
+        return {(run.block, run.cell): run for run in self.runs}
 
     def complete_phase_runs(self, cell: Cell) -> list[RunRecord]:
         """Return the cell's run that measured the phases; none if there is none."""
@@ -148,10 +205,7 @@ class Comparison:
 
     def find(self, block: int, configuration: str, workers: int, case: str = "") -> RunRecord:
         """Return a planned run; KeyError if the plan has no such run."""
-        for run in self.runs:
-            if (run.block, *run.cell) == (block, case, workers, configuration):
-                return run
-        raise KeyError(f"block {block}, case {case!r}, {configuration}, {workers} workers")
+        return self._by_place[block, (case, workers, configuration)]
 
 
 def newest_comparison(runs: Path) -> Path:
@@ -212,7 +266,8 @@ def find_comparison(path: Path) -> Path:
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison. A missing or unfinished run has such a status, a broken one raises."""
+    """Read a comparison. A missing, unfinished or broken run has such a status; RecordError if the
+    plan is broken, or nothing was measured."""
     if not folder.is_dir():
         raise RecordError(
             f"{folder} is not a folder: give the path of a comparison, as in "
@@ -229,8 +284,15 @@ def load_comparison(folder: Path) -> Comparison:
         for path in folder.glob(pattern)
     }  # fmt: skip
     earlier |= {folder / name for name in packed.folders(folder) if ".failed-" in name}
-    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier))
-    if not comparison.complete:
+    turns = {
+        (case["name"], workers): load_turns(folder, plan, case["name"], workers)
+        for case in plan["cases"]
+        for workers in plan["workers"]
+    }
+    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns)
+    if not comparison.written:
+        if unreadable := [run for run in runs if run.reason]:
+            raise RecordError(unreadable[0].reason)
         ended = [run for run in runs if run.status != "not run"]
         reason = f"{len(ended)} failed" if ended else "none was started"
         where = f"; see {ended[0].folder / 'output.log'}" if ended else ""
@@ -243,8 +305,8 @@ def read_plan_record(path: Path) -> dict[str, Any]:
     then had without a name: one case, each configuration judged against the first, nothing varied.
     """
     plan = read_object(path)
-    for field in PLAN_FIELDS:
-        require(plan, field, path)
+    for name in PLAN_FIELDS:
+        require(plan, name, path)
     names = plan["configurations"]
     plan = {
         "question": None,
@@ -257,34 +319,45 @@ def read_plan_record(path: Path) -> dict[str, Any]:
         "scaling": "weak",
         "hosts": None,
         "null": False,
+        "measure": "runs",
         "until_interval": None,
+        "margin": 0.03,
+        "extensions": [],
         "warnings": [],
         "phase_runs": [],
         **plan,
     }
     cases = [require(case, "name", path) for case in plan["cases"]]
+    for name in (*names, *cases, *plan["left_out"], *plan["warnings"], plan["question"] or ""):
+        if not isinstance(name, str) or CONTROL.search(name):
+            raise RecordError(f"{path}: {name!r} is no name, or holds a control character")
     for pair in plan["pairs"]:
         if len(pair) != 2 or not set(pair) <= set(names):
             raise RecordError(f"{path}: the pair {pair!r} is not of two of {', '.join(names)}")
     for planned in (*plan["runs"], *plan["phase_runs"]):
-        for field in PLANNED_FIELDS:
-            require(planned, field, path)
+        for name in PLANNED_FIELDS:
+            require(planned, name, path)
         planned.setdefault("case", "")
+        check_inside(planned["folder"], path)
+        if planned["configuration"] not in names:
+            raise RecordError(
+                f"{path}: a run of {planned['configuration']!r}, which the plan lacks"
+            )
         if planned["case"] not in cases:
             raise RecordError(f"{path}: a run of case {planned['case']!r}, which the plan lacks")
     return plan
 
 
+def check_inside(folder: str, path: Path) -> None:
+    """Raise RecordError if a run's folder is not one within its comparison."""
+    parts = Path(folder).parts
+    if not parts or Path(folder).is_absolute() or ".." in parts or CONTROL.search(folder):
+        raise RecordError(f"{path}: a run's folder is {folder!r}, which is not in this comparison")
+
+
 def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
-    """Read one run folder. RecordError if it is broken, or another run than the planned one."""
-    outcome_path, summary_path = folder / "outcome.json", folder / "summary.json"
-    # A trainer started by hand, with a pasted command, has no outcome.json.
-    outcome = read_object(outcome_path) if packed.exists(outcome_path) else {}
-    complete = packed.exists(summary_path) and outcome.get("status", "completed") == "completed"
-    status = "completed" if complete else outcome.get("status", "not run")
-    if status == "completed" and not complete:
-        raise RecordError(f"{summary_path} is missing, though the run was completed")
-    command_path = folder / "command.txt"
+    """Read one run folder; if it is broken, or another run than the planned one, its status is
+    "unreadable", with the reason."""
     run = RunRecord(
         folder,
         planned["block"],
@@ -293,22 +366,100 @@ def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
         planned["engine"],
         planned["launcher"],
         planned["workers"],
-        status,
-        outcome.get("exit_code"),
-        outcome.get("other_load"),
-        outcome.get("seconds"),
-        packed.read_text(command_path).strip() if packed.exists(command_path) else "",
-        read_run_folder(folder) if complete else None,
+        "not run",
+        exit_code=None,
+        other_load=None,
+        seconds=None,
+        command="",
+        written=None,
     )
-    if complete:
-        for field, planned_value in (("engine", run.engine), ("world_size", run.workers)):
-            if (written := getattr(run.summary, field)) != planned_value:
-                raise RecordError(
-                    f"{summary_path}: {field} is {written!r}, but the plan has "
-                    f"{planned_value!r} there: it is another run's folder"
-                )
-        check_place(run.config, planned["folder"], folder / "config.json")
+    try:
+        read_into(run, planned)
+    except RecordError as error:
+        run.status, run.written, run.reason = "unreadable", None, str(error)
     return run
+
+
+def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
+    """Read what became of a run; RecordError if that cannot be read."""
+    outcome_path, summary_path = run.folder / "outcome.json", run.folder / "summary.json"
+    # A trainer started by hand, with a pasted command, has no outcome.json.
+    outcome = read_object(outcome_path) if packed.exists(outcome_path) else {}
+    complete = packed.exists(summary_path) and outcome.get("status", "completed") == "completed"
+    run.status = "completed" if complete else outcome.get("status", "not run")
+    if run.status not in STATUSES:
+        raise RecordError(f"{outcome_path}: status is {run.status!r}")
+    if run.status == "completed" and not complete:
+        raise RecordError(f"{summary_path} is missing, though the run was completed")
+    run.exit_code, run.other_load = outcome.get("exit_code"), outcome.get("other_load")
+    run.seconds = outcome.get("seconds")
+    command_path = run.folder / "command.txt"
+    run.command = packed.read_text(command_path).strip() if packed.exists(command_path) else ""
+    if not complete:
+        return
+    run.written = read_run_folder(run.folder)
+    for field_, planned_value in (("engine", run.engine), ("world_size", run.workers)):
+        if (written := getattr(run.summary, field_)) != planned_value:
+            raise RecordError(
+                f"{summary_path}: {field_} is {written!r}, but the plan has "
+                f"{planned_value!r} there: it is another run's folder"
+            )
+    seed = planned.get("seed")
+    if seed is not None and run.config.seed != seed:
+        raise RecordError(
+            f"{run.folder / 'config.json'}: seed is {run.config.seed}, but the plan has {seed} "
+            "there: it is another run's folder"
+        )
+    check_place(run.config, planned["folder"], run.folder / "config.json")
+
+
+def load_turns(folder: Path, plan: dict[str, Any], case: str, workers: int) -> list[TurnBlock]:
+    """Read the blocks of turns of one case at one number of workers, in their order."""
+    place = folder / "turns" / case / f"{workers}-workers"
+    names = {path.parent.name for path in place.glob("block-*/block.json")}
+    within = place.relative_to(folder).as_posix()
+    names |= {
+        Path(name).name
+        for name, files in packed.folders(folder).items()
+        if Path(name).parent.as_posix() == within and "block.json" in files
+    }
+    numbered = sorted((name for name in names if NUMBERED.fullmatch(name)), key=block_number)
+    return [load_block(place / name, plan, case, workers) for name in numbered]
+
+
+def block_number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def load_block(folder: Path, plan: dict[str, Any], case: str, workers: int) -> TurnBlock:
+    """Read one block of turns, and what its sides say of themselves."""
+    try:
+        block = read_block(folder / "block.json", plan["configurations"])
+        if block.number != block_number(folder.name):
+            raise RecordError(f"{folder / 'block.json'}: number is {block.number}")
+        sides = [load_side(folder, plan, block.number, case, workers, name) for name in block.order]
+    except RecordError as error:
+        return TurnBlock(folder, None, [], str(error))
+    return TurnBlock(folder, block, sides)
+
+
+def load_side(
+    folder: Path, plan: dict[str, Any], number: int, case: str, workers: int, name: str
+) -> RunRecord:
+    """Read what one side of a block says of itself, as a run without a summary."""
+    written = read_side_folder(folder / name / "0" / "run")
+    details = plan["configuration_details"].get(name, {})
+    environment = written.environment
+    for field_, planned in (("engine", details.get("engine")), ("world_size", workers)):
+        if planned is not None and getattr(environment, field_) != planned:
+            raise RecordError(
+                f"{folder / name / '0/run/environment.json'}: {field_} is "
+                f"{getattr(environment, field_)!r}, but the plan has {planned!r} there"
+            )
+    return RunRecord(
+        folder / name, number, case, name, environment.engine, environment.launcher, workers,
+        "completed", exit_code=0, other_load=None, seconds=None, command="", written=written,
+    )  # fmt: skip
 
 
 def check_place(config: Settings, planned: str, path: Path) -> None:

@@ -2,6 +2,9 @@
 of its type, or RecordError names the file and the field."""
 
 import json
+import math
+import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +13,16 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from compare.errors import UserError
 from compare.evidence import packed
-from recipe.record.schema import FORMAT, METRICS, Environment, Settings, Summary
+from compare.evidence.turns import Block, Turn
+from recipe.record.schema import (
+    FORMAT,
+    METRICS,
+    Environment,
+    EpochLine,
+    Settings,
+    StepLine,
+    Summary,
+)
 
 Record = TypeVar("Record")
 FORMER_NAMES = {"trace_steps": "tensor_steps"}  # of settings, in the folders of older trainers
@@ -27,8 +39,31 @@ JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     float: ((float, int), "a number"),
     str: ((str,), "a text"),
     list: ((list,), "a list"),
+    tuple: ((list,), "a list"),
     dict: ((dict,), "an object"),
 }
+# Fields that a training which diverged makes NaN or infinite; no other number is either.
+MAY_DIVERGE = {"loss", "top1", "top5", "best_top1", "learning_rate"}
+MAY_BE_NEGATIVE = {"loss", "exposed_communication_seconds", "seed"}
+ABOVE_ZERO = {
+    Summary: ("world_size", "steps", "samples_seen", "train_seconds", "images_per_second",
+              "cpu_seconds_per_image"),
+    StepLine: ("step", "seconds", "images_per_second"),
+    EpochLine: ("step", "seconds", "images_per_second"),
+    Turn: ("seconds", "images_per_second", "cpu_seconds_per_image"),
+    Block: ("number",),
+}  # fmt: skip
+# What every fingerprint holds, whichever version wrote it.
+FINGERPRINT = (
+    "data_order_sha256", "initial_weights_sha256", "learning_rates_sha256", "world_size",
+    "num_images", "threads", "device", "python", "torch", "torchvision", "arch", "batch_size",
+    "precision", "batches_per_allreduce", "wire_format", "batch_norm",
+)  # fmt: skip
+AS_IN_EFFECT = {"threads"}  # in the fingerprint, while config.json has what was asked for
+LARGEST = 1e300
+# Line ends forge lines in a terminal, escapes colour it, and some turn the direction of writing.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+TOLERANCE = 0.05  # between a rate and the time that a step took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +80,20 @@ class RunFolder:
 
     config: Settings
     environment: Environment
-    summary: Measured
+    summary: Measured | None  # None of a side of a block of turns, which never ends by itself
 
 
 def read_run_folder(folder: Path) -> RunFolder:
     """Read what a complete run says of itself, metrics.jsonl aside; RecordError names the file and
     the field that is wrong."""
+    side, summary = read_side_folder(folder), read_summary(folder)
+    check_fingerprint(side.config, summary, folder)
+    check_speed(side.config, summary, folder / "summary.json")
+    return replace(side, summary=summary)
+
+
+def read_side_folder(folder: Path) -> RunFolder:
+    """Read what a side of a block of turns says of itself."""
     path = folder / "environment.json"
     environment = read_record(path, Environment)
     if environment.format > FORMAT:
@@ -58,7 +101,62 @@ def read_run_folder(folder: Path) -> RunFolder:
             f"{path}: its format is {environment.format}, and this version of the project reads "
             f"formats up to {FORMAT}"
         )
-    return RunFolder(read_settings(folder), environment, read_summary(folder))
+    return RunFolder(read_settings(folder), environment, None)
+
+
+def check_fingerprint(config: Settings, summary: Summary, folder: Path) -> None:
+    """Raise RecordError if the fingerprint lacks something, or is another run's."""
+    path = folder / "summary.json"
+    told = summary.fingerprint
+    for field in FINGERPRINT:
+        if field not in told:
+            raise RecordError(f"{path}: the field '{field}' of the fingerprint is missing")
+    for field in told.keys() & config.flags.keys() - AS_IN_EFFECT:
+        if told[field] != config.flags[field]:
+            raise RecordError(
+                f"{path}: {field} is {told[field]!r} in the fingerprint, and "
+                f"{config.flags[field]!r} in config.json"
+            )
+
+
+def check_speed(config: Settings, summary: Measured, path: Path) -> None:
+    """Raise RecordError if steps, images and times do not fit together."""
+    told = summary.fingerprint
+    images = 1
+    for field in ("batch_size", "world_size", "batches_per_allreduce"):
+        if type(told[field]) is not int or told[field] < 1:
+            raise RecordError(f"{path}: {field} of the fingerprint is {told[field]!r}")
+        images *= told[field]
+    if summary.samples_seen != summary.steps * images:
+        raise RecordError(
+            f"{path}: samples_seen is {summary.samples_seen}, but {summary.steps} steps of "
+            f"{images} images are {summary.steps * images}"
+        )
+    seconds = summary.phases.step_seconds
+    if seconds is None or config.flags.get("ablation_steps"):
+        return  # not measured; or over other steps than the rate was
+    if abs(math.log(summary.images_per_second * seconds / images)) > TOLERANCE:
+        raise RecordError(
+            f"{path}: images_per_second is {summary.images_per_second:g}, but a step of {images} "
+            f"images took {seconds:g} s"
+        )
+
+
+def read_block(path: Path, sides: Iterable[str]) -> Block:
+    """Read block.json; RecordError if it is not of each of these sides once a round."""
+    block = read_record(path, Block)
+    expected = sorted(sides)
+    if sorted(block.order) != expected:
+        raise RecordError(f"{path}: order is of {block.order}, and the plan's are {expected}")
+    rounds: dict[int, list[str]] = {}
+    for turn in block.turns:
+        rounds.setdefault(turn.round, []).append(turn.side)
+    if not rounds:
+        raise RecordError(f"{path}: it holds no turn")
+    for number, names in rounds.items():
+        if sorted(names) != expected:
+            raise RecordError(f"{path}: round {number} has turns of {names}, not one of each side")
+    return block
 
 
 def read_settings(folder: Path) -> Settings:
@@ -68,12 +166,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def read_summary(folder: Path) -> Measured:
-    path = folder / "summary.json"
-    summary = read_record(path, Measured)
-    for field in ("images_per_second", "cpu_seconds_per_image"):
-        if not (value := getattr(summary, field)) > 0:
-            raise RecordError(f"{path}: {field} is {value!r}, which is not above 0")
-    return summary
+    return read_record(folder / "summary.json", Measured)
 
 
 def read_metrics(path: Path) -> dict[type, list[Any]]:
@@ -115,6 +208,9 @@ def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Reco
             known[name] = checked(values[name], hint, where, name)
         elif is_required:
             raise RecordError(f"{where}: the field '{name}' is missing")
+    for name in above_zero(kind):  # type: ignore[arg-type]
+        if known[name] is not None and not known[name] > 0:
+            raise RecordError(f"{where}: {name} is {known[name]!r}, which is not above 0")
     return kind(**known)
 
 
@@ -124,11 +220,29 @@ def checked(value: Any, hint: Any, where: Path | str, name: str) -> Any:
     if type(value) not in types:
         raise RecordError(f"{where}: {name} is {value!r}, which is not {words}")
     if isinstance(value, list):
-        return [checked(part, inner, where, name) for part in value]
+        parts = [checked(part, inner, where, name) for part in value]
+        return tuple(parts) if get_origin(hint) is tuple else parts
+    if isinstance(value, float | int):
+        check_number(value, where, name)
+    if isinstance(value, str) and CONTROL.search(value):
+        raise RecordError(f"{where}: {name} is {value!r}, which holds a control character")
     if value is None or not is_dataclass(inner):
         return value
     assert isinstance(inner, type)
     return parse(value, inner, f"{where}, {name}")
+
+
+def check_number(value: float, where: Path | str, name: str) -> None:
+    if not abs(value) < LARGEST and name not in MAY_DIVERGE:
+        raise RecordError(f"{where}: {name} is {value!r}, which is no number")
+    if value < 0 and name not in MAY_BE_NEGATIVE:
+        raise RecordError(f"{where}: {name} is {value!r}, which is below 0")
+
+
+@cache
+def above_zero(kind: type) -> tuple[str, ...]:
+    """Return the fields of a record that are never 0."""
+    return next((names for one, names in ABOVE_ZERO.items() if issubclass(kind, one)), ())
 
 
 @cache

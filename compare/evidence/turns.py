@@ -1,11 +1,12 @@
 """Blocks of turns: what each side did in its turns, and the ratios that follow from it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from itertools import combinations
+from statistics import mean, median, variance
 
-from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_logs, middle_of
 
 QUIET_CORES = 0.15  # that others may keep busy in a round that counts
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
@@ -36,6 +37,7 @@ class Block:
     # Wall time of turns that others disturbed, and of waiting for quiet. Such turns are not here,
     # unless others were never quiet for long.
     disturbed_seconds: float = 0.0
+    seconds: float = 0.0  # that all of it took, starts and ends included; 0: not written down
 
     @property
     def quiet_rounds(self) -> set[int]:
@@ -52,13 +54,18 @@ class Block:
         """Cores that others kept busy, in the mean turn that counts."""
         return mean(turn.other_load for turn in self.turns if turn.round in self.quiet_rounds)
 
-    def ratio(self, first: str, second: str, value: Callable[[Turn], float]) -> float:
-        """The median over the rounds that count of first / second."""
-        rounds: dict[int, dict[str, float]] = {round_: {} for round_ in self.quiet_rounds}
+    def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
+        """The logarithm of the product of the sides' values, each to its power, over the rounds
+        that count: {"a": 1, "b": -1} is the ratio a / b."""
+        rounds = dict.fromkeys(self.quiet_rounds, 0.0)
         for turn in self.turns:
-            if turn.round in rounds:
-                rounds[turn.round][turn.side] = value(turn)
-        return median(sides[first] / sides[second] for sides in rounds.values())
+            if turn.round in rounds and turn.side in powers:
+                rounds[turn.round] += powers[turn.side] * math.log(value(turn))
+        return middle_of(list(rounds.values()))
+
+    def ratio(self, first: str, second: str, value: Callable[[Turn], float]) -> float:
+        """The ratio first / second over the rounds that count."""
+        return math.exp(self.log_contrast({first: 1, second: -1}, value))
 
     def median(self, side: str, value: Callable[[Turn], float]) -> float:
         """The median over the rounds that count of one side's value."""
@@ -79,16 +86,51 @@ def work_per_cpu_second(turn: Turn) -> float:
 
 
 def estimate(
-    blocks: Sequence[Block], first: str, second: str, value: Callable[[Turn], float] = throughput
+    blocks: Sequence[Block],
+    first: str,
+    second: str,
+    value: Callable[[Turn], float] = throughput,
+    confidence: float = CONFIDENCE,
 ) -> Estimate:
     """The ratio first / second over all blocks."""
-    ratios = [block.ratio(first, second, value) for block in blocks]
-    return estimate_ratio(ratios, [1.0] * len(ratios))
+    return estimate_contrast(blocks, {first: 1, second: -1}, value, confidence)
+
+
+def estimate_contrast(
+    blocks: Sequence[Block],
+    powers: Mapping[str, int],
+    value: Callable[[Turn], float] = throughput,
+    confidence: float = CONFIDENCE,
+) -> Estimate:
+    """The product of the sides' values, each to its power, over the blocks that have them all."""
+    logs = [
+        block.log_contrast(powers, value) for block in blocks if powers.keys() <= {*block.order}
+    ]
+    pooled = pooled_variance(blocks, value)
+    sides = {side for block in blocks for side in block.order}
+    if pooled is not None:  # of a difference of two sides, each of which counts once
+        pooled *= sum(power**2 for power in powers.values()) / 2
+    return estimate_logs(logs, pooled, len(sides), confidence)
+
+
+def pooled_variance(blocks: Sequence[Block], value: Callable[[Turn], float]) -> float | None:
+    """The variance over blocks of the logarithm of two sides' ratio, in the mean of all pairs of
+    sides; None where a pair has too few blocks.
+
+    With all sides in all blocks it is twice the residual variance of block plus side.
+    """
+    found = []
+    sides = sorted({side for block in blocks for side in block.order})
+    for first, second in combinations(sides, 2):
+        both = [block for block in blocks if {first, second} <= {*block.order}]
+        if len(both) < MIN_BLOCKS:
+            return None
+        found.append(variance(block.log_contrast({first: 1, second: -1}, value) for block in both))
+    return mean(found) if found else None
 
 
 def estimate_value(
     blocks: Sequence[Block], side: str, value: Callable[[Turn], float] = throughput
 ) -> Estimate:
     """One side's own value over all blocks, as a ratio to 1."""
-    values = [block.median(side, value) for block in blocks]
-    return estimate_ratio(values, [1.0] * len(values))
+    return estimate_logs([math.log(block.median(side, value)) for block in blocks])

@@ -1,13 +1,24 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
 
+from compare.evidence import turns
 from compare.evidence.equality import Fact, compare_facts, compared_text
-from compare.evidence.paired import MIN_BLOCKS, Estimate, estimate_ratio
-from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.words import count, interval_text, label_of, ratio_text
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
+from compare.evidence.records import ENGINES, Comparison, RunRecord
+from compare.evidence.stopping import minutes_to_decide
+from compare.evidence.words import (
+    bound_text,
+    count,
+    interval_text,
+    label_of,
+    percent_text,
+    ratio_text,
+    transport_text,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,9 @@ class LossGap:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of two configurations in one case at one number of workers."""
+    """What is said of two configurations in one case at one number of workers; or, where
+    `is_interaction`, of how far the ratio of two depends on the transport: then `first` and
+    `second` are each such a ratio."""
 
     case: str
     workers: int
@@ -34,10 +47,17 @@ class Verdict:
     cpu: Estimate | None  # first / second, CPU time an image
     differences: tuple[Fact, ...]
     missing_blocks: tuple[int, ...]
-    equal_weights: tuple[bool, ...]  # block by block
+    equal_weights: tuple[bool, ...]  # of the full runs, block by block
     loss_gap: LossGap | None
     compared: str  # what the plan has differ between the two, in words
     is_null_test: bool  # both are the same: a difference would be the machine's, or the plan's
+    is_interaction: bool = False
+    measured_by: str = "runs"  # "turns" or "runs": where speed and CPU time come from
+    decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
+    family: int = 1  # verdicts of the report that Holm's correction is over
+    margin: float = 0.03  # within which "equal" is said
+    first_in: tuple[int, int] = (0, 0)  # in how many of how many blocks `first` began
+    more_minutes: float | None = None  # that would decide a difference of `margin`; None: not known
 
     @property
     def place(self) -> str:
@@ -46,7 +66,7 @@ class Verdict:
         return f"{self.case}, {workers}:" if self.case else f"At {workers}"
 
     def sentence(self) -> str:
-        """Say the verdict in hyperfine's manner, or why there is none."""
+        """Say the verdict, or why there is none."""
         at = self.place
         if self.differences:
             return (
@@ -58,68 +78,77 @@ class Verdict:
                 f"{at} no verdict: no block holds a complete run of both "
                 f"{self.first_label} and {self.second_label}."
             )
-        blocks = count(self.speed.blocks, "block")
         if self.speed.low is None:
             return (
-                f"{at} {self.first_label} trained at {ratio_text(self.speed)} times the speed "
-                f"of {self.second_label} in {blocks}: too few for an interval, which needs "
-                f"{MIN_BLOCKS}, so no difference is shown."
+                f"{at} {self.first_label} {self.did} {ratio_text(self.speed)} times as fast as "
+                f"{self.second_label} in {count(self.speed.blocks, 'block')}: too few for an "
+                f"interval, which needs {MIN_BLOCKS}, so nothing is decided."
             )
         if self.is_null_test:
             return f"{at} {self.null_text(self.speed)}"
-        if not self.speed.shows_difference:
+        if self.decision in ("faster", "slower"):
             return (
-                f"{at} no difference was shown between {self.first_label} and "
-                f"{self.second_label}: speed ratio {ratio_text(self.speed)}, "
-                f"{interval_text(self.speed)}, {blocks}."
+                f"{at} {self.first_label} {self.did} {ratio_text(self.speed)} times as fast as "
+                f"{self.second_label}, {self.figures(self.speed)}."
             )
-        faster, slower, speed = self.first_label, self.second_label, self.speed
-        if speed.ratio < 1:
-            faster, slower, speed = slower, faster, speed.inverse()
+        ratio = f"speed ratio {ratio_text(self.speed)}, {self.figures(self.speed)}"
+        if self.decision == "equal":
+            return (
+                f"{at} {self.first_label} and {self.second_label} are equal within "
+                f"{bound_text(self.speed)}: {ratio}."
+            )
+        more = f"; {self.more_text}" if self.more_text else ""
         return (
-            f"{at} {faster} trained {ratio_text(speed)} times as fast as {slower}, "
-            f"{interval_text(speed)}, {blocks}."
+            f"{at} not decided between {self.first_label} and {self.second_label}: the difference "
+            f"is at most {bound_text(self.speed)} either way ({ratio}){self.corrected_text}{more}."
         )
+
+    @property
+    def did(self) -> str:
+        return "is" if self.is_interaction else "trained"
+
+    @property
+    def more_text(self) -> str:
+        """Say how much longer a measurement would decide; empty if that is not known."""
+        if self.more_minutes is None:
+            return ""
+        minutes = count(max(1, round(self.more_minutes)), "more minute")
+        return f"about {minutes} would decide {percent_text(self.margin)}"
+
+    @property
+    def corrected_text(self) -> str:
+        """Explain an interval that leaves out 1 where nothing is decided."""
+        if self.speed is None or not self.speed.shows_difference:
+            return ""
+        return f"; by itself it would show a difference, among {self.family} verdicts it does not"
+
+    def figures(self, speed: Estimate) -> str:
+        return f"{interval_text(speed)}, {count(speed.blocks, 'block')}"
 
     def null_text(self, speed: Estimate) -> str:
         """Say what a configuration's comparison with itself showed, which has an interval."""
-        figures = (
-            f"speed ratio {ratio_text(speed)}, {interval_text(speed)}, "
-            f"{count(speed.blocks, 'block')}"
-        )
-        if not speed.shows_difference:
+        ratio = f"speed ratio {ratio_text(speed)}, {self.figures(speed)}"
+        if self.decision not in ("faster", "slower"):
+            within = f"equal within {bound_text(speed)}"
             return (
                 f"no difference was shown between {self.first_label} and itself, as it should be: "
-                f"{figures}."
+                f"{within}, {ratio}."
             )
-        percent = 100 * (math.exp(abs(math.log(speed.ratio))) - 1)
+        percent = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
         return (
-            f"a difference was shown between {self.first_label} and itself: {figures}. This "
-            f"machine or this plan is not fit to tell differences of {percent:.2g} % (by chance "
-            "alone this comes about in one null test of twenty: run it again)."
+            f"a difference was shown between {self.first_label} and itself: {ratio}. This "
+            f"machine or this plan is not fit to tell differences of {percent} (by chance alone "
+            "this comes about in one null test of twenty: run it again)."
         )
 
     def cpu_sentence(self) -> str:
-        """Say which of the two used less CPU time; empty when there is no verdict."""
+        """Say which of the two used less CPU time; empty when there is no verdict. It is a finding
+        of its own, no second witness of the speed: who takes longer often computes longer."""
         if self.differences or self.cpu is None:
             return ""
-        if self.cpu.low is None:
-            return (
-                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image "
-                f"of {self.second_label}."
-            )
-        if not self.cpu.shows_difference:
-            return (
-                f"No difference in CPU time per image was shown: ratio "
-                f"{ratio_text(self.cpu)}, {interval_text(self.cpu)}."
-            )
-        more, less, cpu = self.first_label, self.second_label, self.cpu
-        if cpu.ratio < 1:
-            more, less, cpu = less, more, cpu.inverse()
-        return (
-            f"{more} used {ratio_text(cpu)} times the CPU time per image of {less}, "
-            f"{interval_text(cpu)}."
-        )
+        told = f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image"
+        interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
+        return f"{told} of {self.second_label}{interval}."
 
     def training_sentence(self) -> str:
         """Say whether both did the same training, by their final weights and their losses."""
@@ -138,58 +167,220 @@ class Verdict:
 
 
 def judge(comparison: Comparison) -> list[Verdict]:
-    """Return a verdict for each case, number of workers, and pair of configurations."""
-    return [
-        judge_pair(comparison, case, workers, first, second)
-        for case in comparison.cases
-        for workers in comparison.workers
-        for first, second in comparison.pairs
-    ]
+    """Return a verdict for each case, number of workers, and pair of configurations; where the
+    configurations make a square, one on the interaction as well."""
+    verdicts = []
+    for case in comparison.cases:
+        for workers in comparison.workers:
+            these = [judge_pair(comparison, case, workers, *pair) for pair in comparison.pairs]
+            verdicts += [*these, *judge_interaction(comparison, case, workers, these)]
+    return decided(verdicts)
+
+
+def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdicts with their decisions, each of two kinds of error in all of them together
+    rarer than 1 - CONFIDENCE: a difference that is none, and "equal" that is not.
+
+    Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) once over the hypotheses of
+    no difference, and once over those of a difference of the margin or more. Both may be rejected,
+    where a difference is sure and too small to matter: then it is "equal".
+    """
+    judged = {
+        index: verdict.speed
+        for index, verdict in enumerate(verdicts)
+        if verdict.speed is not None and verdict.speed.low is not None and not verdict.differences
+    }
+    error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
+    unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
+    # Half the error: then a single verdict is "equal" where its interval lies within the margin.
+    equal = holm(
+        {i: speed.p_equality(verdicts[i].margin) for i, speed in judged.items()}, error / 2
+    )
+    found = []
+    for index, verdict in enumerate(verdicts):
+        decision = "undecided"
+        if index in equal:
+            decision = "equal"
+        elif index in unequal:
+            decision = "faster" if judged[index].ratio > 1 else "slower"
+        found.append(replace(verdict, decision=decision, family=len(judged)))
+    return found
+
+
+def holm(p_values: Mapping[int, float], error: float) -> set[int]:
+    """Return which hypotheses are rejected: from the least p-value on, each against the error
+    shared by those that are left, until one is not."""
+    rejected: set[int] = set()
+    for index in sorted(p_values, key=lambda index: p_values[index]):
+        if p_values[index] > error / (len(p_values) - len(rejected)):
+            break
+        rejected.add(index)
+    return rejected
 
 
 def judge_pair(comparison: Comparison, case: str, workers: int, first: str, second: str) -> Verdict:
     """Compare two configurations over the blocks in which both are complete."""
-    blocks = sorted({run.block for run in comparison.runs})
     pairs, missing = [], []
-    for block in blocks:
+    for block in sorted({run.block for run in comparison.runs}):
         a = comparison.find(block, first, workers, case)
         b = comparison.find(block, second, workers, case)
         if a.is_complete and b.is_complete:
             pairs.append((a, b))
         else:
             missing.append(block)
-    facts = compare_facts(comparison, (run for pair in pairs for run in pair))
-    differences = tuple(fact for fact in facts if fact.forbids_verdict)
-    speed = cpu = gap = None
-    if pairs and not differences:
-        speed = estimate(pairs, "images_per_second")
-        cpu = estimate(pairs, "cpu_seconds_per_image")
+    sides = [
+        side
+        for side in comparison.turn_sides(case, workers)
+        if side.configuration in (first, second)
+    ]
+    facts = [
+        *compare_facts(comparison, (run for pair in pairs for run in pair)),
+        *compare_facts(comparison, sides),
+    ]
+    differences = tuple({fact.field: fact for fact in facts if fact.forbids_verdict}.values())
     equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in pairs)
+    gap = None
     if not all(equal):
         gap = largest_loss_gap(pair for pair, same in zip(pairs, equal, strict=True) if not same)
-    return Verdict(
+    verdict = Verdict(
         case=case,
         workers=workers,
         first=first,
         second=second,
         first_label=label_of(comparison, first),
         second_label=label_of(comparison, second),
-        speed=speed,
-        cpu=cpu,
+        speed=None,
+        cpu=None,
         differences=differences,
         missing_blocks=tuple(missing),
         equal_weights=equal,
         loss_gap=gap,
         compared=compared_text(comparison, first, second),
         is_null_test=comparison.plan["null"],
+        margin=comparison.plan["margin"],
+    )
+    if differences:
+        return verdict
+    if comparison.plan["measure"] == "turns":
+        return with_turns(verdict, comparison, {first: 1, second: -1})
+    return with_runs(verdict, comparison, pairs)
+
+
+def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
+    """Return the verdict with speed and CPU time from the blocks of turns that hold these sides."""
+    blocks = comparison.turn_blocks(verdict.case, verdict.workers)
+    sure, both = confidence(comparison), [b for b in blocks if powers.keys() <= {*b.order}]
+    if not both:
+        return replace(verdict, measured_by="turns")
+    speed = turns.estimate_contrast(blocks, powers, turns.throughput, sure)
+    used = turns.estimate_contrast(blocks, powers, lambda turn: turn.cpu_seconds_per_image, sure)
+    names = list(powers)
+    began = sum(block.order.index(names[0]) < block.order.index(names[1]) for block in both)
+    seconds = [block.seconds for block in both if block.seconds > 0]
+    more = minutes_to_decide(speed, verdict.margin, median(seconds)) if seconds else None
+    return replace(
+        verdict, speed=speed, cpu=used, measured_by="turns", first_in=(began, len(both)),
+        more_minutes=more,
+    )  # fmt: skip
+
+
+def with_runs(
+    verdict: Verdict, comparison: Comparison, pairs: Sequence[tuple[RunRecord, RunRecord]]
+) -> Verdict:
+    """Return the verdict with speed and CPU time from whole runs, a pair a block."""
+    if not pairs:
+        return verdict
+    sure = confidence(comparison)
+
+    def estimate(value: Callable[[RunRecord], float]) -> Estimate:
+        first, second = [value(a) for a, _ in pairs], [value(b) for _, b in pairs]
+        return estimate_ratio(first, second, confidence=sure)
+
+    place = {run.folder: number for number, run in enumerate(comparison.runs)}
+    began = sum(place[a.folder] < place[b.folder] for a, b in pairs)
+    return replace(
+        verdict,
+        speed=estimate(lambda run: run.summary.images_per_second),
+        cpu=estimate(lambda run: run.summary.cpu_seconds_per_image),
+        first_in=(began, len(pairs)),
     )
 
 
-def estimate(pairs: list[tuple[RunRecord, RunRecord]], field: str) -> Estimate:
-    first, second = zip(
-        *((getattr(a.summary, field), getattr(b.summary, field)) for a, b in pairs), strict=True
+def confidence(comparison: Comparison) -> float:
+    """Return the confidence of each interval: whoever looked, and then measured on, had more than
+    one chance to stop where it suits, and each look gets its share of the error (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / (1 + len(comparison.plan["extensions"]))
+
+
+def judge_interaction(
+    comparison: Comparison, case: str, workers: int, pairs: Sequence[Verdict]
+) -> list[Verdict]:
+    """Return the verdict on the interaction of engine and transport: nothing without a square."""
+    corners = square(comparison)
+    if not corners or comparison.plan["measure"] != "turns":
+        return []
+    a, b, c, d = corners.values()
+    (engine, transport), (other_engine, _), (_, other_transport), _ = corners
+    ratio = f"{ENGINES[engine]} / {ENGINES[other_engine]}"
+    verdict = Verdict(
+        case=case,
+        workers=workers,
+        first=f"{a}/{b}",
+        second=f"{c}/{d}",
+        first_label=f"{ratio} over {transport_text(transport)}",
+        second_label=f"{ratio} over {transport_text(other_transport)}",
+        speed=None,
+        cpu=None,
+        differences=tuple({f.field: f for pair in pairs for f in pair.differences}.values()),
+        missing_blocks=(),
+        equal_weights=(),
+        loss_gap=None,
+        compared="engine and transport",
+        is_null_test=False,
+        is_interaction=True,
+        margin=comparison.plan["margin"],
     )
-    return estimate_ratio(first, second)
+    if verdict.differences:
+        return [verdict]
+    return [with_turns(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})]
+
+
+def square(comparison: Comparison) -> dict[tuple[str, str], str]:
+    """Return the configurations of two engines over two transports each, by both, the ratio's
+    numerator first; empty if the plan has no such square."""
+    details = comparison.plan["configuration_details"]
+    found: dict[tuple[str, str], str] = {}
+    for name in comparison.plan["configurations"]:
+        own = details.get(name, {})
+        if own.get("transport") and not own.get("flags"):
+            found.setdefault((own["engine"], own["transport"]), name)
+    engines = list(dict.fromkeys(engine for engine, _ in found))
+    # Gloo, which every installation has, is what others are measured against.
+    transports = sorted({transport for _, transport in found}, key=lambda name: name == "gloo")
+    if comparison.plan["null"] or len(found) != 4 or len(engines) != 2 or len(transports) != 2:
+        return {}
+    places = product(transports, sorted(engines, key=list(ENGINES).index))
+    return {(engine, transport): found[engine, transport] for transport, engine in places}
+
+
+def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
+    """Say how this report corrects for its number of verdicts, and for having been extended."""
+    parts = []
+    family = max((verdict.family for verdict in verdicts), default=0)
+    if family > 1:
+        parts.append(
+            f"Decisions on {family} verdicts are corrected by Holm's method: in all of them "
+            "together a difference that is none is named with a probability of at most 5 %, and "
+            "so is “equal” said of what is not. Each interval is for its own ratio alone."
+        )
+    if times := len(comparison.plan["extensions"]):
+        often = {1: "once", 2: "twice"}.get(times, f"{times} times")
+        percent = f"{100 * confidence(comparison):.4g}"
+        parts.append(
+            f"This comparison was extended {often}, after its report could be read: its intervals "
+            f"are of {percent} % each, so that all {1 + times} looks together err in at most 5 %."
+        )
+    return " ".join(parts)
 
 
 def largest_loss_gap(pairs: Iterable[tuple[RunRecord, RunRecord]]) -> LossGap | None:

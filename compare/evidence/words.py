@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from compare.evidence.paired import Estimate
-from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.records import ENGINES, Comparison, RunRecord
+from compare.evidence.run_folder import CONTROL
 
 
 def count(number: int, noun: str) -> str:
@@ -31,14 +32,19 @@ def short(value: Any) -> str:
         return ", ".join(short(part) for part in value) or "none"
     if isinstance(value, str) and len(value) == 64 and not value.strip("0123456789abcdef"):
         return f"{value[:12]}…"
-    return str(value)
+    return CONTROL.sub("?", str(value))
 
 
 def digits(estimate: Estimate) -> int:
-    """Return the decimals to print: enough that a narrow interval does not round away."""
+    """Return the decimals to print: enough that a narrow interval does not round away, and that no
+    bound reads 1.00 which is not 1."""
     if estimate.low is None or estimate.high is None:
         return 2
-    return 3 if min(estimate.high - estimate.low, abs(estimate.ratio - 1)) < 0.05 else 2
+    places = 3 if min(estimate.high - estimate.low, abs(estimate.ratio - 1)) < 0.05 else 2
+    bounds = [bound for bound in (estimate.low, estimate.high) if abs(bound - 1) > 1e-6]
+    while any(round(bound, places) == 1 for bound in bounds):
+        places += 1
+    return places
 
 
 def ratio_text(estimate: Estimate) -> str:
@@ -46,8 +52,25 @@ def ratio_text(estimate: Estimate) -> str:
 
 
 def interval_text(estimate: Estimate) -> str:
-    places = digits(estimate)
-    return f"95 % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
+    places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
+    return f"{percent} % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
+
+
+def percent_text(share: float) -> str:
+    """Print a share with two digits: 0.03 is 3 %."""
+    percent = 100 * share
+    return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
+
+
+def bound_text(estimate: Estimate) -> str:
+    """Print the largest difference that an interval leaves possible, never less than it is."""
+    percent = 100 * estimate.bound
+    tenths = math.ceil(10 * percent - 1e-9) / 10
+    return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
+
+
+def transport_text(transport: str) -> str:
+    return {"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}.get(transport, transport)
 
 
 def run_text(run: RunRecord) -> str:
@@ -72,15 +95,23 @@ def label_of(comparison: Comparison, configuration: str) -> str:
 
 
 def used_and_set(comparison: Comparison, configuration: str) -> str:
-    """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph"."""
-    labels = {run.label for run in comparison.complete if run.configuration == configuration}
+    """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
+    "DDP over Gloo" where that tells the plan's configurations apart."""
+    runs = comparison.written_by_configuration.get(configuration, [])
+    labels = {run.label for run in runs}
     if len(labels) != 1:
         return configuration
-    details = comparison.plan["configuration_details"].get(configuration, {})
-    own = [*details.get("flags", ())]
-    if "--knobs" not in own:  # but for all configurations: a reader must know that it was tuned
-        runs = [run for run in comparison.complete if run.configuration == configuration]
+    label, details = labels.pop(), comparison.plan["configuration_details"]
+    own = details.get(configuration, {})
+    if all(details.get(name, {}).get("transport") for name in comparison.plan["configurations"]):
+        label = (
+            f"{ENGINES.get(own['engine'], own['engine'])} over {transport_text(own['transport'])}"
+        )
+    settings = [*own.get("flags", ())]
+    if (
+        "--knobs" not in settings
+    ):  # but for all configurations: a reader must know that it was tuned
         files = {run.config.knobs for run in runs if run.config.knobs}
-        own += [f"--knobs {name}" for name in sorted(files)]
-    own += [f"{name}={value}" for name, value in details.get("environment", {}).items()]
-    return f"{labels.pop()} with {' '.join(own)}" if own else labels.pop()
+        settings += [f"--knobs {name}" for name in sorted(files)]
+    settings += [f"{name}={value}" for name, value in own.get("environment", {}).items()]
+    return f"{label} with {' '.join(settings)}" if settings else label

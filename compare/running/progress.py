@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.evidence.paired import Estimate, estimate_ratio, is_narrow
+from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.run_folder import read_record, read_summary
+from compare.evidence.stopping import is_narrow
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
 from compare.running.launch import (

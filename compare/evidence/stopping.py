@@ -1,0 +1,88 @@
+"""When a measurement by turns knows enough: run.py asks after each block, the report asks again.
+
+Both ask the same functions, so that the live line says what the report will say.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from compare.evidence.paired import (
+    MIN_BLOCKS,
+    REACH_OF_80_PERCENT,
+    Estimate,
+    student_quantile,
+)
+
+MIN_DEGREES_TO_STOP = 6  # of freedom, of each interval that is to end a measurement
+MIN_BLOCKS_TO_STOP = MIN_DEGREES_TO_STOP + 1  # where only two sides share the blocks
+MOST_BLOCKS = 1000  # beyond which nobody waits
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What ends a measurement: fields of plan.json by the same names."""
+
+    until_interval: float = 0.03  # half-width of every verdict's interval, in proportion
+    minutes: float = 10
+    blocks: int | None = None  # exactly so many; None: as many as it takes
+
+
+def reason_to_stop(
+    estimates: Iterable[Estimate],
+    blocks: int,
+    seconds_used: float,
+    block_seconds: float,
+    goal: Goal,
+) -> str:
+    """Say why no further block is to be measured; empty if one is.
+
+    `blocks` are measured, in `seconds_used`; the next one takes about `block_seconds`. The
+    estimates are those of all verdicts on pairs.
+    """
+    if goal.blocks is not None:
+        return "as many blocks as were asked for" if blocks >= goal.blocks else ""
+    if is_enough(estimates, goal.until_interval):
+        return f"every interval is within +-{100 * goal.until_interval:g} %"
+    if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * goal.minutes:
+        return f"another block would pass the {goal.minutes:g} minutes"
+    return ""
+
+
+def is_enough(estimates: Iterable[Estimate], until_interval: float) -> bool:
+    """Tell whether all intervals are narrow enough, and known well enough to end a measurement."""
+    return all(is_narrow(estimate, until_interval) for estimate in estimates)
+
+
+def is_narrow(estimate: Estimate, until_interval: float) -> bool:
+    """Tell whether blocks enough were measured: the interval's half-width, in proportion, is at
+    most `until_interval` (0.02 is 2 %), and its degrees of freedom are not few."""
+    return estimate.degrees >= MIN_DEGREES_TO_STOP and estimate.reach <= until_interval
+
+
+def blocks_until(estimate: Estimate, until_interval: float) -> int | None:
+    """Return how many blocks in all would bring the interval to this half-width, if the noise stays
+    as it is; None without an interval, or if it would take too many."""
+    if estimate.low is None:
+        return None
+    spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
+    for blocks in range(estimate.blocks, MOST_BLOCKS):
+        degrees = estimate.degrees * (blocks - 1) // (estimate.blocks - 1)
+        quantile = student_quantile(estimate.confidence, degrees)
+        if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):
+            return blocks
+    return None
+
+
+def minutes_to_narrow(
+    estimate: Estimate, until_interval: float, block_seconds: float
+) -> float | None:
+    """Return how many more minutes would bring the interval to this half-width; None: not known."""
+    blocks = blocks_until(estimate, until_interval)
+    return None if blocks is None else (blocks - estimate.blocks) * block_seconds / 60
+
+
+def minutes_to_decide(estimate: Estimate, margin: float, block_seconds: float) -> float | None:
+    """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
+    80 % probability; None: not known."""
+    return minutes_to_narrow(estimate, margin / REACH_OF_80_PERCENT, block_seconds)
