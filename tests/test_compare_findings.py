@@ -350,7 +350,8 @@ def test_a_null_test_without_a_difference_says_that_all_is_well(tmp_path):
     assert verdict.second_label == "DDP (torchrun, Gloo), again"
     assert re.fullmatch(
         r"At 2 workers no difference was shown between DDP \(torchrun, Gloo\) and itself, as it "
-        r"should be: equal within 6\.2 %, speed ratio 1\.003, 95 % interval 0\.948 to 1\.062, 3 blocks\.",
+        r"should be: equal within 6\.2 %, speed ratio 1\.003, 95 % interval 0\.948 to 1\.062, "
+        r"3 blocks\.",
         verdict.sentence(),
     )
     assert explain(verdict, comparison) == ""

@@ -5,19 +5,26 @@ Whether the interval covers the truth is tested in test_compare_coverage.py.
 
 import math
 import random
-import statistics
+from statistics import mean, variance
 
 import pytest
 
 from compare.evidence.paired import (
-    MIN_BLOCKS_OF_RANKS,
-    MIN_BLOCKS_TO_STOP,
     Estimate,
+    estimate_logs,
     estimate_ratio,
-    is_narrow,
-    num_cut_off,
+    middle_of,
     student_quantile,
 )
+from compare.evidence.stopping import (
+    MIN_DEGREES_TO_STOP,
+    Goal,
+    is_narrow,
+    minutes_to_decide,
+    minutes_to_narrow,
+    reason_to_stop,
+)
+from compare.evidence.turns import Block, Turn, estimate_contrast
 
 
 @pytest.mark.parametrize(
@@ -37,42 +44,72 @@ def test_quantiles_are_scipys():
             assert student_quantile(confidence, degrees) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "critical"),  # any printed table of Wilcoxon's signed ranks, 5 %, two-sided
-    [(6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (11, 10), (12, 13), (15, 25), (20, 52), (25, 89)],
-)
-def test_ranks_are_cut_off_as_in_the_printed_tables(blocks, critical):
-    assert num_cut_off(blocks) == critical
-
-
 def test_the_ratio_and_its_interval_by_hand():
-    """Seven ratios e^1 to e^7: of the 28 means of pairs the middle ones are 4 and 4, and with two
-    cut off at either end the interval reaches from (1 + 3) / 2 = 2 (a pair of 2 is equal) to 6."""
-    ratios = [math.exp(exponent) for exponent in range(1, 8)]
-    estimate = estimate_ratio(ratios, [1.0] * 7)
-    told = (math.log(estimate.low), math.log(estimate.ratio), math.log(estimate.high))
-    assert told == pytest.approx((2, 4, 6))
-    # Student's: mean 3, standard deviation 1, 3 blocks, t = 4.303.
-    estimate = estimate_ratio(ratios[1:4], [1.0] * 3)
+    """Student's: mean 3, standard deviation 1, 3 blocks, t = 4.303."""
+    estimate = estimate_ratio([math.exp(exponent) for exponent in (2, 3, 4)], [1.0] * 3)
     half_width = math.log(estimate.high / estimate.low) / 2
     assert half_width == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
     assert math.log(estimate.ratio) == pytest.approx(3)
+    assert math.log1p(estimate.reach) == pytest.approx(half_width)
 
 
-def test_one_slow_run_moves_the_ratio_less_than_the_mean():
-    ratios = [1.10, 1.11, 1.09, 1.10, 1.10, 1.12, 1.08, 1.10, 1.55]
-    estimate = estimate_ratio(ratios, [1.0] * len(ratios))
-    assert estimate.ratio == pytest.approx(1.10, abs=0.006)
-    assert statistics.geometric_mean(ratios) > 1.14
+def test_the_p_values_by_hand():
+    """t = 0.05 / 0.01 with 4 degrees: 0.0075 two-sided, as any table says; and a bound of 3 % is
+    1.96 standard errors beyond 1 %: 0.0607 one-sided."""
+    far = Estimate(math.exp(0.05), 1.0, 1.2, (1.0,) * 5, error=0.01, degrees=4)
+    assert far.p_difference() == pytest.approx(0.0075, abs=1e-4)
+    assert far.p_equality(0.03) > 0.9
+    near = Estimate(1.01, 0.9, 1.1, (1.0,) * 5, error=0.01, degrees=4)
+    assert near.p_equality(0.03) == pytest.approx(0.0607, abs=1e-4)
+    assert near.p_equality(0.03) == pytest.approx(near.inverse().p_equality(0.03))
 
 
-@pytest.mark.parametrize("blocks", [*range(3, 13), 20])
-def test_the_ratio_lies_in_its_interval(blocks):
-    draw = random.Random(blocks)
-    for _ in range(200):
-        ratios = [draw.paretovariate(0.7) for _ in range(blocks)]  # as skewed as can be
-        estimate = estimate_ratio(ratios, [1.0] * blocks)
-        assert estimate.low <= estimate.ratio <= estimate.high
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interval_that_leaves_out_1_is_a_p_value_below_5_percent(seed):
+    draw = random.Random(seed)
+    estimate = estimate_logs([draw.gauss(0.02, 0.02) for _ in range(4)])
+    assert estimate.shows_difference == (estimate.p_difference() < 0.05)
+    within = max(estimate.high, 1 / estimate.low) - 1
+    assert estimate.p_equality(within * 1.001) < 0.025 < estimate.p_equality(within * 0.999)
+
+
+def a_block(number: int, rates: dict[str, list[float]]) -> Block:
+    turns = [
+        Turn(side, round_, 1.0, rate, 0.01)
+        for side, of_rounds in rates.items()
+        for round_, rate in enumerate(of_rounds)
+    ]
+    return Block(number, tuple(rates), 0.0, tuple(turns))
+
+
+def test_the_pooled_variance_is_that_of_block_plus_side():
+    """The mean over all pairs is twice the residual variance of the two-way layout."""
+    draw = random.Random(0)
+    logs = [[draw.gauss(0, 0.05) for _ in "abcd"] for _ in range(5)]
+    blocks = [
+        a_block(n, {side: [math.exp(value)] * 2 for side, value in zip("abcd", row, strict=True)})
+        for n, row in enumerate(logs, start=1)
+    ]
+    sides = [mean(column) for column in zip(*logs, strict=True)]
+    residuals = [
+        value - mean(row) - side + mean(sides)
+        for row in logs
+        for value, side in zip(row, sides, strict=True)
+    ]
+    pooled = 2 * math.fsum(r * r for r in residuals) / (4 * 3)
+    own = variance(row[0] - row[1] for row in logs)
+    found = estimate_contrast(blocks, {"a": 1, "b": -1})
+    assert found.error == pytest.approx(math.sqrt((2 * own / 3 + pooled / 3) / 5))
+    assert found.degrees == 6  # of two sides alone, 4
+    assert estimate_contrast(blocks, {"a": 1, "b": -1, "c": -1, "d": 1}).ratio == (
+        pytest.approx(math.exp(sides[0] - sides[1] - sides[2] + sides[3]))
+    )
+
+
+def test_a_few_disturbed_rounds_do_not_move_a_block():
+    assert middle_of([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
+    quiet, loud = [100.0] * 6, [100.0, 60.0, 100.0, 100.0, 100.0, 100.0]
+    assert a_block(1, {"a": quiet, "b": loud}).ratio("a", "b", lambda turn: turn.images_per_second)
 
 
 def test_drift_that_both_runs_of_a_block_share_does_not_widen_the_interval():
@@ -85,23 +122,43 @@ def test_drift_that_both_runs_of_a_block_share_does_not_widen_the_interval():
 
 
 def test_the_method_is_named_with_its_source():
-    methods = {n: estimate_ratio([1.1] * n, [1.0] * n).method for n in (2, 3, 6, 7, 20)}
+    methods = {n: estimate_ratio([1.1] * n, [1.0] * n).method for n in (2, 3, 20)}
     assert "it needs 3 blocks" in methods[2]
-    assert methods[3] == methods[6] and "Student" in methods[3] and "1908" in methods[3]
-    assert methods[7] == methods[20] and "Hodges and Lehmann" in methods[7]
-    assert MIN_BLOCKS_OF_RANKS == 7
+    assert methods[3] == methods[20] and "Student" in methods[3] and "1908" in methods[3]
+    assert "Smyth" in estimate_logs([0.1, 0.2, 0.3, 0.2], 0.01, sides=4).method
 
 
-def test_blocks_are_enough_when_the_interval_is_narrow_and_they_are_not_few():
-    def estimate(half_width: float, blocks: int) -> Estimate:
-        return Estimate(1.0, 1 / (1 + half_width), 1 + half_width, (1.0,) * blocks)
+def test_blocks_are_enough_when_the_interval_is_narrow_and_its_width_is_known():
+    def estimate(half_width: float, degrees: int) -> Estimate:
+        return Estimate(1.0, 1 / (1 + half_width), 1 + half_width, (1.0,) * 5, 0.01, degrees)
 
-    enough = MIN_BLOCKS_TO_STOP
+    enough = MIN_DEGREES_TO_STOP
     assert is_narrow(estimate(0.0199, enough), 0.02)
     assert not is_narrow(estimate(0.0201, enough), 0.02)
-    assert is_narrow(estimate(0.0201, enough), 0.021)
     assert not is_narrow(estimate(0.0001, enough - 1), 0.02)
     assert not is_narrow(estimate_ratio([1.0, 1.0], [1.0, 1.0]), 0.02)
+
+
+def test_the_reason_to_stop():
+    wide, narrow = (estimate_logs([-x, x] * 4) for x in (0.1, 0.01))
+    goal = Goal(until_interval=0.03, minutes=10)
+    assert reason_to_stop([narrow, wide], 8, 400, 50, goal) == ""
+    assert reason_to_stop([narrow, narrow], 8, 400, 50, goal) == "every interval is within +-3 %"
+    assert "the 10 minutes" in reason_to_stop([wide], 8, 560, 50, goal)
+    assert reason_to_stop([wide], 2, 560, 50, goal) == ""  # two blocks tell nothing
+    five = Goal(blocks=5)
+    assert reason_to_stop([narrow], 4, 9999, 50, five) == ""
+    assert reason_to_stop([wide], 5, 1, 50, five) == "as many blocks as were asked for"
+
+
+def test_how_many_more_minutes_would_decide():
+    estimate = estimate_logs([-0.02, 0.02] * 4)
+    more = minutes_to_narrow(estimate, 0.01, 60)
+    assert more is not None and 8 + more == pytest.approx(20, abs=2)  # (1.96 x 0.0214 / 0.00995)^2
+    assert minutes_to_narrow(estimate, 0.5, 60) == 0
+    assert minutes_to_decide(estimate, 0.015, 60) == more  # 1.5 half-widths: a power of 80 %
+    assert minutes_to_narrow(estimate_logs([0.1]), 0.01, 60) is None
+    assert minutes_to_narrow(estimate, 1e-9, 60) is None
 
 
 def test_two_blocks_have_no_interval():

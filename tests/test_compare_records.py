@@ -253,7 +253,7 @@ def test_the_records_of_earlier_versions_are_read(folder):
 
 @pytest.mark.parametrize("value", ["fast", None, True, 0, -3.0, math.nan, math.inf, 12345.0])
 def test_a_throughput_that_is_none_is_named(tmp_path, value):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     edit(folder / "block-1/ddp-torchrun-1/summary.json", images_per_second=value)
     assert "summary.json: images_per_second is" in reason_of(folder, "ddp-torchrun-1")
 
@@ -272,13 +272,13 @@ def test_a_throughput_that_is_none_is_named(tmp_path, value):
     ],
 )
 def test_figures_that_do_not_fit_together_are_named(tmp_path, file, changes, message):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     edit(folder / "block-1/ddp-torchrun-1" / file, **changes)
     assert re.search(message, reason_of(folder, "ddp-torchrun-1"))
 
 
 def test_a_loss_that_diverged_is_no_damage(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", Plan(blocks=1, phase_steps=0))
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     edit(folder / "block-1/ddp-torchrun-1/summary.json", loss=math.nan)
     assert len(load_comparison(folder).complete) == 4
 
@@ -346,7 +346,9 @@ def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
     two.rename(one)
     (tmp_path / "one").rename(two)
     reasons = [run.reason for run in load_comparison(folder).runs if run.reason]
-    assert len(reasons) == 2 and any("world_size is 2, but the plan has 1 there" in r for r in reasons)
+    assert len(reasons) == 2 and any(
+        "world_size is 2, but the plan has 1 there" in r for r in reasons
+    )
 
 
 def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
@@ -433,8 +435,8 @@ def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
         ({"runs": ...}, "the field 'runs' is missing"),
         ({"pairs": [["ddp-torchrun", "horovod-gloo"]]}, "the pair .* is not of two of"),
         ({"cases": [{"name": "A"}]}, "a run of case '', which the plan lacks"),
-        ({"question": "Which?\nDDP won."}, "is no name, or holds a control character"),
-        ({"cases": [{"name": "A\x1b[2J"}]}, "is no name, or holds a control character"),
+        ({"question": "Which?\nDDP won."}, ".*is no name, or holds a control character"),
+        ({"cases": [{"name": "A\x1b[2J"}]}, ".*is no name, or holds a control character"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_named(tmp_path, changes, message):

@@ -28,6 +28,7 @@ from compare.plan.plan import Case, Plan
 from compare.plan.record import plan_from, plan_record
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECKED = ("world_size", "batch_size", "batches_per_allreduce", "precision", "arch")
 FINGERPRINT = (
     "data_order_sha256", "initial_weights_sha256", "learning_rates_sha256", "world_size",
     "batch_size", "batches_per_allreduce", "precision", "wire_format", "batch_norm", "threads",
@@ -108,7 +109,7 @@ def test_a_fingerprint_that_contradicts_the_run_makes_it_unreadable(folder, caps
     edit_fingerprint(folder / "block-2/horovod-mpi-2", field, "something else")
     text = report_text(folder, capsys)
     assert re.search(
-        rf"block 2, horovod-mpi, 2 workers: unreadable: .*summary\.json: {field} .*'something else'",
+        rf"block 2, horovod-mpi, 2 workers: unreadable: .*summary\.json: {field} .*'something el",
         text,
     )
     assert "At 1 worker DDP (torchrun, Gloo) trained" in text

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
-from statistics import median, variance
+from statistics import median
 
 MIN_BLOCKS = 3  # with two, Student's interval is 12.7 standard errors wide: it tells nothing
 CONFIDENCE = 0.95
-OWN_SHARE = 0.5  # of a pair's own variance; the rest is that of all pairs of its blocks
+OWN_SHARE = 2 / 3  # of a pair's own variance; the rest is that of all pairs of its blocks
 # A true difference of the half-width is shown with a probability of one half; one of 1.5 times the
 # half-width with 80 % ((1.96 + 0.84) / 1.96 = 1.43 where the noise is known, more where it is not).
 REACH_OF_80_PERCENT = 1.5
@@ -142,6 +142,12 @@ def estimate_logs(
     reach = student_quantile(confidence, degrees) * error
     low, high = math.exp(middle - reach), math.exp(middle + reach)
     return Estimate(ratio, low, high, ratios, error, degrees, confidence)
+
+
+def variance(values: Sequence[float]) -> float:
+    """Return the variance; statistics.variance is exact to the last bit, and forty times slower."""
+    middle = math.fsum(values) / len(values)
+    return math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1)
 
 
 def shared_degrees(sides: int, degrees: int) -> int:

@@ -6,6 +6,7 @@ Both ask the same functions, so that the live line says what the report will say
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from compare.evidence.paired import (
     MIN_BLOCKS,
@@ -66,7 +67,11 @@ def blocks_until(estimate: Estimate, until_interval: float) -> int | None:
     if estimate.low is None:
         return None
     spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
-    for blocks in range(estimate.blocks, MOST_BLOCKS):
+    quantile = NormalDist().inv_cdf(0.5 + estimate.confidence / 2)  # of many blocks: the least
+    least = (quantile * spread / math.log1p(until_interval)) ** 2
+    if least > MOST_BLOCKS:
+        return None
+    for blocks in range(max(estimate.blocks, math.ceil(least)), 2 * MOST_BLOCKS):
         degrees = estimate.degrees * (blocks - 1) // (estimate.blocks - 1)
         quantile = student_quantile(estimate.confidence, degrees)
         if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):

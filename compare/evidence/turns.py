@@ -4,9 +4,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from statistics import mean, median, variance
+from statistics import mean, median
 
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_logs, middle_of
+from compare.evidence.paired import (
+    CONFIDENCE,
+    MIN_BLOCKS,
+    Estimate,
+    estimate_logs,
+    middle_of,
+    variance,
+)
 
 QUIET_CORES = 0.15  # that others may keep busy in a round that counts
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
@@ -125,7 +132,7 @@ def pooled_variance(blocks: Sequence[Block], value: Callable[[Turn], float]) -> 
         both = [block for block in blocks if {first, second} <= {*block.order}]
         if len(both) < MIN_BLOCKS:
             return None
-        found.append(variance(block.log_contrast({first: 1, second: -1}, value) for block in both))
+        found.append(variance([b.log_contrast({first: 1, second: -1}, value) for b in both]))
     return mean(found) if found else None
 
 

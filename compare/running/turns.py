@@ -64,7 +64,7 @@ def run_block(
     """
     if reason := why_not_by_turns():
         raise NoTurns(reason)
-    load = os.getloadavg()[0]
+    load, began = os.getloadavg()[0], time.monotonic()
     with Stage(folder, sides) as stage:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
         for side in sides:
@@ -85,6 +85,7 @@ def run_block(
         tuple(turns),
         {side.name: side.steps for side in sides},
         round(taker.disturbed_seconds, 3),
+        round(time.monotonic() - began, 3),
     )
     write_json(folder / "block.json", {**origin(sides, rounds), **asdict(block)})
     return block
