@@ -114,7 +114,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--blocks", type=int, metavar="N", help="launches of each side; an interval needs 3")
     add("--turns", type=int, metavar="N", help="quiet turns of each side in a block (2 N at most)")
-    add("--patience", type=float, default=2.0, metavar="S", help="a turn waits for quiet (2)")
+    add("--patience", type=float, default=2.0, metavar="S", help="to wait after a disturbed turn (2)")
     add("--quick", action="store_true", help="one short block of a tiny network: does it run?")
     add("--out", type=Path, metavar="DIR", help="the record's folder (default: runs/bench/TIME)")
     add("--gpu", action="store_true", help="sizes for a GPU, which must be there")

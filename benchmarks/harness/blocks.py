@@ -19,7 +19,7 @@ class Options:
     out: Path  # the record's folder
     blocks: int
     turns: int  # of each side in a block
-    patience: float = 2.0  # seconds that a turn waits for others to be quiet
+    patience: float = 2.0  # seconds to wait for quiet before a disturbed turn is taken again
     quick: bool = False
     gpu: bool = False
     profile: bool = False
