@@ -17,7 +17,8 @@ from pathlib import Path
 from compare.running import turn_client
 from compare.running.agent import start_agent
 
-# While a rank stands still, its peers' messages may wait for longer than Horovod's 30 s over Gloo.
+# Longer than a side ever stands still: Horovod's background threads on Gloo wait for each other all
+# the time, and by a clock that goes on.
 NEVER_S = "1000000"
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     agent = start_agent(options.side, options.copy)
     turn_client.CLIENT = turn_client.Client(agent, options.warm_up, options.overruns)
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", NEVER_S)
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
     if Path(program[0]).name == "train.py":
         hook_trainer()
     sys.argv = program
