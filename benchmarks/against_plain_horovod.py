@@ -36,11 +36,11 @@ def measure(options: bench.Options) -> bench.Measured:
     program = ("benchmarks/harness/plain_horovod.py", *workload.words())
     plain: Side = replace(ours[0], name="plain", program=program, steps=steps["plain"])
     sides = [plain, *ours]
-    blocks = run_blocks(sides, options, "9")
+    blocks = run_blocks(sides, options, "9", [(name, "plain", GOAL) for name in SIDES])
     rows = []
     for name, told in SIDES.items():
         row = bench.Row(9, f"our Horovod path / plain script, {told}", GOAL)
-        row = row.compared(blocks, name, "plain")
+        row = row.compared(blocks, name, "plain", confidence=options.confidence)
         rows.append(bench.with_note(row, f"{workload}, {workers} worker(s); {told}"))
     return bench.Measured(rows, sides, {"9": blocks})
 

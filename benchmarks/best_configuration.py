@@ -29,11 +29,11 @@ def measure(options: bench.Options) -> bench.Measured:
         trainer_side("best", "ddp", workload, fast, flags=bench.BEST_FLAGS),
         trainer_side("fp32", "ddp", workload, slow),
     ]
-    blocks = run_blocks(sides, options, "2")
     value = throughput if options.gpu else work_per_cpu_second
+    blocks = run_blocks(sides, options, "2", [("best", "fp32", GOAL)], value)
     flags = " ".join(bench.BEST_FLAGS)
     row = bench.Row(2, "best configuration / fp32 NCHW eager, ResNet-50", GOAL)
-    row = row.compared(blocks, "best", "fp32", value)
+    row = row.compared(blocks, "best", "fp32", value, options.confidence)
     row = bench.with_note(row, f"{workload}, 1 worker of DDP; best: {flags}")
     other = estimate(blocks, "best", "fp32", throughput)
     row = bench.with_note(row, f"images per second: {other.ratio:.3f}")

@@ -40,9 +40,9 @@ def measure(options: bench.Options) -> bench.Measured:
     # A turn is ten times as long as elsewhere, and fewer of them do.
     given = options.quick or options.turns_given
     rounds = options.turns if given else max(3, options.turns // 3)
-    blocks = run_blocks(sides, options, "7", rounds)
+    blocks = run_blocks(sides, options, "7", [("with", "without", GOAL)], rounds=rounds)
     row = bench.Row(7, "throughput with a checkpoint every 100 steps / without", GOAL)
-    row = row.compared(blocks, "with", "without")
+    row = row.compared(blocks, "with", "without", confidence=options.confidence)
     row = bench.with_note(row, f"{workload}, 1 worker")
     row = bench.with_note(row, cost(blocks, row, workload))
     return bench.Measured([row], sides, {"7": blocks})

@@ -30,9 +30,9 @@ def measure(options: bench.Options) -> bench.Measured:
     off = trainer_side("off", "ddp", workload, steps, flags=("--log-interval", "1000000000"))
     off = replace(off, program=("benchmarks/harness/without_instruments.py", *off.program))
     sides = [trainer_side("on", "ddp", workload, steps), off]
-    blocks = run_blocks(sides, options, "6")
+    blocks = run_blocks(sides, options, "6", [("on", "off", GOAL)])
     row = bench.Row(6, "all instrumentation on / off", GOAL)
-    row = row.compared(blocks, "on", "off")
+    row = row.compared(blocks, "on", "off", confidence=options.confidence)
     cpu = estimate(blocks, "on", "off", work_per_cpu_second)
     seconds = estimate_value(blocks, "off", lambda turn: turn.seconds / steps)
     row = bench.with_note(row, f"{workload}, 1 worker, a step of {1000 * seconds.ratio:.0f} ms")

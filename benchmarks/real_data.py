@@ -42,10 +42,10 @@ def measure(options: bench.Options) -> bench.Measured:
         trainer_side("real", "ddp", workload, steps, flags=workers, data=str(jpegs), warm_up=6),
         trainer_side("synthetic", "ddp", workload, steps, warm_up=6),
     ]
-    blocks = run_blocks(sides, options, str(number))
+    blocks = run_blocks(sides, options, str(number), [("real", "synthetic", GOALS[number])])
     where = "on the GPU" if options.gpu else "cores enough"
     row = bench.Row(number, f"real / synthetic data, {where}", GOALS[number])
-    row = row.compared(blocks, "real", "synthetic")
+    row = row.compared(blocks, "real", "synthetic", confidence=options.confidence)
     row = bench.with_note(
         row, f"{workload}, 1 worker, {' '.join(workers) or 'as many loaders as cores'}"
     )
@@ -58,7 +58,7 @@ def measure(options: bench.Options) -> bench.Measured:
 def make_jpegs(folder: Path, images: int) -> Path:
     """The folder of so many different training images; made if it is not there.
 
-    Each has COPIES names, so that no epoch ends, with its evaluation, while turns are taken.
+    Each has COPIES names, so that an epoch is long.
     """
     target = folder / f"{images}x{COPIES}"  # folders with fewer names may be there
     if not target.exists():

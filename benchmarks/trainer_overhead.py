@@ -42,12 +42,13 @@ def measure(options: bench.Options) -> bench.Measured:
         *(Side(name, ("python",), programs[name], workload.batch_size, steps) for name in LOOPS),
         *(trainer_side(engine, engine, workload, steps) for engine in ENGINES),
     ]
-    blocks = run_blocks(sides, options, "1")
+    judged = [(engine, loop, GOAL) for engine in ENGINES for loop in LOOPS]
+    blocks = run_blocks(sides, options, "1", judged)
     rows = []
     for (engine, name), (loop, told) in itertools.product(ENGINES.items(), LOOPS.items()):
         row = bench.Row(1, f"trainer / {told}, {name}", GOAL, notes=(f"{workload}, 1 worker",))
         cpu = estimate(blocks, engine, loop, work_per_cpu_second)
-        row = row.compared(blocks, engine, loop)
+        row = row.compared(blocks, engine, loop, confidence=options.confidence)
         row = bench.with_note(row, f"images per CPU-second: {cpu.ratio:.3f}")
         if not options.gpu and (options.profile or row.verdict != bench.REACHED):
             folder = options.out / "blocks" / "1"

@@ -6,6 +6,7 @@ No test asserts a speed.
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
 def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:
     row = Row(1, "x", 0.98, at_least=at_least, value=0.98, low=low, high=high)
     assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(("second", "count"), [(12.5, 4), (10.9, 8), (10.0, 16)])
+def test_blocks_go_on_until_the_verdict_is_decided(
+    second: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter(block([10 + number % 2], [second]) for number in range(20))
+    monkeypatch.setattr(blocks, "run_block", lambda *_: next(made))
+    options = blocks.Options(out=tmp_path, blocks=4, turns=1)
+    sides = [side(name="a"), side(name="b")]
+    judged = [("a", "b", 1.05)]
+    assert len(blocks.run_blocks(sides, options, "1", judged)) == count
+    given = replace(options, blocks=2, blocks_given=True)
+    assert len(blocks.run_blocks(sides, given, "1", judged)) == 2
+    assert (options.confidence, given.confidence) == (pytest.approx(1 - 0.05 / 3), 0.95)
 
 
 def test_a_row_without_a_goal_is_for_reference() -> None:

@@ -17,7 +17,7 @@ import tabulate
 from benchmarks.harness.blocks import Options
 from compare.errors import run_main
 from compare.evidence import packed
-from compare.evidence.paired import Estimate
+from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.turns import QUIET_CORES, Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now, utc_stamp
@@ -35,7 +35,7 @@ BEST_FLAGS = ("--precision", "bf16", "--channels-last")
 class Row:
     """One figure, its goal, and what was found.
 
-    `value` is an estimate with its 95 % interval from `low` to `high`, which are None where there
+    `value` is an estimate with its interval from `low` to `high`, which are None where there
     were too few blocks; a row that was not measured has no value and says in `needs` what it needs.
     A row without a goal stands beside others for reference.
     """
@@ -82,13 +82,14 @@ class Row:
         first: str,
         second: str,
         value: Callable[[Turn], float] = throughput,
+        confidence: float = CONFIDENCE,
     ) -> "Row":
         """The row with the ratio first / second of two sides in it."""
         load = max(block.other_load for block in blocks)
         noise = (
             [] if load <= QUIET_CORES else [f"others kept up to {load:.1f} cores busy meanwhile"]
         )
-        return self.measured(estimate(blocks, first, second, value), *noise)
+        return self.measured(estimate(blocks, first, second, value, confidence), *noise)
 
 
 def with_note(row: Row, note: str) -> Row:
@@ -112,9 +113,14 @@ Measure = Callable[[Options], Measured]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that all benchmarks have."""
     add = parser.add_argument
-    add("--blocks", type=int, metavar="N", help="launches of each side; an interval needs 3")
+    add(
+        "--blocks",
+        type=int,
+        metavar="N",
+        help="launches of each side; an interval needs 3 (default: 4, or up to 16 for a verdict)",
+    )
     add("--turns", type=int, metavar="N", help="quiet turns of each side in a block (2 N at most)")
-    add("--patience", type=float, default=2.0, metavar="S", help="to wait after a disturbed turn (2)")
+    add("--patience", type=float, default=2.0, metavar="S", help="wait after a disturbed turn (2)")
     add("--quick", action="store_true", help="one short block of a tiny network: does it run?")
     add("--out", type=Path, metavar="DIR", help="the record's folder (default: runs/bench/TIME)")
     add("--gpu", action="store_true", help="sizes for a GPU, which must be there")
@@ -267,7 +273,7 @@ def machine() -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------- the table
 
-HEADERS = ("", "what", "goal", "found", "95 % interval", "blocks", "verdict")
+HEADERS = ("", "what", "goal", "found", "interval", "blocks", "verdict")
 
 
 def table(rows: Sequence[Row], markdown: bool = False) -> str:

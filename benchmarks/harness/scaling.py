@@ -56,7 +56,8 @@ def measure_scaling(
             for name, tuning in tunings[engine].items()
         }
         sides: Sequence[Side] = [single, *teams.values()]
-        blocks = run_blocks(sides, options, f"{number} {engine}")
+        judged = [(team.name, single.name, goal) for team in teams.values()]
+        blocks = run_blocks(sides, options, f"{number} {engine}", judged)
         all_sides += sides
         all_blocks[engine] = blocks
         for name, team in teams.items():
@@ -65,7 +66,7 @@ def measure_scaling(
                 title += f", {name}"
             note = f"{workload}; no process bound to a core"
             row = bench.Row(number, title, goal, notes=(note,))
-            row = row.compared(blocks, team.name, single.name)
+            row = row.compared(blocks, team.name, single.name, confidence=options.confidence)
             if (row.verdict != bench.REACHED and not options.quick) or options.profile:
                 found = ablation.measure(team, options.out / "ablation" / team.name)
                 details[f"{team.name}, ablation"] = found
