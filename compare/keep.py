@@ -5,8 +5,8 @@
 Writes results/MACHINE/DATE-QUESTION/: the plan, the report, and runs.jsonl, which holds the small
 files that the trainers and run.py (or collectives.py, or `make bench`) wrote, a line for each
 folder. All commands read it as they read the folders. Left out: warm-ups, TensorBoard's files
-(metrics.jsonl holds the same), checkpoints, traces and profiles. The home directory becomes ~, and
-the project's own folder a dot.
+(metrics.jsonl holds the same), checkpoints, traces and profiles, and of the sides of turns all but
+their settings and environment. The home directory becomes ~, and the project's own folder a dot.
 """
 
 import argparse
@@ -26,6 +26,7 @@ PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
 LEFT_OUT_OF_BENCH = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
+KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
 OPEN = {".md", ".html", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -76,6 +77,8 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
         texts = {}
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
+            if name.parts[0] == "turns" and name.name not in KEPT_OF_TURNS:
+                continue
             if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
                 texts[name] = without_paths(path.read_text("utf-8", errors="replace"))
         for name in [name for name in texts if len(name.parts) == 1]:

@@ -11,9 +11,10 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 """
 
 import argparse
+import contextlib
+import math
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from compare.errors import UserError, run_main
@@ -83,6 +84,14 @@ def damage_text(comparisons: list[Path], error: Exception) -> str:
     )
 
 
+def price(text: str) -> float:
+    """Read a price; argparse shows the message of what is none."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)) and value >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no price: write a number, such as 3.06")
+
+
 def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python compare/report.py",
@@ -109,6 +118,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     ):
         add(f"--{name}", type=Path, nargs="?", const=const, metavar=metavar, help=text)
     add("--no-html", action="store_true", help="no page")
+    add(
+        "--price-per-hour", type=price, metavar="PRICE",
+        help="of all workers together: adds what 90 epochs of ImageNet take and cost at the "
+        "measured speed",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     asked = [name for name in (*TEXT_FORMATS, "html", "svg") if getattr(options, name)]
     to_terminal = [f"--{name}" for name in asked if getattr(options, name) == STDOUT]
@@ -132,23 +146,24 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def report(options: argparse.Namespace) -> None:
     """Print and write what is asked for."""
     comparisons, note = load_comparisons(options.comparisons)
+    price = options.price_per_hour
     single = comparisons[0] if len(comparisons) == 1 else None
     if not options.to_terminal:
         from compare.page.text import side_by_side_report, terminal_report
 
-        text = terminal_report(single) if single else side_by_side_report(comparisons)
+        text = terminal_report(single, price) if single else side_by_side_report(comparisons)
         print("\n\n".join(filter(None, [note, text])), flush=True)
     elif note:
         print(note, file=sys.stderr)
 
     for name in TEXT_FORMATS:
         if (path := getattr(options, name)) is not None:
-            write(path, format_text(name, comparisons), options)
+            write(path, format_text(name, comparisons, price), options)
 
     if page := page_path(options, comparisons, is_recorded=bool(note)):
         from compare.page.html import render_page, render_side_by_side
 
-        text = render_page(single) if single else render_side_by_side(comparisons)
+        text = render_page(single, price) if single else render_side_by_side(comparisons)
         write(page, text, options)
     elif single and note and (single.folder / "report.html").exists():
         say(f"the whole report: {single.folder / 'report.html'}", options)
@@ -193,13 +208,12 @@ def page_path(
     return options.html if given else comparisons[0].folder / "report.html"
 
 
-def format_text(name: str, comparisons: list[Comparison]) -> str:
+def format_text(name: str, comparisons: list[Comparison], price: float | None) -> str:
     from compare.page import text
 
-    functions: dict[str, Callable[[list[Comparison]], str]] = {
-        "markdown": text.as_markdown, "csv": text.as_csv, "json": text.as_json,
-    }  # fmt: skip
-    return functions[name](comparisons)
+    if name == "markdown":
+        return text.as_markdown(comparisons, price)
+    return text.as_csv(comparisons) if name == "csv" else text.as_json(comparisons)
 
 
 def write(path: Path, content: str, options: argparse.Namespace) -> None:

@@ -1,5 +1,9 @@
 """Records as a trainer writes them, made up; each field can be given."""
 
+import json
+import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 from compare.plan.plan import Plan
@@ -37,3 +41,44 @@ def a_summary(**fields: Any) -> Summary:
         "fingerprint": {}, "ended_utc": "2026-11-21T12:01:00Z",
     }  # fmt: skip
     return Summary(**values | fields)
+
+
+def make_turns(
+    folder: Path, speeds: dict[str, float], blocks: int = 6, rounds: int = 6, noise: float = 0.01
+) -> Path:
+    """Have a comparison's folder measure by turns: `speeds` are images/s of each configuration at
+    one worker. Each block is slower than the one before, and its last round is disturbed."""
+    plan = json.loads((folder / "plan.json").read_text())
+    plan |= {"measure": "turns", "margin": 0.03, "extensions": []}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    dice, clock = random.Random(5), 1_800_000_000.0
+    for number in range(1, blocks + 1):
+        for case in plan["cases"]:
+            for workers in plan["workers"]:
+                place = folder / "turns" / case["name"] / f"{workers}-workers/block-{number}"
+                order = list(speeds) if number % 2 else list(speeds)[::-1]
+                launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
+                turns = []
+                for at in range(rounds):
+                    for name in order if at % 2 == 0 else order[::-1]:
+                        rate = speeds[name] * workers**0.8 * launch[name] * dice.gauss(1, noise)
+                        turns.append({
+                            "side": name, "round": at, "seconds": 1.5, "images_per_second": rate,
+                            "cpu_seconds_per_image": workers / rate,
+                            "other_load": 0.8 if at == rounds - 1 else 0.02, "began": clock,
+                        })  # fmt: skip
+                        clock += 1.6
+                for name in order:
+                    run = place / name / "0/run"
+                    run.mkdir(parents=True)
+                    source = folder / "block-1" / case["name"] / f"{name}-{workers}"
+                    for file in ("config.json", "environment.json"):
+                        shutil.copy(source / file, run / file)
+                record = {
+                    "commands": [f"torchrun {name}" for name in order], "rounds": rounds - 1,
+                    "git_commit": "abc123", "number": number, "order": order, "load_before": 0.1,
+                    "turns": turns, "seconds": 40.0,
+                }  # fmt: skip
+                (place / "block.json").write_text(json.dumps(record))
+                clock += 20
+    return folder

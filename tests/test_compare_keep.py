@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_compare_records import edit, make_comparison
+from test_compare_records import edit, make_comparison, make_square
 
 from compare import keep, parity, report, timeline
 from compare.errors import UserError, run_main
 from compare.evidence import packed
-from compare.evidence.notices import troubles
+from compare.evidence.notices import notices
 from compare.evidence.records import load_comparison
 from compare.plan.sources import ROOT
 
@@ -68,6 +68,29 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
     assert "holds no profile/" in capsys.readouterr().err
 
 
+def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
+    folder = make_square(tmp_path / "runs/2026-11-21-engines")
+    side = folder / "turns/2-workers/block-3/ddp-mpirun/0"
+    (side / "output.log").write_text("epoch 1\n")
+    (side / "run/metrics.jsonl").write_text('{"kind": "step"}\n')
+    assert keep.main(words(folder, tmp_path / "results")) == 0
+    kept = tmp_path / "results/m/2026-11-21-engines"
+    runs = map(json.loads, (kept / packed.PACKED).read_text().splitlines())
+    of_turns = {name: files for files in runs if "turns" in (name := files.pop("folder"))}
+    assert len(of_turns) == 6 * (1 + 4)
+    assert set(of_turns["turns/2-workers/block-3"]) == {"block.json"}
+    assert set(of_turns["turns/2-workers/block-3/ddp-mpirun/0/run"]) == {
+        "config.json", "environment.json",
+    }  # fmt: skip
+    capsys.readouterr()
+    said = []
+    for one in (folder, kept):
+        for form in ("--json", "--csv", "--no-html"):
+            assert report.main([str(one), form]) == 0
+        said.append(keep.without_paths(capsys.readouterr().out.replace(str(one), "FOLDER")))
+    assert said[0] == said[1] and "Take DDP over MPI" in said[0]
+
+
 def test_an_earlier_failure_stays_one_and_half_a_line_a_text(comparison, tmp_path):
     attempt = comparison / "block-1/ddp-torchrun-1.failed-1"
     attempt.mkdir()
@@ -83,7 +106,7 @@ def test_an_earlier_failure_stays_one_and_half_a_line_a_text(comparison, tmp_pat
     assert not packed.exists(lost.with_name("summary.json"))
     for name, text in texts.items():
         assert packed.read_text(lost.with_name(name)) == text
-    (trouble,) = troubles(load_comparison(kept))
+    [(_, [trouble])] = notices(load_comparison(kept))
     assert trouble.endswith(f"; see {kept / packed.PACKED}")
 
 

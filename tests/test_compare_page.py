@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from records import a_plan
-from test_compare_records import edit, make_comparison
+from test_compare_records import edit, make_comparison, make_square
 
 from compare import report
 from compare.evidence.records import load_comparison
@@ -67,6 +67,7 @@ def pages(tmp_path_factory):
     folders = {
         name: make_comparison(root / name.replace(" ", "-"), plan) for name, plan in PLANS.items()
     }
+    folders["square"] = make_square(root / "square", workers=(1, 2))
     folders["troubles"] = make_comparison(root / "troubles")
     edit(folders["troubles"] / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
     edit(folders["troubles"] / "block-2/horovod-mpi-2/outcome.json", other_load=1.7)
@@ -81,7 +82,7 @@ def pages(tmp_path_factory):
     return paths
 
 
-NAMES = [*PLANS, "troubles", "side by side"]
+NAMES = [*PLANS, "square", "troubles", "side by side"]
 
 
 class Watched:
@@ -202,7 +203,8 @@ def test_the_check_of_overlaps_sees_one(browser, pages, tmp_path):
     path.write_text(re.sub(r"(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', text))
     with Watched(browser, path) as page:
         assert any("sticks out of its plot" in fault for fault in page.evaluate(FAULTS))
-    path.write_text(text.replace("</style>", "td, th { white-space: nowrap !important }</style>"))
+    broad = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
+    path.write_text(text.replace("</style>", broad))
     for width, words in ((390, "runs into its value"), (1440, "is broader than the text")):
         with Watched(browser, path, width) as page:
             assert any(words in fault for fault in page.evaluate(FAULTS))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import a_plan, a_summary, an_environment
+from records import a_plan, a_summary, an_environment, make_turns
 
 from compare.evidence.records import (
     RecordError,
@@ -40,6 +40,23 @@ def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) 
     for run in (*plan.runs(), *plan.phase_runs()):
         make_run(folder, run, ratio)
     return folder
+
+
+def make_square(folder: Path, **plan: Any) -> Path:
+    """Write a comparison by turns of both engines over Gloo and MPI: DDP is the faster one, and
+    MPI faster than Gloo."""
+    over = {"ddp-torchrun": "gloo", "ddp-mpirun": "mpi", "horovod-gloo": "gloo",
+            "horovod-mpi": "mpi"}  # fmt: skip
+    pairs = (("ddp-torchrun", "horovod-gloo"), ("ddp-mpirun", "horovod-mpi"),
+             ("ddp-mpirun", "ddp-torchrun"), ("horovod-mpi", "horovod-gloo"))  # fmt: skip
+    asked = {"workers": (2,), "blocks": 1, **plan}
+    make_comparison(folder, a_plan(configurations=tuple(over), judged_pairs=pairs, **asked))
+    details = json.loads((folder / "plan.json").read_text())["configuration_details"]
+    for name, transport in over.items():
+        details[name]["transport"] = transport
+    edit(folder / "plan.json", configuration_details=details)
+    speeds = {"ddp-torchrun": 100, "ddp-mpirun": 108, "horovod-gloo": 95, "horovod-mpi": 102}
+    return make_turns(folder, speeds)
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 
 import pytest
 from records import a_plan
-from test_compare_records import edit, edit_fingerprint, make_comparison
+from test_compare_records import edit, edit_fingerprint, make_comparison, make_square
 
 from compare import report
 from compare.evidence.equality import compare_facts
 from compare.evidence.records import load_comparison
-from compare.evidence.rows import table_rows
+from compare.evidence.rows import speed_rows
 from compare.evidence.verdicts import judge
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
@@ -39,6 +39,12 @@ FINGERPRINT = (
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
     return make_comparison(tmp_path_factory.mktemp("template") / "comparison")
+
+
+@pytest.fixture
+def square(tmp_path):
+    """Two engines over two transports each, measured by turns."""
+    return make_square(tmp_path / "compare-square")
 
 
 @pytest.fixture
@@ -172,12 +178,12 @@ def test_failed_and_missing_runs_are_said(folder, capsys):
 
 
 def test_the_table_holds_medians_and_scaling(folder):
-    rows = table_rows(load_comparison(folder))
+    rows = speed_rows(load_comparison(folder))
     assert [(row.configuration, row.workers) for row in rows] == [
         ("ddp-torchrun", 1), ("horovod-mpi", 1), ("ddp-torchrun", 2), ("horovod-mpi", 2),
     ]  # fmt: skip
-    assert rows[0].efficiency is None
-    assert rows[2].efficiency == pytest.approx(2**0.8 / 2, rel=0.03)
+    assert rows[0].scaling is None
+    assert rows[2].scaling.ratio == pytest.approx(2**0.8 / 2, rel=0.03)
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):
@@ -192,7 +198,7 @@ def test_every_configuration_is_judged_against_the_first(tmp_path):
 def test_json_holds_the_whole_report(folder, capsys):
     assert report.main([str(folder), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert len(value["rows"]) == 4
+    assert len(value["speed"]) == 4
     assert value["verdicts"][0]["shows_difference"] is True
     assert value["verdicts"][0]["speed"]["low"] > 1
     assert not (folder / "report.html").exists()
@@ -311,11 +317,11 @@ def test_the_page_keeps_its_order_and_its_plots_have_words(folder):
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert page.headings == [
-        "What was equal", "Results", "Plots", "Commands", "Environment", "How to reproduce",
+        "Results", "Plots", "What was equal", "Commands", "Environment", "How to reproduce",
         "What this does not show",
     ]  # fmt: skip
     assert text.index("times as fast as") < text.index("What was equal")
-    assert len(page.images) == 19
+    assert len(page.images) == 16
     assert all(image["role"] == "img" and len(image["aria-label"]) > 30 for image in page.images)
     # No colour is fixed: each is the page's, light or dark.
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
@@ -386,10 +392,11 @@ def test_csv_holds_a_line_for_each_planned_run_with_its_units(folder, capsys):
 def test_markdown_fits_into_an_issue(folder, capsys):
     edit_fingerprint(folder / "block-2/horovod-mpi-2", "batch_norm", "a|b <i>c</i> *d*")
     text = written([str(folder), "--markdown"], capsys)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 4
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
-    assert "**At 1 worker DDP (torchrun, Gloo) trained" in text
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert len(tables) == 3
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
+    assert "- At 1 worker DDP (torchrun, Gloo) trained" in text
     assert "a\\|b \\<i>c\\</i> \\*d\\*" in text
     assert "What this does not show" in text and "GPUs." in text
 
@@ -403,7 +410,9 @@ def test_json_is_json_even_of_a_training_that_diverged(folder, capsys):
     text = written([str(folder), "--json"], capsys)
     value = json.loads(text, parse_constant=refuse)
     assert value["phases"] and value["resources"] and value["input"] and len(value["runs"]) == 12
-    assert value["verdicts"][0]["why"].startswith("Where it comes from")
+    assert [row["configuration"] for row in value["phases"] if row["is_difference"]] == [
+        "ddp-torchrun − horovod-mpi", "ddp-torchrun − horovod-mpi",
+    ]  # fmt: skip
 
 
 def test_formats_go_to_files_beside_the_table(folder, tmp_path, capsys):
@@ -432,17 +441,10 @@ def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, capsys
     assert words in capsys.readouterr().err
 
 
-def test_epochs_are_told_without_what_the_last_step_takes_of_the_next(folder, capsys):
-    for path in folder.glob("block-*/*/summary.json"):
-        edit(path, epochs=6.0056328)
-    assert report.main([str(folder)]) == 0
-    assert "Training time for 6 epochs," in (folder / "report.html").read_text()
-
-
 def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
     written([str(folder), "--svg", str(tmp_path / "plots")], capsys)
     files = sorted((tmp_path / "plots").iterdir())
-    assert len(files) == 19
+    assert len(files) == 16
     for path in files:
         root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -458,7 +460,7 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
     page = tmp_path / "both.html"
     text = written([str(folder), str(other), "--html", str(page)], capsys)
     ours, theirs = (
-        next(r for r in table_rows(load_comparison(f)) if (r.configuration, r.workers) == (
+        next(r for r in speed_rows(load_comparison(f)) if (r.configuration, r.workers) == (
             "ddp-torchrun", 2)) for f in (folder, other)
     )  # fmt: skip
     line = next(line for line in text.splitlines() if re.match(r"ddp-torchrun +2", line))
@@ -494,18 +496,43 @@ def test_without_a_comparison_the_recorded_one_is_shown_and_said(
     assert (own / "report.html").exists()
 
 
-def test_warnings_and_why_stand_by_the_verdict(folder, capsys):
+def test_warnings_stand_by_the_verdict_unless_no_verdict_uses_the_run(folder, capsys):
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
     edit(folder / "block-2/horovod-mpi-2/outcome.json", other_load=1.7)
+    edit(folder / "phases/horovod-mpi-2/outcome.json", other_load=1.9)
     text = written([str(folder)], capsys)
     page = (folder / "report.html").read_text()
-    for words in (
-        "Horovod was built without NCCL",
-        "other processes kept 1.7",
-        "exposed communication",
-    ):
-        assert words in text
-        assert page.index(words) < page.index("What was equal")
+    aside = "Of runs that no verdict on speed uses"
+    for words in ("Horovod was built without NCCL", "other processes kept 1.7"):
+        assert words in text and text.index(words) < text.index(aside)
+        assert page.index(words) < page.index("<h2>Results")
+    assert text.index(aside) < text.index("other processes kept 1.9")
+    assert page.index("<h2>Results") < page.index(aside) < page.index("other processes kept 1.9")
+
+
+def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, capsys):
+    text = written([str(square), "--price-per-hour", "2.5"], capsys)
+    speed, whole = text.index("Speed, by turns"), text.index("Whole trainings, one each")
+    assert speed < whole < text.index("Engine and transport, 2 workers")
+    assert re.search(r"ddp-torchrun +2 +\d+ \(\d+–\d+\) .* 6 +\d+\.?\d* +[\d,.]+\n", text)
+    assert re.search(r"engine: DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
+    assert "first in 3 of 6 blocks" in text
+    assert text.rstrip().splitlines()[-3].startswith("Take DDP over MPI: 1.0")
+    page = (square / "report.html").read_text()
+    assert page.index("Take DDP over MPI") < page.index("Engine and transport") < page.index(
+        "What was equal")  # fmt: skip
+    assert "Speed over the experiment" in page and "by turns" in page
+    lines = list(csv.DictReader(io.StringIO(written([str(square), "--csv"], capsys))))
+    turns = [line for line in lines if line["measured_by"] == "turn"]
+    assert len(turns) == 6 * 6 * 4 and len(lines) == len(turns) + 4
+    assert sum(line["counts"] == "0" for line in turns) == 6 * 4  # others kept the cores busy
+
+
+def test_a_price_must_be_one(folder, capsys):
+    for text in ("much", "-1", "nan"):
+        with pytest.raises(SystemExit):
+            report.main([str(folder), "--price-per-hour", text])
+        assert "write a number" in capsys.readouterr().err
 
 
 def test_a_null_test_says_so(tmp_path, capsys):
@@ -517,8 +544,8 @@ def test_a_null_test_says_so(tmp_path, capsys):
 
 CASES = a_plan(
     configurations=("ddp-torchrun", "tuned"),
-    defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", ("--fp16-allreduce",),
-                           {"HOROVOD_CYCLE_TIME": "1"}),),
+    defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", flags=("--fp16-allreduce",),
+                           environment={"HOROVOD_CYCLE_TIME": "1"}),),
     cases=(Case("resnet50", ("--arch", "resnet50")), Case("vgg16", ("--arch", "vgg16"))),
     trainer_arguments=("--data", "synthetic"), phase_steps=0, margin=0.02, seed=7,
     question="What do 16 bits on the wire bring?",

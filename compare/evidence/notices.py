@@ -3,55 +3,69 @@ disturbed the others."""
 
 from compare.evidence import packed
 from compare.evidence.load import most_load
-from compare.evidence.records import Comparison
+from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.rows import by_turns
+from compare.evidence.turns import QUIET_CORES
 from compare.evidence.words import count, run_text
 
+WARNINGS = "Warnings: these figures may be unreliable"
+MISSING = "Not in these figures"
+ASIDE = "Of runs that no verdict on speed uses"
 
-def troubles(comparison: Comparison) -> list[str]:
-    """Return a line for every configuration that could not run, for every planned run that is in
-    no figure, and for every earlier failure."""
-    lines = [
+
+def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """Return the headed lists of what a reader must know beside the figures; what touches no
+    verdict on speed stands apart."""
+    judged = {name for pair in comparison.pairs for name in pair}
+
+    def matters(run: RunRecord) -> bool:
+        return not by_turns(comparison) and run.block > 0 and run.configuration in judged
+
+    found: dict[str, list[str]] = {WARNINGS: [*comparison.plan["warnings"]], MISSING: [], ASIDE: []}
+    found[MISSING] += [
         f"{name}: Horovod is not installed there; python horovod_train/build_horovod.py builds it"
         for name in comparison.plan["left_out"]
     ]
     for run in (*comparison.runs, *comparison.phase_runs):
-        if run.is_complete:
-            continue
-        if run.reason:
-            lines.append(f"{run_text(run)}: unreadable: {run.reason}")
-            continue
-        what = run.status
-        if what == "failed" and run.exit_code is not None:
-            what += f" with exit code {run.exit_code}"
-        where = (
-            "" if run.status == "not run" else f"; see {packed.file_of(run.folder / 'output.log')}"
-        )
-        lines.append(f"{run_text(run)}: {what}{where}")
-    for (case, _), blocks in comparison.turns.items():
+        if not run.is_complete:
+            found[MISSING if matters(run) else ASIDE].append(trouble(run))
+        elif load := load_warning(run):
+            found[WARNINGS if matters(run) else ASIDE].append(load)
+    for (case, workers), blocks in comparison.turns.items():
         for one in blocks:
-            if one.reason:
-                lines.append(
-                    f"{', '.join(filter(None, ['turns', case]))}: unreadable: {one.reason}"
+            where = ", ".join(filter(None, [case, count(workers, "worker")]))
+            if one.block is None:
+                found[MISSING].append(f"turns, {where}: unreadable: {one.reason}")
+            elif one.block.other_load > QUIET_CORES:
+                found[WARNINGS].append(
+                    f"turns, {where}, block {one.block.number}: others kept "
+                    f"{one.block.other_load:.1f} cores busy in the rounds that count"
                 )
-    for folder in comparison.earlier_failures:
-        lines.append(
-            f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
-            f"see {packed.file_of(folder / 'output.log')}"
-        )
-    return lines
+    found[ASIDE] += [
+        f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
+        f"see {packed.file_of(folder / 'output.log')}"
+        for folder in comparison.earlier_failures
+    ]
+    return [(title, lines) for title, lines in found.items() if lines]
 
 
-def load_warnings(comparison: Comparison) -> list[str]:
-    """Return what may make the figures worthless: what run.py warned of before it began, and the
-    runs during which other processes kept too many cores busy."""
-    lines = list(comparison.plan["warnings"])
-    for run in (*comparison.runs, *comparison.phase_runs):
-        if not run.is_complete or run.other_load is None:
-            continue
-        cores = run.environment.cores
-        if run.other_load > most_load(cores):
-            lines.append(
-                f"{run_text(run)}: other processes kept {run.other_load:.1f} of "
-                f"{count(cores, 'core')} busy"
-            )
-    return lines
+def trouble(run: RunRecord) -> str:
+    """Say what became of a run that is not complete."""
+    if run.reason:
+        return f"{run_text(run)}: unreadable: {run.reason}"
+    what = run.status
+    if what == "failed" and run.exit_code is not None:
+        what += f" with exit code {run.exit_code}"
+    if run.status != "not run":
+        what += f"; see {packed.file_of(run.folder / 'output.log')}"
+    return f"{run_text(run)}: {what}"
+
+
+def load_warning(run: RunRecord) -> str:
+    """Say it if other processes kept too many cores busy during a run; empty if not."""
+    cores = run.environment.cores
+    if run.other_load is None or run.other_load <= most_load(cores):
+        return ""
+    return (
+        f"{run_text(run)}: other processes kept {run.other_load:.1f} of {count(cores, 'core')} busy"
+    )

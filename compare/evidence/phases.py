@@ -1,9 +1,10 @@
-"""Where the time of a step goes, and which phase accounts for a difference in speed."""
+"""Where the time of a step goes, phase by phase, and in which phases two configurations differ."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.rows import CellRow, place
+from compare.evidence.rows import CellRow, places
 from compare.evidence.verdicts import Verdict
 
 # A step's phases: the field of PhaseRow and of summary.json's `phases`, and the words for it.
@@ -28,12 +29,15 @@ class PhaseRow(CellRow):
     """
 
     steps: int  # that were averaged
+    images_per_step: float
     step_seconds: float
     data_seconds: float
     forward_seconds: float
     backward_seconds: float  # holds the exchange of gradients where that was not measured apart
     exposed_communication_seconds: float | None  # None: not measured; below 0 by noise alone
     optimizer_seconds: float
+    gradient_bytes: int | None = None  # of a worker, a step, as they travel
+    is_difference: bool = False  # of two cells: the first's seconds less the second's
 
     @property
     def words(self) -> dict[str, str]:
@@ -47,29 +51,48 @@ class PhaseRow(CellRow):
         return {words: seconds for words, seconds in parts.items() if seconds is not None}
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Each phase's share of the step, 0 to 1."""
-        return {words: seconds / self.step_seconds for words, seconds in self.parts.items()}
-
-    @property
     def note(self) -> str:
         """Say it if the phases do not add up to the step; empty if they do, within 2 %."""
-        whole = sum(self.shares.values())
+        whole = sum(self.parts.values()) / self.step_seconds
         if abs(whole - 1) <= PHASE_TOLERANCE:
             return ""
         return f"the phases add up to {100 * whole:.1f} % of the step"
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """What each worker sends in a step if its all-reduce is a ring (the factor of nccl-tests,
+        doc/PERFORMANCE.md); None if there is nobody to send to, or it was not recorded."""
+        if self.gradient_bytes is None or self.workers == 1:
+            return None
+        return 2 * (self.workers - 1) / self.workers * self.gradient_bytes
+
+    @property
+    def exposed_bandwidth(self) -> float | None:
+        """What was sent over the exposed time, bytes/s: no link was faster, since what overlaps
+        with the backward pass took time as well."""
+        exposed = self.exposed_communication_seconds
+        if self.sent_bytes is None or exposed is None or exposed <= 0:
+            return None
+        return self.sent_bytes / exposed
 
 
 def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     """Return the phases of each cell in which they were measured, in the table's order."""
     rows = []
-    for cell in comparison.cells:
+    for cell, place in places(comparison):
         ablated = [run for run in comparison.complete_phase_runs(cell) if has_phases(run)]
         runs = ablated or [run for run in comparison.complete_runs(cell) if has_phases(run)]
         if runs:
             runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
-            median_run = runs[(len(runs) - 1) // 2]
-            rows.append(PhaseRow(**place(comparison, cell), **vars(median_run.summary.phases)))
+            summary = runs[(len(runs) - 1) // 2].summary
+            rows.append(
+                PhaseRow(
+                    **place,
+                    **vars(summary.phases),
+                    images_per_step=summary.samples_seen / summary.steps,
+                    gradient_bytes=summary.gradient_bytes,
+                )
+            )
     return rows
 
 
@@ -79,71 +102,46 @@ def has_phases(run: RunRecord) -> bool:
     return all(getattr(run.summary.phases, field) is not None for field in needed)
 
 
-def explain(verdict: Verdict, comparison: Comparison) -> str:
-    """Say which phase accounts for most of a difference that was shown, or why that is not known;
-    empty when no difference was shown."""
-    if verdict.speed is None or verdict.is_null_test or verdict.is_interaction:
-        return ""
-    if verdict.decision not in ("faster", "slower"):
-        return ""
-    rows = {
-        row.configuration: row
-        for row in phase_rows(comparison)
-        if (row.case, row.workers) == (verdict.case, verdict.workers)
-    }
-    slow, fast = verdict.second, verdict.first
-    if verdict.speed.ratio < 1:
-        slow, fast = fast, slow
-    if slow not in rows or fast not in rows:
-        return "Where the difference comes from is not known: the phases were not measured."
-    sizes = {
-        run.summary.samples_seen / run.summary.steps
-        for name in (slow, fast)
-        for run in comparison.complete_runs((verdict.case, verdict.workers, name))
-    }
-    if len(sizes) > 1:
-        return (
-            "Where the difference comes from is not shown: the two have different numbers of "
-            "images per step, so their phases cannot be compared."
-        )
-    return where_from(rows[slow], rows[fast])
+def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> list[PhaseRow]:
+    """Return, for each verdict that shows a difference, in which phases it is: first less second,
+    as the verdicts' ratios are first over second. Steps of different size are not compared."""
+    found = {(row.case, row.workers, row.configuration): row for row in rows}
+    differences = []
+    for verdict in verdicts:
+        first = found.get((verdict.case, verdict.workers, verdict.first))
+        second = found.get((verdict.case, verdict.workers, verdict.second))
+        if verdict.is_null_test or verdict.decision not in ("faster", "slower"):
+            continue
+        if first and second and first.images_per_step == second.images_per_step:
+            differences.append(less(first, second))
+    return differences
 
 
-def where_from(slow: PhaseRow, fast: PhaseRow) -> str:
-    """Say which phases of the slow one's step are longer, the one that accounts for most first."""
-    told = (
-        f"a step of {slow.label} took {1000 * slow.step_seconds:.1f} ms, "
-        f"of {fast.label} {1000 * fast.step_seconds:.1f} ms"
-    )
-    longer = slow.step_seconds - fast.step_seconds
-    if longer <= 0:
-        return f"The runs that measured the phases do not show the difference: {told}."
-    parts, other_parts = slow.parts, fast.parts
-    if None in (slow.exposed_communication_seconds, fast.exposed_communication_seconds):
-        parts, other_parts = with_exchange(slow), with_exchange(fast)
-    gaps = {words: seconds - other_parts[words] for words, seconds in parts.items()}
-    chief = max(gaps, key=lambda words: gaps[words])
-    others = [
-        f"{words} {1000 * abs(gap):.1f} ms {'more' if gap > 0 else 'less'}"
-        for words, gap in gaps.items()
-        if words != chief and abs(gap) >= longer / 5
-    ]
-    rest = f"; {', '.join(others)}" if others else ""
-    share = gaps[chief] / longer
-    share_text = f"{100 * share:.0f} %" if share <= 1 else "more than all of it"
-    return (
-        f"Where it comes from: {told}. Of these {1000 * longer:.1f} ms, {chief} accounts for "
-        f"{1000 * gaps[chief]:.1f} ms ({share_text}){rest}."
+def less(first: PhaseRow, second: PhaseRow) -> PhaseRow:
+    """Return one row's seconds less another's; where one of them did not measure the exchange
+    apart, it is part of backward in both."""
+    if None in (first.exposed_communication_seconds, second.exposed_communication_seconds):
+        first, second = with_exchange(first), with_exchange(second)
+    seconds = {
+        field: None if (value := getattr(first, field)) is None else value - getattr(second, field)
+        for field in ("step_seconds", *PHASES)
+    }
+    return replace(
+        first,
+        configuration=f"{first.configuration} − {second.configuration}",
+        label=f"{first.label} − {second.label}",
+        steps=min(first.steps, second.steps),
+        gradient_bytes=None,
+        is_difference=True,
+        **seconds,  # type: ignore[arg-type]  # None only where both lack it
     )
 
 
-def with_exchange(row: PhaseRow) -> dict[str, float]:
-    """Return the phases with the exchange of gradients as part of backward, whether or not it was
-    measured apart."""
+def with_exchange(row: PhaseRow) -> PhaseRow:
+    """Return the phases with the exchange of gradients as part of backward."""
     exposed = row.exposed_communication_seconds or 0.0
-    return {
-        "data": row.data_seconds,
-        "forward": row.forward_seconds,
-        "backward with the exchange of gradients": row.backward_seconds + exposed,
-        "optimizer": row.optimizer_seconds,
-    }
+    return replace(
+        row,
+        backward_seconds=row.backward_seconds + exposed,
+        exposed_communication_seconds=None,
+    )

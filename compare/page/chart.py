@@ -21,6 +21,7 @@ MAX_HITS = 120  # points that tell their value, a chart: a page must stay below 
 # After Okabe and Ito ("Color Universal Design", 2008): people who see few colours can tell these
 # apart. Every series has a marker and a dash pattern of its own as well, for print.
 COLOURS = ("#0072b2", "#c75500", "#00805d", "#a03d93", "#7a5c00")
+PHASES = {"var(--communication)": "#b3141b", "var(--waiting)": "#5d7a00"}  # of no series
 MARKERS = ("circle", "square", "triangle", "diamond", "wedge")
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
 INK, MUTED, GRID, PAPER = "currentColor", "var(--muted)", "var(--grid)", "var(--paper)"
@@ -224,6 +225,14 @@ class Chart:
             f"{escape(text)}</text>"
         )
 
+    def band(self, low: float, high: float) -> None:
+        """Shade the area between two values of x."""
+        (left, _), (right, _) = self.at(low, self.y.low), self.at(high, self.y.low)
+        self.parts.append(
+            f'<rect x="{number(left)}" y="{number(self.top)}" width="{number(right - left)}"'
+            f' height="{number(self.height)}" fill="{GRID}" opacity=".7"/>'
+        )
+
     def rule(self, x: float | None = None, y: float | None = None) -> None:
         """Draw a dashed line across the chart at one value."""
         if x is not None:
@@ -359,7 +368,7 @@ def draw_marker(
 def standalone(svg: str) -> str:
     """Return a chart as a file of its own: colours in place of variables, and a background."""
     values = {f"var(--series-{i})": colour for i, colour in enumerate(COLOURS)}
-    values |= {INK: "#1b1c1e", MUTED: "#63666b", GRID: "#e3e3de", PAPER: "#fdfdfb"}
+    values |= {**PHASES, INK: "#1b1c1e", MUTED: "#63666b", GRID: "#e3e3de", PAPER: "#fdfdfb"}
     for variable, colour in values.items():
         svg = svg.replace(variable, colour)
     head, body = svg.split(">", 1)

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from compare.errors import UserError
-from compare.evidence.paired import Estimate
+from compare.evidence.paired import REACH_OF_80_PERCENT
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.verdicts import Verdict
-from compare.evidence.words import count
+from compare.evidence.words import count, percent_text
 from compare.plan.record import plan_from
-
-MANY_VERDICTS = 4
 
 
 def page_title(comparison: Comparison) -> str:
@@ -110,29 +108,14 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
         "own ratio of computing to communicating; a model with more weights, or a smaller batch, "
         "waits longer for its gradients."
     )
-    estimates = [(v, v.speed) for v in verdicts if v.speed and v.speed.low and v.speed.high]
-    halves = [(verdict, half_width(speed)) for verdict, speed in estimates]
-    if len(halves) > MANY_VERDICTS:
-        least, most = min(half for _, half in halves), max(half for _, half in halves)
-        lines.append(
-            "Small differences. Depending on the case, a difference is shown only if it is larger "
-            f"than about {percent_text(least)} to {percent_text(most)} %."
+    reaches = [v.speed.reach for v in verdicts if v.speed and v.speed.low is not None]
+    if reaches:
+        least, most = (
+            percent_text(REACH_OF_80_PERCENT * end) for end in (min(reaches), max(reaches))
         )
-    else:
-        lines += [
-            f"Small differences. {verdict.place} with "
-            f"{count(len(verdict.equal_weights), 'block')}, a difference between {verdict.first} "
-            f"and {verdict.second} is shown only if it is larger than about {percent_text(half)} %."
-            for verdict, half in halves
-        ]
+        lines.append(
+            "Small differences. What four of five such comparisons would show is a difference of "
+            f"{least if least == most else f'{least} to {most}, depending on the verdict'}; what "
+            "half of them would show is one of two thirds of that."
+        )
     return lines
-
-
-def half_width(speed: Estimate) -> float:
-    """Return half the width of a ratio's interval, in per cent of the ratio."""
-    assert speed.low is not None and speed.high is not None
-    return 100 * ((speed.high / speed.low) ** 0.5 - 1)
-
-
-def percent_text(percent: float) -> str:
-    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"

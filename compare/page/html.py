@@ -1,8 +1,7 @@
 """The report as one self-contained HTML page."""
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,86 +9,57 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from compare.evidence.equality import Fact, compare_facts, difference_text
-from compare.evidence.notices import load_warnings, troubles
-from compare.evidence.phases import explain
+from compare.evidence.notices import ASIDE, notices
 from compare.evidence.records import Comparison
-from compare.evidence.rows import InputRow, ResourceRow, Row, input_rows, resource_rows, table_rows
+from compare.evidence.rows import by_turns
 from compare.evidence.run_folder import recorded
-from compare.evidence.verdicts import judge
-from compare.evidence.words import count, loss_text, short, three_digits
+from compare.evidence.verdicts import correction_text, judge
+from compare.evidence.words import count, short
 from compare.page import plots, text
-from compare.page.chart import COLOURS
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
+from compare.page.recommendation import recommendations
 from compare.page.side_by_side import find_differences, names_of
+from compare.page.tables import Cell, Column, Table, square_tables, tables
 
 # What environment.json says of the machine and the software, in the order of the page.
 MACHINE = ("hosts", "device", "device_name", "cpu_model", "cores", "affinity", "allocator")
 SOFTWARE = ("python", "torch", "torchvision", "horovod", "mpi", "cuda", "git_commit")
-MANY_COMMANDS = 6
+MAX_COMMANDS = 24
 MANY_COLUMNS = 4
-MAX_PLOT_CHARACTERS = 650_000  # of all plots: a page is to stay below a megabyte
-NOT_MEASURED = "not measured"
+MAX_PLOT_CHARACTERS = 600_000  # of all plots: a page is to stay below a megabyte
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table of figures."""
-
-    name: str
-    is_number: bool = True
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table of figures."""
-
-    text: str
-    value: float | None = None  # what it is sorted by and copied as, where that is not the text
-    aside: str = ""
-    is_alarm: bool = False
-    series: int | None = None  # the colour of a configuration
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of figures that can be sorted and copied; on a phone each row is a record."""
-
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    starts_group: tuple[bool, ...]  # row by row: is it parted from the one before?
-
-
-def render_page(comparison: Comparison) -> str:
+def render_page(comparison: Comparison, price_per_hour: float | None = None) -> str:
     """Return the page: no request goes out of it, so that it can be sent, archived and printed."""
-    rows, verdicts = table_rows(comparison), judge(comparison)
+    verdicts = judge(comparison)
     groups, left_out = fitting(plots.draw_plots(comparison))
     facts = list(facts_by_place(comparison))
     places = list(dict.fromkeys(place_text(fact.case, fact.workers) for fact in facts))
     varied = [fact for fact in facts if fact.is_varied]
     told = [fact for fact in facts if not fact.is_varied]
+    squares = [t for case in comparison.cases for t in square_tables(comparison, verdicts, case)]
     return template("report.html.jinja").render(
         title=page_title(comparison),
         question=comparison.plan["question"],
         subtitle=subtitle(comparison),
         created=created_text(comparison),
         folder=comparison.folder.resolve().name,
-        verdicts=[(verdict, explain(verdict, comparison)) for verdict in verdicts],
-        verdict_plot=plots.plot_verdicts(verdicts),
-        warnings=load_warnings(comparison),
-        troubles=troubles(comparison),
+        correction=correction_text(comparison, verdicts),
+        recommendations=recommendations(comparison, verdicts),
+        verdicts=verdicts,
+        verdict_plot=plots.plot_verdicts(verdicts, comparison.plan.get("margin")),
+        squares=squares,
+        notices=notices(comparison),
+        aside=ASIDE,
         places=places,
         by_place=len(places) <= MANY_COLUMNS,
         facts=fact_lines([fact for fact in told if not fact.is_flag], places),
         flags=fact_lines([fact for fact in told if fact.is_flag], places),
         varied=fact_lines(varied, places),
-        results=results_table(comparison, rows),
-        resources=resources_table(comparison, resource_rows(comparison)),
-        stragglers=straggler_text(resource_rows(comparison)),
-        input=input_table(comparison, input_rows(comparison)),
+        tables=tables(comparison, verdicts, price_per_hour),
         groups=groups,
         left_out=left_out,
         commands=commands(comparison),
-        many_commands=MANY_COMMANDS,
         machine=environment_lines(comparison, MACHINE),
         software=environment_lines(comparison, SOFTWARE),
         transports=transports(comparison),
@@ -97,6 +67,7 @@ def render_page(comparison: Comparison) -> str:
         details=configuration_lines(comparison),
         reproduce=reproduce_lines(comparison),
         limits=limits(comparison, verdicts),
+        by_turns=by_turns(comparison),
         methods=list(dict.fromkeys(v.speed.method for v in verdicts if v.speed)),
     )
 
@@ -105,7 +76,9 @@ def render_side_by_side(comparisons: Sequence[Comparison]) -> str:
     """Return the page of several comparisons: one table, and what differs."""
     cells, headers, _ = text.side_by_side_table(comparisons)
     words = 3 if headers[0] == "case" else 2  # the columns of words, and the number of workers
-    columns = tuple(Column(h.replace("\n", " "), i >= words - 1) for i, h in enumerate(headers))
+    columns = tuple(
+        Column(header, lambda cell: cell, i >= words - 1) for i, header in enumerate(headers)
+    )
     rows = tuple(tuple(Cell(cell) for cell in line) for line in cells)
     letters = text.letters_of(comparisons)
     return template("side_by_side.html.jinja").render(
@@ -114,8 +87,8 @@ def render_side_by_side(comparisons: Sequence[Comparison]) -> str:
         subtitle=subtitle,
         created=created_text,
         judge=judge,
-        notices=text.notices,
-        results=Table(columns, rows, tuple(False for _ in rows)),
+        notices=notices,
+        results=Table("Results", "", columns, rows),
         note=text.UNPAIRED,
         differences=find_differences(comparisons),
         by_place=True,
@@ -137,6 +110,7 @@ def template(name: str) -> Any:
         "unbroken": unbroken,
         "together": together,
         "difference_text": difference_text,
+        "support": text.support,
     }
     return environment.get_template(name)
 
@@ -219,170 +193,18 @@ def fact_text(fact: Fact) -> str:
     return short(fact.values[0][1]) + (", another in each block" * fact.varies_over_blocks)
 
 
-# --------------------------------------------------------------------------------------- the tables
-
-
-def results_table(comparison: Comparison, rows: Sequence[Row]) -> Table:
-    """Return the table of results."""
-    columns = (
-        Column("workers"),
-        Column("images/s"),
-        Column("scaling, %"),
-        Column("CPU ms per image"),
-        Column("training, s"),
-        Column("top-1, %"),
-        Column("top-5, %"),
-        Column("loss"),
-        Column("weights", is_number=False),
-        Column("blocks"),
-    )
-
-    def cells(row: Row) -> tuple[Cell, ...]:
-        blocks = f"{row.blocks} of {row.planned_blocks}"
-        return (
-            Cell(str(row.workers)),
-            Cell(
-                three_digits(row.images_per_second),
-                row.images_per_second,
-                aside=f"({three_digits(row.lowest)}–{three_digits(row.highest)})",
-            ),
-            number_cell(row.efficiency, "{:.0f}", scale=100),
-            Cell(three_digits(row.cpu_ms_per_image), row.cpu_ms_per_image),
-            Cell(f"{row.train_seconds:,.1f}", row.train_seconds),
-            number_cell(row.top1, "{:.2f}"),
-            number_cell(row.top5, "{:.2f}"),
-            Cell(loss_text(row.loss), row.loss),
-            Cell(row.weights),
-            Cell(str(row.blocks))
-            if row.blocks == row.planned_blocks
-            else Cell(blocks, row.blocks, is_alarm=True),
-        )
-
-    return cell_table(comparison, columns, rows, cells)
-
-
-# Energy: field of ResourceRow, its column, and how a figure is written.
-ENERGY = (
-    ("gpu_joules_per_image", "GPU J per image", None),
-    ("gpu_watts", "GPU watts", "{:,.0f}"),
-    ("gpu_utilization_percent", "GPU busy, %", "{:.0f}"),
-    ("cpu_joules_per_image", "CPU J per image", None),
-)
-
-
-def resources_table(comparison: Comparison, rows: Sequence[ResourceRow]) -> Table:
-    """Return the table of what each cell used; energy is a single column if none was measured."""
-    energy = [
-        (field, name, pattern)
-        for field, name, pattern in ENERGY
-        if any(getattr(row, field) is not None for row in rows)
-    ] or [("gpu_joules_per_image", "energy, J per image", None)]
-    columns = (
-        Column("workers"),
-        Column("memory, MB"),
-        Column("CPU s for 1,000 images"),
-        Column("straggler spread, %"),
-        *(Column(name) for _, name, _ in energy),
-    )
-
-    def cells(row: ResourceRow) -> tuple[Cell, ...]:
-        spread = None if row.straggler_ratio is None else row.straggler_ratio - 1
-        return (
-            Cell(str(row.workers)),
-            Cell(f"{row.peak_memory_bytes / 1e6:,.0f}", row.peak_memory_bytes / 1e6),
-            number_cell(row.cpu_seconds_per_image, scale=1000),
-            number_cell(spread, "{:.1f}", "–" if row.workers == 1 else NOT_MEASURED, scale=100),
-            *(number_cell(getattr(row, field), p, NOT_MEASURED) for field, _, p in energy),
-        )
-
-    return cell_table(comparison, columns, rows, cells)
-
-
-def straggler_text(rows: Sequence[ResourceRow]) -> str:
-    """Say what the straggler spread is taken over."""
-    phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
-    return " or ".join(phases)
-
-
-def input_table(comparison: Comparison, rows: Sequence[InputRow]) -> Table | None:
-    """Return the table of what each cell read; None if no run measured it."""
-    columns = (
-        Column("workers"),
-        Column("images/s"),
-        Column("files/s"),
-        Column("MB/s"),
-        Column("input wait, %"),
-    )
-    if all(row.wait_share is None and row.images_per_second is None for row in rows):
-        return None
-
-    def cells(row: InputRow) -> tuple[Cell, ...]:
-        return (
-            Cell(str(row.workers)),
-            number_cell(row.images_per_second, none=NOT_MEASURED),
-            number_cell(row.files_per_second, none="–"),
-            number_cell(row.megabytes_per_second, none="–"),
-            number_cell(row.wait_share, "{:.2f}", NOT_MEASURED, scale=100),
-        )
-
-    return cell_table(comparison, columns, rows, cells)
-
-
-def number_cell(
-    value: float | None, pattern: str | None = None, none: str = "–", scale: float = 1
-) -> Cell:
-    """Return a figure's cell; without a pattern it gets three digits."""
-    if value is None:
-        return Cell(none)
-    scaled = scale * value
-    return Cell(pattern.format(scaled) if pattern else plain_number(scaled), scaled)
-
-
-def plain_number(value: float) -> str:
-    return three_digits(value) if value > 0 else f"{value:g}"
-
-
-def cell_table(
-    comparison: Comparison,
-    columns: tuple[Column, ...],
-    rows: Sequence[Any],
-    cells: Callable[[Any], tuple[Cell, ...]],
-) -> Table:
-    """Return a table with a row for each cell; with a column for the case if there are several."""
-    several = len(comparison.cases) > 1
-    names = comparison.plan["configurations"]
-    before = ((Column("case", is_number=False),) if several else ()) + (
-        Column("configuration", is_number=False),
-    )
-    places = [(row.case, row.workers) for row in rows]
-    return Table(
-        (*before, *columns),
-        tuple(
-            (
-                *((Cell(row.case),) if several else ()),
-                Cell(row.configuration, series=names.index(row.configuration) % len(COLOURS)),
-                *cells(row),
-            )
-            for row in rows
-        ),
-        tuple(i > 0 and places[i] != places[i - 1] for i in range(len(rows))),
-    )
-
-
 # -------------------------------------------------------------------------- commands, environment
 
 
-def commands(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the commands in the order in which they ran."""
-    return [
-        {
-            "name": plots.named(run.case) + run.name,
-            "block": run.block,
-            "text": run.command or shlex.join(run.environment.command),
-            "status": run.status,
-        }
+def commands(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the commands of the first block: those of others differ in seed and folder only."""
+    first = min(run.block for run in comparison.runs)
+    found = [
+        (plots.named(run.case) + run.name, run.command or shlex.join(run.environment.command))
         for run in comparison.runs
+        if run.block == first and (run.command or run.is_complete)
     ]
+    return found[:MAX_COMMANDS]
 
 
 def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -1,13 +1,12 @@
 """The plots of a case at one number of workers: accuracy and speed over each run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from compare.evidence.records import RunRecord
 from compare.page.chart import MUTED, Key, Scale, linear, logarithmic
-from compare.page.plot import Axis, Layer, Plot, Points, Selection, Series, values_of
+from compare.page.plot import Axis, Layer, Plot, Selection, Series, thinned, values_of
 from recipe.record.schema import EpochLine, EvalLine
 
 MAX_POINTS = 160  # of a line: a run of 450,000 steps must not make a page of 50 MB
@@ -22,7 +21,6 @@ def plots(selection: Selection) -> Iterator[Plot | None]:
     yield plot_by_epoch(selection, Metric("top1", "Top-1", "top-1, %", "{:.2f} %"))
     yield plot_by_epoch(selection, Metric("top5", "Top-5", "top-5, %", "{:.2f} %"))
     yield plot_time_to_accuracy(selection)
-    yield plot_steps(selection)
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,14 @@ def plot_by_epoch(selection: Selection, metric: Metric) -> Plot | None:
     return Plot(
         selection.file_name(metric.field),
         selection.title(f"{metric.name} by epoch"),
-        "All runs are drawn. Short dashes: training (augmented images); other lines: validation."
+        "Short dashes: training (augmented images); other lines: validation."
         f"{coincidence(selection.runs)}",
         Axis("epoch", linear(x)),
         Axis(metric.label, logarithmic(values) if steep else linear(values, zero=is_loss)),
         in_table(series),
         (("run", ""), ("last training", ""), ("last validation", "")),
         keys=[
-            *selection.keys(selection.runs),
+            *selection.keys(run.configuration for run in selection.runs),
             Key("training", MUTED, dash="2 3.6", width=1.2),
             Key("validation", MUTED, width=1.6),
         ],
@@ -171,32 +169,7 @@ def plot_time_to_accuracy(selection: Selection) -> Plot | None:
         Axis("validation top-1, %", linear(y)),
         in_table(series),
         (("run", ""), ("last top-1", "%"), ("after", "s")),
-        keys=selection.keys(runs),
-    )
-
-
-def plot_steps(selection: Selection) -> Plot | None:
-    """Show each run's speed from its first step to its last, for drift and interruptions."""
-    series = []
-    runs = [run for run in selection.runs if run.steps]
-    for run in runs:
-        epochs = steps_per_epoch(run)
-        line = [(step.step / epochs, step.images_per_second) for step in run.steps]
-        shown = thinned(line, points_each(selection))
-        texts = [f"{run_name(run)}, epoch {x:.3g}: {y:,.4g} images/s" for x, y in shown]
-        series.append(Series([selection.look(run.configuration).line(shown, 1, 0.8, texts)]))
-    if not runs:
-        return None
-    x, y = values_of(series)
-    return Plot(
-        selection.file_name("steps"),
-        selection.title("Throughput over the run"),
-        "Images per second of single steps, one line per run (in long runs, medians of "
-        "neighbouring steps). It shows drift and interruptions.",
-        Axis("epoch", linear(x, zero=True)),
-        Axis("images/s", linear(y, zero=True)),
-        series,
-        keys=selection.keys(runs),
+        keys=selection.keys(run.configuration for run in runs),
     )
 
 
@@ -215,17 +188,6 @@ def points_each(selection: Selection) -> int:
 
 def farthest_from_zero(values: Sequence[float]) -> float:
     return max(values, key=lambda value: (math.isnan(value), abs(value)))
-
-
-def thinned(
-    points: Points, most: int, choose: Callable[[Sequence[float]], float] = median
-) -> list[tuple[float, float]]:
-    """Thin a long line out: equally many neighbours become their median, or another of them."""
-    size = -(-len(points) // most)
-    if size <= 1:
-        return list(points)
-    parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(median([x for x, _ in part]), choose([y for _, y in part])) for part in parts]
 
 
 def run_name(run: RunRecord) -> str:

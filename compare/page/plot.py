@@ -1,8 +1,9 @@
 """A plot, described once: picture, table and alternative text all come from the description."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.words import count
@@ -83,12 +84,15 @@ class Plot:
     keys: Sequence[Key] = ()
     ends: tuple[str, str] | None = None  # what the left and the right end of the x axis stand for
     rule: float | None = None  # x of a dashed line
+    band: tuple[float, float] | None = None  # x of a grey area
     above: float = 9  # where a row's name stands over its middle
 
     @cached_property
     def svg(self) -> str:
         x, y = self.x, self.y
         chart = Chart(x.scale, y.scale, x.label, y.label, self.height, self.keys, self.ends)
+        if self.band is not None:
+            chart.band(*self.band)
         if self.rule is not None:
             chart.rule(x=self.rule)
         for index, series in enumerate(self.series):
@@ -124,6 +128,17 @@ def values_of(series: Iterable[Series]) -> tuple[list[float], list[float]]:
     """Return the x and the y of all points, for the axes."""
     points = [point for one in series for layer in one.layers for point in layer.points]
     return [x for x, _ in points], [y for _, y in points]
+
+
+def thinned(
+    points: Points, most: int, choose: Callable[[Sequence[float]], float] = median
+) -> list[tuple[float, float]]:
+    """Thin a long line out: equally many neighbours become their median, or another of them."""
+    size = -(-len(points) // most)
+    if size <= 1:
+        return list(points)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(median([x for x, _ in part]), choose([y for _, y in part])) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -185,10 +200,10 @@ class Selection:
             found.setdefault((run.workers, run.configuration), []).append(run)
         return found
 
-    def keys(self, runs: Iterable[RunRecord], marked: bool = False) -> list[Key]:
-        """Return the legend of the runs' configurations."""
+    def keys(self, configurations: Iterable[str], marked: bool = False) -> list[Key]:
+        """Return the legend of these configurations."""
         keys = []
-        for name in dict.fromkeys(run.configuration for run in runs):
+        for name in dict.fromkeys(configurations):
             look = self.look(name)
             width, opacity = (1.7, 1.0) if marked else (look.width(1.5), look.opacity(1.0))
             marker = look.marker if marked else ""

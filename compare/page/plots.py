@@ -1,28 +1,31 @@
 """The page's plots in their groups, and those of speed; those of learning are in learning.py."""
 
+import datetime
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from compare.evidence.paired import Estimate
 from compare.evidence.phases import ALONE, PHASES, PhaseRow, phase_rows
-from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.rows import efficiency
+from compare.evidence.records import Comparison
+from compare.evidence.rows import by_turns, in_detail, quantile, speed_rows, speeds
 from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import count, three_digits
 from compare.page import learning
-from compare.page.chart import INK, LINE, MUTED, Key, Scale, categories, linear, whole
-from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Selection, Series
+from compare.page.chart import INK, MUTED, Key, Scale, categories, linear, whole
+from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Points, Selection, Series, thinned
 
 IDEAL = "1.5 2"  # dashes
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-BOX_GAP = 6.0  # between the boxes of a row
-# Colour and opacity of each phase: greys for computing, colours for waiting.
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+MAX_MARKS = 60  # of a series: of a thousand runs none is made out among the others
+# Colour and opacity of each phase: greys for computing, colours of their own for waiting.
 PHASE_STYLES = {
-    "data_seconds": ("var(--series-2)", 0.9),
+    "data_seconds": ("var(--waiting)", 0.9),
     "forward_seconds": (MUTED, 0.35),
     "backward_seconds": (MUTED, 0.65),
-    "exposed_communication_seconds": ("var(--series-1)", 0.95),
+    "exposed_communication_seconds": ("var(--communication)", 0.95),
     "optimizer_seconds": (INK, 0.85),
 }
 
@@ -55,7 +58,7 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
         groups.append(PlotGroup(selection.title("Speed"), speed))
         numbers = sorted({run.workers for run in runs}, reverse=True)
         for workers in numbers:
-            chosen = [run for run in runs if run.workers == workers]
+            chosen = in_detail([run for run in runs if run.workers == workers])
             selection = Selection(comparison, case, chosen, workers)
             folded = several or workers != numbers[0]
             plots = present(learning.plots(selection))
@@ -66,7 +69,7 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
 def all_plots(comparison: Comparison) -> list[Plot]:
     """Return every plot, the verdict's first."""
     grouped = [plot for group in draw_plots(comparison) for plot in group.plots]
-    return [*present([plot_verdicts(judge(comparison))]), *grouped]
+    return [*present([plot_verdicts(judge(comparison), comparison.plan.get("margin"))]), *grouped]
 
 
 def present(plots: Iterable[Plot | None]) -> list[Plot]:
@@ -81,247 +84,286 @@ def named(case: str) -> str:
 # ------------------------------------------------------------------------------------ the verdict
 
 
-def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
-    """Show each block's ratio, the point estimate and its interval, around equal speed."""
+def plot_verdicts(verdicts: Sequence[Verdict], margin: float | None = None) -> Plot | None:
+    """Show each verdict's interval around equal speed, against the margin within which the plan
+    calls two equal, and the blocks' ratios."""
     shown = [(verdict, verdict.speed) for verdict in verdicts if verdict.speed is not None]
     if not shown:
         return None
-    values = [1.0]
+    values = [1.0, 1 + (margin or 0)]
     for _, speed in shown:
         values += [*speed.ratios, speed.low or 1, speed.high or 1]
     reach = max(max(values) - 1, 1 - min(values), 0.01)
     ticks = linear([max(0.02, 1 - reach), 1 + reach]).ticks
     pairs = {(verdict.first, verdict.second) for verdict, _ in shown}
     first, second = next(iter(pairs)) if len(pairs) == 1 else ("the first", "the second")
-    series = []
-    for y, (verdict, speed) in enumerate(shown):
-        pair = f"{verdict.first} / {verdict.second}, " if len(pairs) > 1 else ""
-        name = f"{named(verdict.case)}{pair}{count(verdict.workers, 'worker')}"
-        series.append(verdict_series(y, name, speed))
+    series = [
+        verdict_series(y, verdict_name(verdict, len(pairs) > 1), verdict.decision, speed)
+        for y, (verdict, speed) in enumerate(shown)
+    ]
+    caption = "Diamond and line: point estimate and interval. Rings: the ratio of each block. "
+    caption += "Dashed line: equal speed."
+    if margin:
+        caption += f" Grey: within {100 * margin:g} %, which counts as equal."
     return Plot(
         "verdict",
-        "Speed ratio and its 95 % interval",
-        "Diamond and line: point estimate and 95 % interval. Rings: the ratio of each block. "
-        "Dashed line: equal speed.",
+        "Speed ratios and their intervals",
+        caption,
         Axis(
             f"speed of {first} / speed of {second}",
             Scale(max(0.0, 1 - 1.12 * reach), 1 + 1.12 * reach, ticks),
         ),
         Axis("", categories(len(shown))),
         series,
-        (("compared", ""), ("speed ratio", ""), ("95 % interval", ""), ("blocks", "")),
+        (("compared", ""), ("speed ratio", ""), ("interval", ""), ("decision", ""),
+         ("blocks", "")),
         height=ROW_HEIGHT * len(shown),
         ends=(f"{second} faster", f"{first} faster"),
         rule=1,
-    )
+        band=(1 / (1 + margin), 1 + margin) if margin else None,
+    )  # fmt: skip
 
 
-def verdict_series(y: int, name: str, speed: Estimate) -> Series:
+def verdict_name(verdict: Verdict, with_pair: bool) -> str:
+    what = "interaction, " if verdict.is_interaction else ""
+    if with_pair and not what:
+        what = f"{verdict.first} / {verdict.second}, "
+    return f"{named(verdict.case)}{what}{count(verdict.workers, 'worker')}"
+
+
+def verdict_series(y: int, name: str, decision: str, speed: Estimate) -> Series:
     layers, interval = [], "none"
     if speed.low is not None and speed.high is not None:
         layers.append(Layer("line", [(speed.low, y), (speed.high, y)], INK, 1.6))
         interval = f"{speed.low:.3f} to {speed.high:.3f}"
-    told = f"{name}: ratio {speed.ratio:.3f}, interval {interval}"
+    told = f"{name}: ratio {speed.ratio:.3f}, interval {interval}, {decision}"
     layers.append(Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[told]))
-    blocks = [
-        f"{name}, ratio {block} of {speed.blocks}: {ratio:.3f}"
-        for block, ratio in enumerate(speed.ratios, start=1)
-    ]
-    rings = [(ratio, y + 0.26) for ratio in speed.ratios]
+    ratios = speed.ratios[:: -(-len(speed.ratios) // MAX_MARKS)]
+    rings = [(ratio, y + 0.26) for ratio in ratios]
+    blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio in ratios]
     layers.append(Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks))
-    return Series(layers, (name, f"{speed.ratio:.3f}", interval, str(speed.blocks)), name)
+    cells = (name, f"{speed.ratio:.3f}", interval, decision, str(speed.blocks))
+    return Series(layers, cells, name)
 
 
 # ------------------------------------------------------------------------------- against workers
 
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure that each run has, plotted against the number of workers."""
-
-    name: str
-    title: str
-    unit: str
-    pattern: str  # how a value is printed
-    caption: str
-    value_of: Callable[[RunRecord], float | None]
+Values = dict[str, dict[int, Sequence[float]]]  # of the blocks, by configuration and workers
 
 
 def plot_throughput(selection: Selection) -> Plot:
-    figure = Figure(
-        "throughput",
-        "Training throughput",
-        "images/s",
-        "{:,.4g}",
+    values: Values = {}
+    for cell in selection.comparison.cells:
+        measured = speeds(selection.comparison, cell) if cell[0] == selection.case else {}
+        if measured:
+            rates = [speed.images_per_second for speed in measured.values()]
+            values.setdefault(cell[2], {})[cell[1]] = rates
+    ideal = []
+    for line in values.values():
+        fewest = min(line)
+        ideal.append([(n, median(line[fewest]) * n / fewest) for n in line])
+    return plot_against_workers(
+        selection,
+        ("throughput", "Training throughput", "images/s", "{:,.4g}"),
         "Training images per second of all workers, without the first steps and evaluation. Lines: "
-        "medians; small marks: single runs; dotted: ideal scaling.",
-        lambda run: run.summary.images_per_second,
+        "medians; small marks: blocks; dotted: ideal scaling.",
+        values,
+        ideal,
     )
-    medians = median_lines(selection, figure)
-    ideal = [[(n, line[0][1] * n / line[0][0]) for n, _ in line] for line in medians.values()]
-    return plot_against_workers(selection, figure, ideal)
 
 
 def plot_efficiency(selection: Selection) -> Plot | None:
     """Show scaling efficiency; None if only one number of workers was measured."""
-    numbers = sorted({run.workers for run in selection.runs})
-    if len(numbers) == 1:
+    values: Values = {}
+    for row in speed_rows(selection.comparison):
+        if row.case == selection.case and row.scaling is not None:
+            ratios = [100 * ratio for ratio in row.scaling.ratios]
+            values.setdefault(row.configuration, {})[row.workers] = ratios
+    if not values:
         return None
-
-    def percent(run: RunRecord) -> float | None:
-        if run.workers == numbers[0]:
-            return 100.0
-        share = efficiency(selection.comparison, run)
-        return None if share is None else 100 * share
-
-    figure = Figure(
-        "efficiency",
-        "Scaling efficiency",
-        "% of ideal",
-        "{:.1f}",
-        "Images per second per worker, as a percentage of the same block’s run with "
-        f"{count(numbers[0], 'worker')}.",
-        percent,
+    fewest = min(selection.comparison.workers)
+    values = {name: {fewest: [100.0], **line} for name, line in values.items()}
+    numbers = sorted({n for line in values.values() for n in line})
+    return plot_against_workers(
+        selection,
+        ("efficiency", "Scaling efficiency", "% of ideal", "{:.1f}"),
+        "Images per second per worker, as a percentage of those in the same block with "
+        f"{count(fewest, 'worker')}.",
+        values,
+        [[(n, 100.0) for n in numbers]],
     )
-    return plot_against_workers(selection, figure, [[(n, 100.0) for n in numbers]])
-
-
-def plot_train_seconds(selection: Selection) -> Plot | None:
-    """Show the training time; None if only one number of workers was measured."""
-    if len({run.workers for run in selection.runs}) == 1:
-        return None
-    # The last step of an epoch reaches into the next one: 4.0056 epochs are printed as 4.
-    epochs = {float(f"{run.summary.epochs:.2g}") for run in selection.runs}
-    steps = {run.summary.steps for run in selection.runs}
-    what = "what each run trained"
-    if len(epochs) == 1:
-        what = f"{min(epochs):g} epoch{'s' * (epochs != {1.0})}"
-    caption = f"Training time for {what}, evaluation included."
-    if len(steps) == 1:
-        made = count(min(steps), "step")
-        caption += f" Every run made {made}, so more workers saw more images."
-    figure = Figure(
-        "training-time",
-        "Training time",
-        "seconds",
-        "{:,.4g}",
-        caption,
-        lambda run: run.summary.train_seconds,
-    )
-    return plot_against_workers(selection, figure, [])
-
-
-def median_lines(selection: Selection, figure: Figure) -> dict[str, list[tuple[int, float]]]:
-    """Return each configuration's medians by number of workers, those that were measured."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for (workers, name), runs in selection.cells(selection.runs).items():
-        values = [value for run in runs if (value := figure.value_of(run)) is not None]
-        if values:
-            lines.setdefault(name, []).append((workers, median(values)))
-    return lines
 
 
 def plot_against_workers(
-    selection: Selection, figure: Figure, ideal: list[list[tuple[int, float]]]
+    selection: Selection,
+    figure: tuple[str, str, str, str],  # name, title, unit, and how a value is printed
+    caption: str,
+    values: Values,
+    ideal: list[list[tuple[int, float]]],
 ) -> Plot:
-    """Show a figure of each run and its median for each configuration."""
-    numbers = sorted({run.workers for run in selection.runs})
+    """Show a figure of each block and its median for each configuration."""
+    name, title, unit, pattern = figure
+    numbers = sorted({n for line in values.values() for n in line})
     span = numbers[-1] - numbers[0]
-    medians = median_lines(selection, figure)
     series = [Series([Layer("line", line, MUTED, 1, IDEAL)]) for line in ideal]
-    values = [value for line in ideal for _, value in line]
-    for order, (name, line) in enumerate(medians.items()):
-        look = selection.look(name)
+    reached = [value for line in ideal for _, value in line]
+    for order, (configuration, by_workers) in enumerate(values.items()):
+        look = selection.look(configuration)
         # Side by side rather than on top of each other.
-        shift = (order - (len(medians) - 1) / 2) * (0.03 * span or 0.1)
-        runs = [
-            (run.workers, value)
-            for run in sorted(selection.runs, key=lambda run: run.workers)
-            if run.configuration == name and (value := figure.value_of(run)) is not None
-        ]
-        values += [value for _, value in runs]
-        texts = [
-            f"{name}, {count(n, 'worker')}: {figure.pattern.format(value)} {figure.unit}"
-            for n, value in runs
-        ]
-        shifted = [(n + shift, value) for n, value in line]
-        marks = [(n + shift, value) for n, value in runs]
-        printed = {n: figure.pattern.format(value) for n, value in line}
+        shift = (order - (len(values) - 1) / 2) * (0.03 * span or 0.1)
+        marks, texts = [], []
+        for n, blocks in by_workers.items():
+            reached += blocks
+            for value in blocks[:: -(-len(blocks) // MAX_MARKS)]:
+                marks.append((n + shift, value))
+                told = f"{configuration}, {count(n, 'worker')}: {pattern.format(value)} {unit}"
+                texts.append(told)
+        middle = {n: median(blocks) for n, blocks in by_workers.items()}
+        line = [(n + shift, value) for n, value in middle.items()]
+        printed = {n: pattern.format(value) for n, value in middle.items()}
         series.append(
             Series(
                 [
-                    Layer("line", shifted, look.colour, 1.7, look.dash),
+                    Layer("line", line, look.colour, 1.7, look.dash),
                     Layer(look.marker, marks, look.colour, 2, opacity=0.5, texts=texts),
-                    Layer(look.marker, shifted, look.colour, 3.4),
+                    Layer(look.marker, line, look.colour, 3.4),
                 ],
-                (name, *(printed.get(n, "–") for n in numbers)),
+                (configuration, *(printed.get(n, "–") for n in numbers)),
             )
         )
-    keys = selection.keys((run for run in selection.runs if run.configuration in medians), True)
     return Plot(
-        selection.file_name(figure.name),
-        selection.title(figure.title),
-        figure.caption,
+        selection.file_name(name),
+        selection.title(title),
+        caption,
         Axis("workers", whole(numbers, margin=0.12)),
-        Axis(figure.unit, linear(values, zero=True)),
+        Axis(unit, linear(reached, zero=True)),
         series,
-        (("configuration", ""), *((count(n, "worker"), figure.unit) for n in numbers)),
-        keys=keys + [Key("ideal", MUTED, dash=IDEAL, width=1)] * bool(ideal),
+        (("configuration", ""), *((count(n, "worker"), unit) for n in numbers)),
+        keys=selection.keys(values, True) + [Key("ideal", MUTED, dash=IDEAL, width=1)],
     )
+
+
+# ------------------------------------------------------------------------------- against the clock
+
+
+def plot_clock(selection: Selection) -> Plot | None:
+    """Show speed over the time of the experiment, for drift; None where no time was recorded."""
+    lines = (
+        turns_by_clock(selection) if by_turns(selection.comparison) else runs_by_clock(selection)
+    )
+    lines = {cell: line for cell, line in lines.items() if line}
+    if not lines:
+        return None
+    began = min(x for line in lines.values() for x, _ in line if math.isfinite(x))
+    series = []
+    for (name, workers), line in lines.items():
+        look, cell = selection.look(name), f"{name}, {count(workers, 'worker')}"
+        points = [((x - began) / 60, y) for x, y in line]
+        texts = [f"{cell}, minute {x:.1f}: {y:,.4g} images/s" for x, y in points]
+        layers = [look.line(points, 1.1, 0.9, texts)]
+        if not by_turns(selection.comparison):
+            layers.append(Layer(look.marker, points, look.colour, 2))
+        series.append(Series(layers))
+    points = [point for one in series for point in one.layers[0].points]
+    what = "turns that count; lines break between blocks" if by_turns(selection.comparison) else (
+        "whole runs, at their start"
+    )  # fmt: skip
+    return Plot(
+        selection.file_name("clock"),
+        selection.title("Speed over the experiment"),
+        f"Images per second of {what}. A slope that all share is the machine's drift, which "
+        "ratios within blocks leave out.",
+        Axis("minutes since the first", linear([x for x, _ in points], zero=True)),
+        Axis("images/s", linear([y for _, y in points])),
+        series,
+        keys=selection.keys(dict.fromkeys(name for name, _ in lines)),
+    )
+
+
+def turns_by_clock(selection: Selection) -> dict[tuple[str, int], Points]:
+    """Return the turns that count, by configuration and workers: seconds and images/s; a block's
+    end is a point that is no number."""
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for workers in selection.comparison.workers:
+        for block in selection.comparison.turn_blocks(selection.case, workers):
+            quiet = block.quiet_rounds
+            for name in block.order:
+                points = [
+                    (turn.began, turn.images_per_second)
+                    for turn in block.turns
+                    if turn.side == name and turn.round in quiet and turn.began is not None
+                ]
+                line = lines.setdefault((name, workers), [])
+                line += [*points, (math.nan, math.nan)] if points else []
+    most = max(40, learning.ALL_POINTS // max(1, len(lines)))
+    return {
+        cell: [
+            point
+            for is_gap, part in itertools.groupby(line, key=lambda point: math.isnan(point[0]))
+            for point in (part if is_gap else thinned(list(part), max(3, most * 3 // len(line))))
+        ]
+        for cell, line in lines.items()
+        if line
+    }
+
+
+def runs_by_clock(selection: Selection) -> dict[tuple[str, int], Points]:
+    """Return whole runs by configuration and workers: start in seconds, and images/s."""
+    lines: dict[tuple[str, int], Points] = {}
+    for (workers, name), runs in selection.cells(selection.runs).items():
+        points = sorted((started(run.environment.started_utc), run.summary.images_per_second)
+                        for run in runs)  # fmt: skip
+        points = [point for point in points if math.isfinite(point[0])]
+        lines[name, workers] = thinned(points, MAX_MARKS)
+    return lines
+
+
+def started(utc: str) -> float:
+    """Return a record's time in seconds; NaN if it is none."""
+    try:
+        return datetime.datetime.fromisoformat(utc).timestamp()
+    except ValueError:
+        return math.nan
 
 
 # ----------------------------------------------------------------------------- a row for each cell
 
 
 def plot_step_times(selection: Selection) -> Plot | None:
-    """Show how the times of single steps are distributed, a box for each run's steps."""
-    boxes = {
-        run.folder: quantiles([1000 * line.seconds for line in run.steps])
-        for run in selection.runs
-        if run.steps
-    }
-    cells = selection.cells(run for run in selection.runs if run.folder in boxes)
-    if not cells:
+    """Show how the times of single steps are distributed, a box for each cell's steps."""
+    series: list[Series] = []
+    ends = []
+    for (workers, name), runs in selection.cells(selection.runs).items():
+        times = sorted(1000 * line.seconds for run in in_detail(runs) for line in run.steps)
+        if not times:
+            continue
+        low, first, middle, third, high, highest = (quantile(times, part) for part in QUANTILES)
+        look, cell, y = selection.look(name), f"{name}, {count(workers, 'worker')}", len(series)
+        at = y + 0.14
+        told = f"{cell}: median {three_digits(middle)} ms, p95 {three_digits(high)} ms, p99 "
+        told += f"{three_digits(highest)} ms"
+        layers = [
+            Layer("line", [(low, at), (high, at)], look.colour, 1),
+            Layer("bar", [(first, at), (third, at)], look.colour, 6, opacity=0.5),
+            Layer(look.marker, [(middle, at)], look.colour, 2.6, texts=[told]),
+            Layer("circle", [(highest, at)], look.colour, 2, hollow=True),
+        ]
+        figures = map(three_digits, (low, first, middle, third, high, highest))
+        series.append(Series(layers, (cell, *figures), cell))
+        ends.append(highest)
+    if not series:
         return None
-    row_height = LINE + BOX_GAP * max(map(len, cells.values())) + 8
-    series = []
-    for y, ((workers, name), runs) in enumerate(cells.items()):
-        look, cell = selection.look(name), f"{name}, {count(workers, 'worker')}"
-        layers = []
-        for order, run in enumerate(runs):
-            at = y + (LINE / 2 + (order - (len(runs) - 1) / 2) * BOX_GAP) / row_height
-            low, first, middle, third, high = boxes[run.folder]
-            told = (
-                f"{name}, {count(workers, 'worker')}, block {run.block}: median "
-                f"{three_digits(middle)} ms, 5 to 95 %: {three_digits(low)} to "
-                f"{three_digits(high)} ms"
-            )
-            layers += [
-                Layer("line", [(low, at), (high, at)], look.colour, 1),
-                Layer("bar", [(first, at), (third, at)], look.colour, 4, opacity=0.5),
-                Layer(look.marker, [(middle, at)], look.colour, 2.3, texts=[told]),
-            ]
-        parts = zip(*(boxes[run.folder] for run in runs), strict=True)
-        medians = [three_digits(median(part)) for part in parts]
-        series.append(Series(layers, (cell, *medians), cell))
     return Plot(
         selection.file_name("step-times"),
         selection.title("Step times"),
-        "One line per run, from the 5th to the 95th percentile of its step times; thick: 25th to "
-        "75th percentile; mark: median.",
-        Axis("milliseconds per step", linear([box[4] for box in boxes.values()], zero=True)),
-        Axis("", categories(len(cells))),
+        "Of all steps of a cell's runs. Line: from the 5th to the 95th percentile; thick: 25th to "
+        "75th; mark: median; ring: 99th.",
+        Axis("milliseconds per step", linear(ends, zero=True)),
+        Axis("", categories(len(series))),
         series,
         (("configuration", ""), *((f"{100 * part:.0f} %", "ms") for part in QUANTILES)),
-        height=row_height * len(cells),
-        above=row_height / 2 - LINE + 2,
+        height=ROW_HEIGHT * len(series),
     )
-
-
-def quantiles(values: Iterable[float]) -> list[float]:
-    """Return the values at QUANTILES."""
-    ordered = sorted(values)
-    return [ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in QUANTILES]
 
 
 def plot_phases(selection: Selection) -> Plot | None:
@@ -393,40 +435,6 @@ def phases_caption(rows: list[PhaseRow], unsplit: list[PhaseRow]) -> str:
     return " ".join(sentences)
 
 
-def plot_input(selection: Selection) -> Plot | None:
-    """Show which share of the step each run waited for its input; None if none measured it."""
-    shares = {
-        run.folder: 100 * share
-        for run in selection.runs
-        if (share := run.summary.input.wait_share) is not None
-    }
-    cells = selection.cells(run for run in selection.runs if run.folder in shares)
-    if not cells:
-        return None
-    series = []
-    for y, ((workers, name), runs) in enumerate(cells.items()):
-        look, cell = selection.look(name), f"{name}, {count(workers, 'worker')}"
-        middle = median(shares[run.folder] for run in runs)
-        marks = [(shares[run.folder], y + 0.14) for run in runs]
-        texts = [f"{cell}, block {run.block}: {shares[run.folder]:.3g} %" for run in runs]
-        layers = [
-            Layer("bar", [(0, y + 0.14), (middle, y + 0.14)], look.colour, 9, opacity=0.5),
-            Layer(look.marker, marks, look.colour, 2, texts=texts),
-        ]
-        series.append(Series(layers, (cell, f"{middle:.3g}"), cell, f"{middle:.3g} %"))
-    return Plot(
-        selection.file_name("input"),
-        selection.title("Waiting for input"),
-        "Share of the step time spent waiting for the batch. Bars: medians; marks: single runs. "
-        "Near zero, the input keeps up and does not affect the result.",
-        Axis("% of the step spent waiting for its batch", linear([*shares.values(), 1], zero=True)),
-        Axis("", categories(len(cells))),
-        series,
-        (("configuration", ""), ("input wait", "% of step")),
-        height=ROW_HEIGHT * len(cells),
-    )
-
-
 SPEED_PLOTS: tuple[Callable[[Selection], Plot | None], ...] = (
-    plot_throughput, plot_efficiency, plot_train_seconds, plot_step_times, plot_phases, plot_input,
+    plot_throughput, plot_efficiency, plot_clock, plot_step_times, plot_phases,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compare.evidence.records import Comparison
-from compare.evidence.rows import Row, table_rows
+from compare.evidence.rows import SpeedRow, speed_rows
 from compare.evidence.run_folder import recorded
 from compare.evidence.words import short
 
@@ -27,9 +27,9 @@ class Line:
     case: str
     workers: int
     configuration: str
-    rows: tuple[Row | None, ...]
+    rows: tuple[SpeedRow | None, ...]
 
-    def ratios(self, value_of: Callable[[Row], float]) -> list[float | None]:
+    def ratios(self, value_of: Callable[[SpeedRow], float]) -> list[float | None]:
         """Return the medians of the second and all others over the first's: unpaired ratios."""
         first, *others = self.rows
         return [
@@ -58,9 +58,9 @@ def names_of(comparisons: Sequence[Comparison]) -> list[str]:
 
 def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
     """Return the cells of all comparisons, those of the first in its table's order."""
-    found: dict[tuple[str, int, str], list[Row | None]] = {}
+    found: dict[tuple[str, int, str], list[SpeedRow | None]] = {}
     for at, comparison in enumerate(comparisons):
-        for row in table_rows(comparison):
+        for row in speed_rows(comparison):
             cell = (row.case, row.workers, row.configuration)
             found.setdefault(cell, [None] * len(comparisons))[at] = row
     return [Line(*cell, tuple(rows)) for cell, rows in found.items()]

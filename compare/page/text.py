@@ -4,23 +4,32 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from operator import attrgetter
 from typing import Any
 
-import tabulate
-
 from compare.evidence.equality import difference_text
-from compare.evidence.notices import load_warnings, troubles
-from compare.evidence.phases import explain, phase_rows
+from compare.evidence.notices import notices
+from compare.evidence.phases import PHASES, phase_differences, phase_rows
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.rows import Row, input_rows, resource_rows, table_rows
-from compare.evidence.verdicts import Verdict, judge
-from compare.evidence.words import loss_text, three_digits
+from compare.evidence.rows import (
+    SpeedRow,
+    by_turns,
+    input_rows,
+    resource_rows,
+    speed_rows,
+    step_rows,
+    training_rows,
+)
+from compare.evidence.verdicts import Verdict, correction_text, judge
+from compare.evidence.words import count, three_digits
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
+from compare.page.recommendation import recommendations
 from compare.page.side_by_side import find_differences, match_cells, names_of
+from compare.page.tables import Table, grid, of_case, square_tables, table_text, text_tables
+from recipe.record.schema import Energy
 
-tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 UNPAIRED = (
     "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
     "of the machine between them is part of the ratio. They have no interval; there is no verdict."
@@ -29,89 +38,42 @@ UNPAIRED = (
 # ------------------------------------------------------------------------------ for the terminal
 
 
-def terminal_report(comparison: Comparison) -> str:
-    """Return tables, verdicts, what explains them, what differs, and what is missing."""
-    rows, verdicts = table_rows(comparison), judge(comparison)
-    parts = []
-    if question := comparison.plan["question"]:
-        parts.append(question)
+def terminal_report(comparison: Comparison, price_per_hour: float | None = None) -> str:
+    """Return tables, verdicts, what differs and what is missing, and last, where a reader of a
+    terminal looks first, the recommendation."""
+    verdicts = judge(comparison)
+    tables = text_tables(comparison, verdicts, price_per_hour)
+    parts: list[str] = [comparison.plan["question"] or ""]
     for case in comparison.cases:
         if case:
             parts.append(f"== {case}")
-        if table := [row for row in rows if row.case == case]:
-            parts.append(result_table(table))
-        parts += [verdict_text(comparison, verdict) for verdict in verdicts if verdict.case == case]
+        shown = [of_case(table, case) for table in tables]
+        shown += square_tables(comparison, verdicts, case)
+        parts += [f"{table.title}\n\n{table_text(table)}" for table in shown if table.rows]
+        parts += [verdict_text(verdict) for verdict in verdicts if verdict.case == case]
+    parts.append(correction_text(comparison, verdicts))
     for title, lines in notices(comparison):
         parts.append("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
-    return "\n\n".join(parts)
+    parts += recommendations(comparison, verdicts)
+    return "\n\n".join(part for part in parts if part)
 
 
-def verdict_text(comparison: Comparison, verdict: Verdict) -> str:
-    lines = [verdict.sentence(), *(f"  {line}" for line in evidence(comparison, verdict))]
-    return "\n".join(lines)
+def verdict_text(verdict: Verdict) -> str:
+    return "\n".join([verdict.sentence(), *(f"  {line}" for line in evidence(verdict))])
 
 
-def evidence(comparison: Comparison, verdict: Verdict) -> list[str]:
-    """Return what stands under a verdict: what differs, or what explains and supports it."""
-    lines = [difference_text(fact) for fact in verdict.differences]
-    lines += [explain(verdict, comparison), verdict.training_sentence(), verdict.cpu_sentence()]
+def evidence(verdict: Verdict) -> list[str]:
+    """Return what stands under a verdict: what differs, or what supports it."""
+    return [*(difference_text(fact) for fact in verdict.differences), *support(verdict)]
+
+
+def support(verdict: Verdict) -> list[str]:
+    """Return what supports a verdict: weights, CPU time, and the order in which the two began."""
+    lines = [verdict.training_sentence(), verdict.cpu_sentence()]
+    began, blocks = verdict.first_in
+    if blocks and not (verdict.differences or verdict.is_interaction):
+        lines.append(f"{verdict.first_label} was first in {began} of {count(blocks, 'block')}.")
     return [line for line in lines if line]
-
-
-def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Return the headed lists of what a reader must know beside the figures."""
-    found = [
-        ("Warnings: these figures may be unreliable", load_warnings(comparison)),
-        ("Not in these figures", troubles(comparison)),
-    ]
-    return [(title, lines) for title, lines in found if lines]
-
-
-HEADERS = (
-    "configuration", "workers", "images/s", "scaling", "CPU ms\n/image", "top-1 %", "top-5 %",
-    "loss", "weights", "blocks",
-)  # fmt: skip
-ALIGN = ("left", *["right"] * 7, "left", "right")
-
-
-def result_cells(row: Row) -> list[str]:
-    blocks = str(row.blocks)
-    if row.blocks != row.planned_blocks:
-        blocks += f" of {row.planned_blocks}"
-    return [
-        row.configuration,
-        str(row.workers),
-        three_digits(row.images_per_second),
-        "" if row.efficiency is None else f"{100 * row.efficiency:.0f} %",
-        three_digits(row.cpu_ms_per_image),
-        "–" if row.top1 is None else f"{row.top1:.2f}",
-        "–" if row.top5 is None else f"{row.top5:.2f}",
-        loss_text(row.loss),
-        row.weights,
-        blocks,
-    ]
-
-
-def result_table(rows: Sequence[Row]) -> str:
-    return table_text([result_cells(row) for row in rows], HEADERS, ALIGN)
-
-
-def table_text(
-    cells: Sequence[Sequence[str]],
-    headers: Sequence[str],
-    align: Sequence[str],
-    markdown: bool = False,
-) -> str:
-    if markdown:
-        headers = [header.replace("\n", " ") for header in headers]
-        cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
-    return tabulate.tabulate(
-        cells,
-        headers,
-        tablefmt="pipe" if markdown else "simple",
-        disable_numparse=True,
-        colalign=align,
-    )
 
 
 # ---------------------------------------------------------------------------------- side by side
@@ -122,11 +84,10 @@ def side_by_side_report(comparisons: Sequence[Comparison]) -> str:
     names = names_of(comparisons)
     letters = letters_of(comparisons)
     parts = ["\n".join(f"{letter}  {name}" for letter, name in zip(letters, names, strict=True))]
-    parts += [table_text(*side_by_side_table(comparisons)), UNPAIRED]
+    parts += [grid(*side_by_side_table(comparisons)), UNPAIRED]
     if differences := find_differences(comparisons):
         told = [[d.field, *map(shortened, d.values)] for d in differences]
-        table = table_text(told, ["differs", *letters], ["left"] * (1 + len(letters)))
-        parts.append(table)
+        parts.append(grid(told, ["differs", *letters], ["left"] * (1 + len(letters))))
     for letter, comparison in zip(letters, comparisons, strict=True):
         lines = [f"{letter}: {verdict.sentence()}" for verdict in judge(comparison)]
         for title, told_lines in notices(comparison):
@@ -147,15 +108,15 @@ def side_by_side_table(
     letters = letters_of(comparisons)
     lines = match_cells(comparisons)
     with_case = any(line.case for line in lines)
-    figures: list[tuple[str, Callable[[Row], float]]] = [
+    figures: list[tuple[str, Callable[[SpeedRow], float]]] = [
         ("images/s", lambda row: row.images_per_second),
-        ("CPU ms\n/image", lambda row: row.cpu_ms_per_image),
+        ("CPU ms per image", lambda row: row.cpu_ms_per_image),
     ]
     headers = (["case"] if with_case else []) + ["configuration", "workers"]
     align = ["left"] * (len(headers) - 1) + ["right"]
     for name, _ in figures:
-        headers += [f"{name}\n{letter}" for letter in letters]
-        headers += [f"{letter} / {letters[0]}\nunpaired" for letter in letters[1:]]
+        headers += [f"{name} {letter}" for letter in letters]
+        headers += [f"{letter} / {letters[0]} unpaired" for letter in letters[1:]]
         align += ["right"] * (2 * len(letters) - 1)
     cells = []
     for line in lines:
@@ -174,27 +135,29 @@ def shortened(text: str, longest: int = 40) -> str:
 # ------------------------------------------------------------------------------------- Markdown
 
 
-def as_markdown(comparisons: Sequence[Comparison]) -> str:
+def as_markdown(comparisons: Sequence[Comparison], price_per_hour: float | None = None) -> str:
     """Return the report as Markdown that can be pasted into an issue."""
     if len(comparisons) > 1:
         return markdown_side_by_side(comparisons)
     comparison = comparisons[0]
-    rows, verdicts = table_rows(comparison), judge(comparison)
+    verdicts = judge(comparison)
+    tables = text_tables(comparison, verdicts, price_per_hour)
     parts = [
         f"### {page_title(comparison)}",
         comparison.plan["question"] or "",
         f"{escaped(subtitle(comparison))}  \n{created_text(comparison)}",
+        *(f"**{escaped(line)}**" for line in recommendations(comparison, verdicts)),
     ]
     for case in comparison.cases:
         if case:
             parts.append(f"#### {escaped(case)}")
+        parts += [markdown_table(t) for t in square_tables(comparison, verdicts, case)]
         for verdict in verdicts:
             if verdict.case == case:
-                lines = [f"- {escaped(line)}" for line in evidence(comparison, verdict)]
-                parts.append("\n".join([f"**{escaped(verdict.sentence())}**", "", *lines]))
-        if table := [row for row in rows if row.case == case]:
-            cells = [result_cells(row) for row in table]
-            parts.append(table_text(cells, HEADERS, ALIGN, markdown=True))
+                lines = [f"  - {escaped(line)}" for line in evidence(verdict)]
+                parts.append("\n".join([f"- {escaped(verdict.sentence())}", *lines]))
+        parts += [markdown_table(of_case(table, case)) for table in tables]
+    parts.append(correction_text(comparison, verdicts))
     for title, lines in notices(comparison):
         parts.append("\n".join([f"**{title}**", "", *(f"- {escaped(line)}" for line in lines)]))
     reproduce = "\n".join(reproduce_lines(comparison))
@@ -204,19 +167,25 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def markdown_table(table: Table) -> str:
+    if not table.rows:
+        return ""
+    return f"**{table.title}**\n\n{table_text(table, markdown=True)}\n\n{escaped(table.note)}"
+
+
 def markdown_side_by_side(comparisons: Sequence[Comparison]) -> str:
     letters = letters_of(comparisons)
     named = zip(letters, names_of(comparisons), strict=True)
     parts = [
         "### Side by side",
         "\n".join(f"- {letter}: `{name}`" for letter, name in named),
-        table_text(*side_by_side_table(comparisons), markdown=True),
+        grid(*side_by_side_table(comparisons), markdown=True),
         UNPAIRED,
     ]
     if differences := find_differences(comparisons):
         told = [[d.field, *d.values] for d in differences]
         align = ["left"] * (1 + len(letters))
-        parts.append(table_text(told, ["differs", *letters], align, markdown=True))
+        parts.append(grid(told, ["differs", *letters], align, markdown=True))
     for letter, comparison in zip(letters, comparisons, strict=True):
         parts.append("\n".join(f"- {letter}: {escaped(v.sentence())}" for v in judge(comparison)))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -236,74 +205,91 @@ def escaped(text: str) -> str:
 # ------------------------------------------------------------------------------------------ CSV
 
 
+# What a complete run says of itself, and where.
+RUN_FIGURES = {
+    "transport": "summary.transport", "seed": "config.seed", "arch": "config.arch",
+    "batch_size_per_worker": "config.batch_size", "precision": "config.precision",
+    "images_per_second": "summary.images_per_second",
+    "cpu_seconds_per_image": "summary.cpu_seconds_per_image",
+    "train_seconds": "summary.train_seconds", "total_seconds": "summary.total_seconds",
+    "cpu_seconds": "summary.cpu_seconds", "peak_memory_bytes": "summary.peak_memory_bytes",
+    "gradient_bytes_per_step": "summary.gradient_bytes", "epochs": "summary.epochs",
+    "steps": "summary.steps", "samples_seen": "summary.samples_seen",
+    "validation_loss": "summary.loss", "top1_percent": "summary.top1",
+    "top5_percent": "summary.top5", "weights_sha256": "summary.weights_sha256",
+    **{f"{field}_per_step": f"summary.phases.{field}" for field in PHASES},
+    "step_seconds": "summary.phases.step_seconds",
+    "input_files_per_second": "summary.input.files_per_second",
+    "input_megabytes_per_second": "summary.input.megabytes_per_second",
+    "input_wait_share_of_step": "summary.input.wait_share",
+    **{field.name: f"summary.energy.{field.name}" for field in fields(Energy)},
+    "cpu_model": "environment.cpu_model", "device_name": "environment.device_name",
+}  # fmt: skip
+
+
 def as_csv(comparisons: Sequence[Comparison]) -> str:
-    """Return a line for each planned run, with units in the names of the columns; a figure that
-    was not measured is empty."""
-    names = names_of(comparisons)
-    lines = [
-        run_line(name, run, planned)
-        for name, comparison in zip(names, comparisons, strict=True)
-        for run, planned in zip(comparison.runs, comparison.plan["runs"], strict=True)
-    ]
+    """Return a line for each planned run and each turn, with units in the names of the columns; a
+    figure that was not measured is empty."""
+    lines: list[dict[str, Any]] = []
+    for name, comparison in zip(names_of(comparisons), comparisons, strict=True):
+        lines += [
+            {"comparison": name, **run_line(run, planned)}
+            for run, planned in zip(comparison.runs, comparison.plan["runs"], strict=True)
+        ]
+        lines += [{"comparison": name, **line} for line in turn_lines(comparison)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    columns = dict.fromkeys(column for line in lines for column in line)
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
 
 
-def run_line(comparison: str, run: RunRecord, planned: dict[str, Any]) -> dict[str, Any]:
+def run_line(run: RunRecord, planned: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of a run, flat."""
-    written = run.written
-    config = written and written.config
-    summary = written and written.summary
-    phases = summary and summary.phases
+    figures = {
+        name: attrgetter(path)(run.written) if run.written else None
+        for name, path in RUN_FIGURES.items()
+    }
+    if run.written is None:
+        figures["seed"] = planned.get("seed")
     return {
-        "comparison": comparison,
+        "measured_by": "run",
         "case": run.case,
         "configuration": run.configuration,
         "engine": run.engine,
         "launcher": run.launcher,
-        "transport": summary and summary.transport,
         "workers": run.workers,
         "block": run.block,
-        "seed": config.seed if config else planned.get("seed"),
         "status": run.status,
         "exit_code": run.exit_code,
-        "arch": config and config.arch,
-        "batch_size_per_worker": config and config.batch_size,
-        "precision": config and config.precision,
-        "images_per_second": summary and summary.images_per_second,
-        "cpu_seconds_per_image": summary and summary.cpu_seconds_per_image,
-        "train_seconds": summary and summary.train_seconds,
-        "total_seconds": summary and summary.total_seconds,
-        "cpu_seconds": summary and summary.cpu_seconds,
-        "peak_memory_bytes": summary and summary.peak_memory_bytes,
-        "epochs": summary and summary.epochs,
-        "steps": summary and summary.steps,
-        "samples_seen": summary and summary.samples_seen,
-        "validation_loss": summary and summary.loss,
-        "top1_percent": summary and summary.top1,
-        "top5_percent": summary and summary.top5,
-        "weights_sha256": summary and summary.weights_sha256,
-        "step_seconds": phases and phases.step_seconds,
-        "data_seconds_per_step": phases and phases.data_seconds,
-        "forward_seconds_per_step": phases and phases.forward_seconds,
-        "backward_seconds_per_step": phases and phases.backward_seconds,
-        "exposed_communication_seconds_per_step": phases and phases.exposed_communication_seconds,
-        "optimizer_seconds_per_step": phases and phases.optimizer_seconds,
-        "input_files_per_second": summary and summary.input.files_per_second,
-        "input_megabytes_per_second": summary and summary.input.megabytes_per_second,
-        "input_wait_share_of_step": summary and summary.input.wait_share,
-        "gpu_joules_per_image": summary and summary.energy.gpu_joules_per_image,
-        "gpu_watts": summary and summary.energy.gpu_watts,
-        "gpu_utilization_percent": summary and summary.energy.gpu_utilization_percent,
-        "cpu_joules_per_image": summary and summary.energy.cpu_joules_per_image,
+        **figures,
         "other_load_cores": run.other_load,
-        "cpu_model": written and written.environment.cpu_model,
-        "device_name": written and written.environment.device_name,
         "folder": planned["folder"],
     }
+
+
+def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield a line for each turn, flat."""
+    if not by_turns(comparison):
+        return
+    for case, workers in dict.fromkeys(cell[:2] for cell in comparison.cells):
+        for block in comparison.turn_blocks(case, workers):
+            quiet = block.quiet_rounds
+            for turn in block.turns:
+                yield {
+                    "measured_by": "turn",
+                    "case": case,
+                    "configuration": turn.side,
+                    "workers": workers,
+                    "block": block.number,
+                    "round": turn.round,
+                    "counts": int(turn.round in quiet),
+                    "turn_seconds": turn.seconds,
+                    "images_per_second": turn.images_per_second,
+                    "cpu_seconds_per_image": turn.cpu_seconds_per_image,
+                    "other_load_cores": turn.other_load,
+                }
 
 
 # ----------------------------------------------------------------------------------------- JSON
@@ -337,30 +323,38 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
 
 def report_value(comparison: Comparison) -> dict[str, Any]:
     verdicts = judge(comparison)
+    phases = phase_rows(comparison)
+    rows: dict[str, Sequence[Any]] = {
+        "speed": speed_rows(comparison),
+        "trainings": training_rows(comparison),
+        "phases": [*phases, *phase_differences(phases, verdicts)],
+        "resources": resource_rows(comparison),
+        "steps": step_rows(comparison),
+        "input": input_rows(comparison),
+    }
     return {
         "comparison": str(comparison.folder),
         "title": page_title(comparison),
         "plan": comparison.plan,
-        "rows": [asdict(row) for row in table_rows(comparison)],
+        "recommendations": recommendations(comparison, verdicts),
         "verdicts": [
             {
                 **asdict(verdict),
                 "sentence": verdict.sentence(),
-                "why": explain(verdict, comparison),
+                "decision": verdict.decision,
                 "shows_difference": verdict.speed is not None and verdict.speed.shows_difference,
                 "interval_method": verdict.speed.method if verdict.speed else None,
             }
             for verdict in verdicts
         ],
-        "phases": [asdict(row) for row in phase_rows(comparison)],
-        "resources": [asdict(row) for row in resource_rows(comparison)],
-        "input": [asdict(row) for row in input_rows(comparison)],
+        **{name: [asdict(row) for row in found] for name, found in rows.items()},
         "runs": [
-            run_line(comparison.folder.resolve().name, run, planned)
+            run_line(run, planned)
             for run, planned in zip(comparison.runs, comparison.plan["runs"], strict=True)
         ],
-        "warnings": load_warnings(comparison),
-        "troubles": troubles(comparison),
+        "turns": list(turn_lines(comparison)),
+        "correction": correction_text(comparison, verdicts),
+        "notices": dict(notices(comparison)),
         "limits": limits(comparison, verdicts),
         "reproduce": reproduce_lines(comparison),
     }

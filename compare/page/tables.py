@@ -1,0 +1,432 @@
+"""The report's tables: each column is described once, for the page, the terminal and Markdown."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tabulate
+
+from compare.evidence.paired import Estimate
+from compare.evidence.phases import PHASES, PhaseRow, phase_differences, phase_rows
+from compare.evidence.records import ENGINES, Comparison
+from compare.evidence.rows import (
+    BLOCKS_IN_DETAIL,
+    ResourceRow,
+    SpeedRow,
+    by_turns,
+    input_rows,
+    resource_rows,
+    speed_rows,
+    step_rows,
+    training_rows,
+)
+from compare.evidence.verdicts import Verdict, square
+from compare.evidence.words import count, loss_text, three_digits, transport_text
+from compare.page.chart import COLOURS
+
+tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
+NOT_MEASURED = "not measured"
+EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table of figures."""
+
+    text: str
+    value: float | None = None  # what it is sorted by and copied as, where that is not the text
+    aside: str = ""
+    is_alarm: bool = False
+    series: int | None = None  # the colour of a configuration; -1: a row that is of none
+
+    @property
+    def whole(self) -> str:
+        return f"{self.text} {self.aside}" if self.aside else self.text
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name with the unit, and what it shows of a row."""
+
+    name: str
+    cell: Callable[[Any], Cell]
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of figures that can be sorted and copied; on a phone each row is a record."""
+
+    title: str
+    note: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    starts_group: tuple[bool, ...] = ()  # row by row: is it parted from the one before?
+
+
+def figure(value: float | None, pattern: str = "", none: str = "–", aside: str = "") -> Cell:
+    """Return a figure's cell; without a pattern it gets three digits."""
+    if value is None:
+        return Cell(none)
+    plain = three_digits(value) if value > 0 else f"{value:g}"
+    return Cell(pattern.format(value) if pattern else plain, value, aside)
+
+
+def estimated(estimate: Estimate | None, scale: float, pattern: str) -> Cell:
+    """Return an estimate's cell, its interval beside it if there is one."""
+    if estimate is None:
+        return Cell("–")
+    aside = ""
+    if estimate.low is not None and estimate.high is not None:
+        low, high = (pattern.format(scale * end) for end in (estimate.low, estimate.high))
+        aside = f"({low}–{high})"
+    return figure(scale * estimate.ratio, pattern, aside=aside)
+
+
+def of(field: str, pattern: str = "", none: str = "–", scale: float = 1) -> Callable[[Any], Cell]:
+    """Return what makes the cell of a row's field."""
+
+    def cell(row: Any) -> Cell:
+        value = getattr(row, field)
+        return figure(None if value is None else scale * value, pattern, none)
+
+    return cell
+
+
+def word(field: str) -> Callable[[Any], Cell]:
+    return lambda row: Cell(str(getattr(row, field)))
+
+
+def counted(number: int, planned: int | None) -> Cell:
+    """Return how many there are, in red with the plan's number where some are missing."""
+    if planned in (None, number):
+        return Cell(str(number), number)
+    return Cell(f"{number} of {planned}", number, is_alarm=True)
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+SCALING = Column("scaling, %", lambda row: estimated(row.scaling, 100, "{:.0f}"))
+SPEED = (
+    Column(
+        "images/s",
+        lambda row: figure(
+            row.images_per_second,
+            aside=f"({three_digits(row.lowest)}–{three_digits(row.highest)})",
+        ),
+    ),
+    SCALING,
+    Column("CPU ms per image", of("cpu_ms_per_image")),
+    Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
+    Column("90 epochs, hours", lambda row: figure(hours(row))),
+)
+TRAININGS = (
+    Column("start and end, s", of("startup_seconds", "{:,.1f}")),
+    Column("training, s", of("train_seconds", "{:,.1f}")),
+    Column("evaluation, s", of("evaluation_seconds", "{:,.1f}")),
+    Column("top-1, %", of("top1", "{:.2f}")),
+    Column("top-5, %", of("top5", "{:.2f}")),
+    Column("loss", lambda row: Cell(loss_text(row.loss), row.loss)),
+    Column("weights", word("weights"), is_number=False),
+    Column("runs", lambda row: counted(row.runs, row.planned_runs)),
+)
+STEPS = (
+    Column("median, ms", of("median")),
+    Column("p95, ms", of("p95")),
+    Column("p99, ms", of("p99")),
+    Column("longest, ms", of("longest")),
+    Column("steps", of("steps", "{:,}")),
+)
+INPUT = (
+    Column("images/s", of("images_per_second", none=NOT_MEASURED)),
+    Column("files/s", of("files_per_second")),
+    Column("MB/s", of("megabytes_per_second")),
+    Column("input wait, %", of("wait_share", "{:.2f}", NOT_MEASURED, 100)),
+)
+# Energy: field of ResourceRow, its column, and how a figure is written.
+ENERGY = (
+    ("gpu_joules_per_image", "GPU J per image", ""),
+    ("gpu_watts", "GPU watts", "{:,.0f}"),
+    ("gpu_utilization_percent", "GPU busy, %", "{:.0f}"),
+    ("cpu_joules_per_image", "CPU J per image", ""),
+)
+
+
+def tables(
+    comparison: Comparison, verdicts: Sequence[Verdict], price_per_hour: float | None = None
+) -> list[Table]:
+    """Return the tables in the report's order: speed first, and apart from it whole trainings."""
+    found = [
+        speed_table(comparison, price_per_hour),
+        training_table(comparison),
+        phase_table(comparison, verdicts),
+        resource_table(comparison),
+        cell_table(
+            comparison,
+            "Step times",
+            f"Of the whole trainings of at most {BLOCKS_IN_DETAIL} blocks, on rank 0. Of 100 steps "
+            "95 are shorter than p95, 99 than p99.",
+            STEPS,
+            step_rows(comparison),
+        ),
+    ]
+    rows = input_rows(comparison)
+    if any(row.wait_share is not None or row.images_per_second is not None for row in rows):
+        note = (
+            "What all workers read during the whole trainings, which is not the input's limit, and "
+            "the share of the step time spent waiting for it. Files and MB: only for images read "
+            "from files."
+        )
+        found.append(cell_table(comparison, "Input", note, INPUT, rows))
+    return [table for table in found if table.rows]
+
+
+def text_tables(
+    comparison: Comparison, verdicts: Sequence[Verdict], price_per_hour: float | None = None
+) -> list[Table]:
+    """Return the tables of the terminal and of Markdown."""
+    return [
+        speed_table(comparison, price_per_hour),
+        training_table(comparison),
+        phase_table(comparison, verdicts),
+    ]
+
+
+def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
+    rows = speed_rows(comparison)
+    columns = [column for column in SPEED if column is not SCALING or any(r.scaling for r in rows)]
+    note = (
+        "Medians over blocks; images/s with the range of the blocks. Scaling: images/s per worker, "
+        "as a percentage of that with the fewest workers in the same block, with its 95 % interval."
+        f" CPU time: of all workers. 90 epochs: of ImageNet's {IMAGES:,} images at this speed, of "
+        "this model and input, without evaluation"
+    )
+    if price_per_hour is not None:
+        price = price_per_hour  # of all workers
+        columns.append(Column("90 epochs, cost", lambda row: figure(price * hours(row), "{:,.2f}")))
+        note += f", at {price:g} an hour for all workers"
+    title = "Speed, by turns" if by_turns(comparison) else "Speed, of whole runs"
+    return cell_table(comparison, title, f"{note}.", columns, rows)
+
+
+def hours(row: SpeedRow) -> float:
+    """Return how long 90 epochs of ImageNet take at a row's speed."""
+    return EPOCHS * IMAGES / row.images_per_second / 3600
+
+
+def training_table(comparison: Comparison) -> Table:
+    rows = training_rows(comparison)
+    most = max((row.planned_runs for row in rows), default=1)
+    title = f"Whole trainings, {'one' if most == 1 else most} each"
+    note = (
+        "Medians. Start and end: from the launcher's start to its end, without the training clock. "
+        "Evaluation: with checkpoints. Top-1, top-5 and loss: last validation. Weights: whether "
+        "the final weights are bit-equal to those of the block's other configurations."
+    )
+    if by_turns(comparison):
+        note += " No verdict on speed uses these runs: that is measured by turns."
+    return cell_table(comparison, title, note, TRAININGS, rows)
+
+
+def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
+    """Return the phases of each cell's step, and with signs what each verdict's two differ in."""
+    rows = phase_rows(comparison)
+    differences = phase_differences(rows, verdicts)
+    ratios = {
+        f"{verdict.first} − {verdict.second}": verdict.speed.ratio
+        for verdict in verdicts
+        if verdict.speed is not None
+    }
+    denied = [
+        row for row in differences if (row.step_seconds < 0) != (ratios[row.configuration] > 1)
+    ]
+
+    def milliseconds(field: str) -> Callable[[PhaseRow], Cell]:
+        def cell(row: PhaseRow) -> Cell:
+            value = getattr(row, field)
+            if value is None or not row.is_difference:
+                return figure(value and 1000 * value)
+            return Cell(f"{1000 * value:+.1f}".replace("-", "−"), 1000 * value)
+
+        return cell
+
+    columns = [Column(name, milliseconds(field)) for field, name in PHASES.items()]
+    columns.append(Column("step", milliseconds("step_seconds")))
+    if any(row.sent_bytes is not None for row in rows):
+        columns += [
+            Column("sent, MB", lambda row: figure(row.sent_bytes and row.sent_bytes / 1e6)),
+            Column(
+                "sent / exposed, GB/s",
+                lambda row: figure(row.exposed_bandwidth and row.exposed_bandwidth / 1e9),
+            ),
+        ]
+    note = (
+        "Means over the steps of rank 0, of one run each. Exposed communication: how much longer a "
+        "step takes because of the gradient exchange; with one worker, who has nobody to exchange "
+        "with, the engine's own work."
+    )
+    if differences:
+        note += " Under a difference that a verdict shows: first less second, so that a minus is "
+        note += "what the first saves."
+    if denied:
+        named = ", ".join(dict.fromkeys(row.configuration for row in denied))
+        note += f" The runs that measured the phases do not show the verdict's difference: {named}."
+    if len(columns) > len(PHASES) + 1:
+        note += " Sent: by each worker, if the all-reduce is a ring. Over the exposed time it is "
+        note += "the most that the links can have carried."
+    order = {(case, workers): i for i, (case, workers, _) in enumerate(comparison.cells)}
+    both = sorted([*rows, *differences], key=lambda row: order[row.case, row.workers])
+    return cell_table(comparison, "A step's time by phase, ms", note, columns, both)
+
+
+def resource_table(comparison: Comparison) -> Table:
+    rows = resource_rows(comparison)
+    energy = [
+        Column(name, of(field, pattern, NOT_MEASURED))
+        for field, name, pattern in ENERGY
+        if any(getattr(row, field) is not None for row in rows)
+    ] or [Column("energy, J per image", of("gpu_joules_per_image", none=NOT_MEASURED))]
+
+    def spread(row: ResourceRow) -> Cell:
+        ratio = row.straggler_ratio
+        none = "–" if row.workers == 1 else NOT_MEASURED
+        return figure(None if ratio is None else 100 * (ratio - 1), "{:.1f}", none)
+
+    phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
+    note = "Memory: of the largest worker, with its 95 % interval from three runs on."
+    if phases:
+        note += (
+            f" Straggler spread: how much longer the slowest rank's {' or '.join(phases)} takes "
+            "than the median rank's."
+        )
+    note += " Energy: of the GPU by NVML, of the processor by RAPL."
+    columns = [
+        Column("memory, MB", lambda row: estimated(row.peak_memory_bytes, 1e-6, "{:,.0f}")),
+        Column("straggler spread, %", spread),
+        *energy,
+    ]
+    return cell_table(comparison, "Resources", note, columns, rows)
+
+
+def cell_table(
+    comparison: Comparison, title: str, note: str, columns: Iterable[Column], rows: Sequence[Any]
+) -> Table:
+    """Return a table with a row for each cell; with a column for the case if there are several."""
+    names = comparison.plan["configurations"]
+
+    def configuration(row: Any) -> Cell:
+        name = row.configuration
+        return Cell(name, series=names.index(name) % len(COLOURS) if name in names else -1)
+
+    before = (Column("case", word("case"), is_number=False),) * (len(comparison.cases) > 1)
+    before += (Column("configuration", configuration, is_number=False),)
+    whole = (*before, Column("workers", lambda row: Cell(str(row.workers))), *columns)
+    places = [(row.case, row.workers) for row in rows]
+    return Table(
+        title,
+        note,
+        whole,
+        tuple(tuple(column.cell(row) for column in whole) for row in rows),
+        tuple(i > 0 and places[i] != places[i - 1] for i in range(len(rows))),
+    )
+
+
+def of_case(table: Table, case: str) -> Table:
+    """Return the rows of a case, without the column that names it."""
+    if table.columns[0].name != "case":
+        return table
+    rows = tuple(row[1:] for row in table.rows if row[0].text == case)
+    return replace(table, columns=table.columns[1:], rows=rows)
+
+
+# ------------------------------------------------------------------------------------- the square
+
+
+def square_tables(comparison: Comparison, verdicts: Sequence[Verdict], case: str) -> list[Table]:
+    """Return, for each number of workers at which both engines ran over the same two transports,
+    their speeds, and beside them what engine and transport make of each other."""
+    corners = square(comparison)
+    numbers = dict.fromkeys(v.workers for v in verdicts if v.case == case) if corners else {}
+    return [square_table(comparison, verdicts, corners, case, workers) for workers in numbers]
+
+
+def square_table(
+    comparison: Comparison,
+    verdicts: Sequence[Verdict],
+    corners: dict[tuple[str, str], str],
+    case: str,
+    workers: int,
+) -> Table:
+    here = [v for v in verdicts if (v.case, v.workers) == (case, workers)]
+    rows = [row for row in speed_rows(comparison) if (row.case, row.workers) == (case, workers)]
+    rates = {row.configuration: row.images_per_second for row in rows}
+    ratios = {(v.first, v.second): v.speed for v in here if v.speed is not None}
+    interaction = next((v.speed for v in here if v.is_interaction), None)
+    engines = list(dict.fromkeys(engine for engine, _ in corners))
+    new, base = dict.fromkeys(transport for _, transport in corners)
+
+    def ratio(first: str, second: str) -> Cell:
+        found = ratios.get((first, second))
+        if found is None and (inverse := ratios.get((second, first))):
+            found = inverse.inverse()
+        return estimated(found, 1, "{:.3f}")
+
+    lines = []
+    for engine in engines:
+        names = [corners[engine, transport] for transport in (base, new)]
+        speed = (figure(rates.get(name)) for name in names)
+        lines.append(
+            [Cell(f"{ENGINES[engine]}, images/s", series=-1), *speed, ratio(names[1], names[0])]
+        )
+    effects = [ratio(*(corners[engine, over] for engine in engines)) for over in (base, new)]
+    named = " / ".join(ENGINES[engine] for engine in engines)
+    lines.append(
+        [Cell(f"engine: {named}", series=-1), *effects, estimated(interaction, 1, "{:.3f}")]
+    )
+    over, than = transport_text(new), transport_text(base)
+    place = f"{case}, {count(workers, 'worker')}" if case else count(workers, "worker")
+    return Table(
+        f"Engine and transport, {place}",
+        "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
+        f"ratio over {over} by that over {than}; it is 1 where engine and transport do not depend "
+        "on each other.",
+        tuple(
+            Column(head, lambda row: row, bool(head))
+            for head in ("", f"over {than}", f"over {over}", f"transport: {over} / {than}")
+        ),
+        tuple(map(tuple, lines)),
+        (False, False, True),
+    )
+
+
+# ---------------------------------------------------------------------------------------- as text
+
+
+def table_text(table: Table, markdown: bool = False) -> str:
+    """Return a table for the terminal, or as Markdown."""
+    headers = [column.name for column in table.columns]
+    cells = [[cell.whole for cell in row] for row in table.rows]
+    align = ["right" if column.is_number else "left" for column in table.columns]
+    return grid(cells, headers, align, markdown)
+
+
+def grid(
+    cells: Sequence[Sequence[str]],
+    headers: Sequence[str],
+    align: Sequence[str],
+    markdown: bool = False,
+) -> str:
+    """Return cells as a grid of text; on the terminal long headers take several lines."""
+    if markdown:
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    else:
+        wrapper = textwrap.TextWrapper(9, break_long_words=False, break_on_hyphens=False)
+        headers = [wrapper.fill(name) for name in headers]
+    return tabulate.tabulate(
+        cells,
+        headers,
+        tablefmt="pipe" if markdown else "simple",
+        disable_numparse=True,
+        colalign=align,
+    )
