@@ -5,6 +5,7 @@ No test asserts a speed.
 
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -174,6 +175,32 @@ def test_a_side_that_dies_while_it_stands_still_is_reported(tmp_path: Path) -> N
             while True:
                 stage.take_turn(sides[0], 0)
     assert not marked_processes(stage.mark)
+
+
+# Starts a side, says which process and watchdog that has, and goes no further.
+MEASURES = """
+import sys, time
+from pathlib import Path
+from compare.running.sides import Side
+from compare.running.stage import Stage
+with Stage(Path(sys.argv[2])) as stage:
+    stage.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
+    stage.warm_up()
+    print(stage.processes[0][1].pid, stage.watchdog.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ranks_end_if_who_measures_is_killed(tmp_path: Path) -> None:
+    """On other hosts no watchdog sees to that."""
+    (tmp_path / "one.py").write_text(COUNTS)
+    words = [sys.executable, "-c", MEASURES, str(tmp_path / "one.py"), str(tmp_path / "block-1")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as measures:
+        assert measures.stdout is not None
+        rank, watchdog = map(psutil.Process, map(int, measures.stdout.readline().split()))
+        watchdog.kill()
+        measures.kill()
+    rank.wait(60)
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
 TURN_SECONDS = 600.0
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
-OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "OutOfMemoryError")
+# What a side writes that cannot be on a GPU together with others, and what that means.
+NO_ROOM = {
+    "CUDA out of memory": "the sides do not fit into the GPU's memory at once",
+    "CUDA error: out of memory": "the sides do not fit into the GPU's memory at once",
+    "busy or unavailable": "the GPU lets in one process only (its compute mode)",
+}
 
 
 @dataclass(frozen=True)
@@ -236,8 +241,10 @@ class Stage:
         text = f"{side.name} {what}{when}:\n{tail(folder)}"
         if UNREACHABLE in text:
             return NoTurns(f"a host does not reach this one: {text}")
-        if len(self.sides) > 1 and any(sign in text for sign in OUT_OF_MEMORY):
-            return NoTurns(f"the sides do not fit into the GPU's memory at once: {text}")
+        if len(self.sides) > 1:
+            for sign, meaning in NO_ROOM.items():
+                if sign in text:
+                    return NoTurns(f"{meaning}: {text}")
         return MeasurementError(text)
 
 
