@@ -20,12 +20,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from compare.evidence.run_folder import read_block
 from compare.evidence.turns import QUIET_CORES, Block, Turn
+from compare.plan.sources import trainers_sha256
 from compare.running.launch import busy_cpu_seconds
 from compare.running.sides import NoTurns, Side, why_not_by_turns
 from compare.running.stage import Stage
@@ -137,10 +139,8 @@ def with_steps(stage: Stage, sides: Sequence[Side]) -> Sequence[Side]:
 
 def origin(sides: Sequence[Side], rounds: int) -> dict[str, Any]:
     """What a finished block must have in common with one that it is to stand for."""
-    from recipe.record.environment import git_commit
-
     commands = [side.shown() for side in sides]
-    return {"commands": commands, "rounds": rounds, "git_commit": git_commit()}
+    return {"commands": commands, "rounds": rounds, "sources": trainers_sha256()}
 
 
 def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | None:
@@ -153,9 +153,7 @@ def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | 
     expected = origin(sides, rounds)
     if {name: record.get(name) for name in expected} != expected:
         return None
-    values = {one.name: record[one.name] for one in fields(Block) if one.name in record}
-    turns = tuple(Turn(**turn) for turn in record["turns"])
-    return Block(**{**values, "order": tuple(record["order"]), "turns": turns})
+    return read_block(path, [side.name for side in sides])
 
 
 def wait_for_quiet(seconds: float) -> None:
