@@ -85,7 +85,10 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     settings = settings_of(run)
     speed = 1000 * drift * run.workers**0.8 * (ratio if engine == "ddp" else 1)
     speed *= noise.uniform(0.99, 1.01)
-    transport = "Gloo" if engine == "ddp" or run.configuration.controller == "gloo" else "MPI"
+    over_mpi = (run.configuration.controller or run.configuration.transport or engine) in (
+        "mpi", "horovod",
+    )  # fmt: skip
+    transport = "MPI" if over_mpi else "Gloo"
     seed = settings["seed"]
     lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "...", "step": 0}]
     batch = settings["batch_size"] * run.workers

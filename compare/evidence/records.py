@@ -182,6 +182,24 @@ class Comparison:
         return self._complete_by_cell.get(cell, [])
 
     @cached_property
+    def square(self) -> dict[tuple[str, str], str]:
+        """The configurations of both engines over two transports each, by engine and the transport
+        that really carried the gradients: DDP before Horovod, and Gloo, which every installation
+        has, last. Empty if the plan has no such square."""
+        found: dict[tuple[str, str], str] = {}
+        for name, runs in self.written_by_configuration.items():
+            own = self.plan["configuration_details"].get(name, {})
+            used = {(run.engine, run.environment.transport) for run in runs}
+            if len(used) == 1 and not own.get("flags") and not own.get("environment"):
+                found.setdefault(used.pop(), name)
+        transports = {transport for _, transport in found}
+        for other in sorted(transports - {"Gloo"}):
+            places = [(engine, t) for t in (other, "Gloo") for engine in ("ddp", "horovod")]
+            if not self.plan["null"] and all(place in found for place in places):
+                return {place: found[place] for place in places}
+        return {}
+
+    @cached_property
     def written_by_configuration(self) -> dict[str, list[RunRecord]]:
         names: dict[str, list[RunRecord]] = {}
         for run in self.written:

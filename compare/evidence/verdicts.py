@@ -1,13 +1,13 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from statistics import median
 
 from compare.evidence import turns
 from compare.evidence.equality import Fact, compare_facts, compared_text
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_logs
 from compare.evidence.records import ENGINES, Comparison, RunRecord
 from compare.evidence.stopping import minutes_to_decide
 from compare.evidence.words import (
@@ -17,7 +17,6 @@ from compare.evidence.words import (
     label_of,
     percent_text,
     ratio_text,
-    transport_text,
 )
 
 
@@ -109,8 +108,9 @@ class Verdict:
 
     @property
     def more_text(self) -> str:
-        """Say how much longer a measurement would decide; empty if that is not known."""
-        if self.more_minutes is None:
+        """Say how much longer a measurement would decide; empty if that is not known, or if the
+        interval is narrow and the truth close to the margin."""
+        if not self.more_minutes:
             return ""
         minutes = count(max(1, round(self.more_minutes)), "more minute")
         return f"about {minutes} would decide {percent_text(self.margin)}"
@@ -261,9 +261,13 @@ def judge_pair(comparison: Comparison, case: str, workers: int, first: str, seco
     )
     if differences:
         return verdict
-    if comparison.plan["measure"] == "turns":
-        return with_turns(verdict, comparison, {first: 1, second: -1})
-    return with_runs(verdict, comparison, pairs)
+    return with_speed(verdict, comparison, {first: 1, second: -1})
+
+
+def with_speed(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
+    """Return the verdict with the product of the configurations' speeds, each to its power."""
+    measured = with_turns if comparison.plan["measure"] == "turns" else with_runs
+    return measured(verdict, comparison, powers)
 
 
 def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
@@ -284,25 +288,32 @@ def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, in
     )  # fmt: skip
 
 
-def with_runs(
-    verdict: Verdict, comparison: Comparison, pairs: Sequence[tuple[RunRecord, RunRecord]]
-) -> Verdict:
-    """Return the verdict with speed and CPU time from whole runs, a pair a block."""
-    if not pairs:
+def with_runs(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
+    """Return the verdict with speed and CPU time from the whole runs of the blocks in which these
+    configurations are all complete."""
+    blocks: dict[int, dict[str, RunRecord]] = {}
+    for name in powers:
+        for run in comparison.complete_runs((verdict.case, verdict.workers, name)):
+            blocks.setdefault(run.block, {})[name] = run
+    whole = [runs for runs in blocks.values() if len(runs) == len(powers)]
+    if not whole:
         return verdict
-    sure = confidence(comparison)
 
     def estimate(value: Callable[[RunRecord], float]) -> Estimate:
-        first, second = [value(a) for a, _ in pairs], [value(b) for _, b in pairs]
-        return estimate_ratio(first, second, confidence=sure)
+        logs = [
+            math.fsum(power * math.log(value(runs[name])) for name, power in powers.items())
+            for runs in whole
+        ]
+        return estimate_logs(logs, confidence=confidence(comparison))
 
     place = {run.folder: number for number, run in enumerate(comparison.runs)}
-    began = sum(place[a.folder] < place[b.folder] for a, b in pairs)
+    first, second, *_ = powers
+    began = sum(place[runs[first].folder] < place[runs[second].folder] for runs in whole)
     return replace(
         verdict,
         speed=estimate(lambda run: run.summary.images_per_second),
         cpu=estimate(lambda run: run.summary.cpu_seconds_per_image),
-        first_in=(began, len(pairs)),
+        first_in=(began, len(whole)),
     )
 
 
@@ -316,8 +327,8 @@ def judge_interaction(
     comparison: Comparison, case: str, workers: int, pairs: Sequence[Verdict]
 ) -> list[Verdict]:
     """Return the verdict on the interaction of engine and transport: nothing without a square."""
-    corners = square(comparison)
-    if not corners or comparison.plan["measure"] != "turns":
+    corners = comparison.square
+    if not corners:
         return []
     a, b, c, d = corners.values()
     (engine, transport), (other_engine, _), (_, other_transport), _ = corners
@@ -327,8 +338,8 @@ def judge_interaction(
         workers=workers,
         first=f"{a}/{b}",
         second=f"{c}/{d}",
-        first_label=f"{ratio} over {transport_text(transport)}",
-        second_label=f"{ratio} over {transport_text(other_transport)}",
+        first_label=f"{ratio} over {transport}",
+        second_label=f"{ratio} over {other_transport}",
         speed=None,
         cpu=None,
         differences=tuple({f.field: f for pair in pairs for f in pair.differences}.values()),
@@ -342,25 +353,7 @@ def judge_interaction(
     )
     if verdict.differences:
         return [verdict]
-    return [with_turns(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})]
-
-
-def square(comparison: Comparison) -> dict[tuple[str, str], str]:
-    """Return the configurations of two engines over two transports each, by both, the ratio's
-    numerator first; empty if the plan has no such square."""
-    details = comparison.plan["configuration_details"]
-    found: dict[tuple[str, str], str] = {}
-    for name in comparison.plan["configurations"]:
-        own = details.get(name, {})
-        if own.get("transport") and not own.get("flags"):
-            found.setdefault((own["engine"], own["transport"]), name)
-    engines = list(dict.fromkeys(engine for engine, _ in found))
-    # Gloo, which every installation has, is what others are measured against.
-    transports = sorted({transport for _, transport in found}, key=lambda name: name == "gloo")
-    if comparison.plan["null"] or len(found) != 4 or len(engines) != 2 or len(transports) != 2:
-        return {}
-    places = product(transports, sorted(engines, key=list(ENGINES).index))
-    return {(engine, transport): found[engine, transport] for transport, engine in places}
+    return [with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})]
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:

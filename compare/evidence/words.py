@@ -69,10 +69,6 @@ def bound_text(estimate: Estimate) -> str:
     return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
 
 
-def transport_text(transport: str) -> str:
-    return {"gloo": "Gloo", "mpi": "MPI", "nccl": "NCCL"}.get(transport, transport)
-
-
 def run_text(run: RunRecord) -> str:
     """Name a run in a message."""
     block = f"block {run.block}" if run.block else "phases"
@@ -96,17 +92,15 @@ def label_of(comparison: Comparison, configuration: str) -> str:
 
 def used_and_set(comparison: Comparison, configuration: str) -> str:
     """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
-    "DDP over Gloo" where that tells the plan's configurations apart."""
+    "DDP over Gloo" where the plan's configurations make a square."""
     runs = comparison.written_by_configuration.get(configuration, [])
     labels = {run.label for run in runs}
     if len(labels) != 1:
         return configuration
-    label, details = labels.pop(), comparison.plan["configuration_details"]
-    own = details.get(configuration, {})
-    if all(details.get(name, {}).get("transport") for name in comparison.plan["configurations"]):
-        label = (
-            f"{ENGINES.get(own['engine'], own['engine'])} over {transport_text(own['transport'])}"
-        )
+    label, own = labels.pop(), comparison.plan["configuration_details"].get(configuration, {})
+    for (engine, transport), name in comparison.square.items():
+        if name == configuration:
+            label = f"{ENGINES[engine]} over {transport}"
     settings = [*own.get("flags", ())]
     if (
         "--knobs" not in settings

@@ -1,0 +1,248 @@
+"""What blocks of turns conclude: speeds from turns, the square and its interaction, damaged blocks,
+and comparisons of many runs."""
+
+import json
+import math
+import random
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import an_environment
+from test_compare_records import edit, make_comparison
+
+from compare.evidence import packed
+from compare.evidence.notices import troubles
+from compare.evidence.records import Comparison, RunRecord, load_comparison
+from compare.evidence.turns import Block, Turn
+from compare.evidence.verdicts import correction_text, judge
+from compare.evidence.words import label_of
+from compare.page.text import terminal_report
+from compare.plan.plan import Case, Plan
+
+SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
+PAIRS = (
+    ("ddp-torchrun", "horovod-gloo"), ("ddp-mpi", "horovod-mpi"),
+    ("ddp-mpi", "ddp-torchrun"), ("horovod-mpi", "horovod-gloo"),
+)  # fmt: skip
+SPEEDS = {"ddp-torchrun": 100.0, "horovod-gloo": 100.0, "ddp-mpi": 106.0, "horovod-mpi": 90.0}
+
+
+def by_turns(folder: Path, blocks: int = 6, noise: float = 0.005, **fields: Any) -> Path:
+    """Write a comparison measured by turns: one block of whole runs, and `blocks` of turns."""
+    names = fields.pop("configurations", SQUARE)
+    pairs = fields.pop("judged_pairs", PAIRS if names == SQUARE else ())
+    plan = Plan(
+        measure="turns", configurations=names, judged_pairs=pairs,
+        **{"workers": (2,), "order_seed": 7, "phase_steps": 0, **fields},
+    )  # fmt: skip
+    make_comparison(folder, plan)
+    members = {member.name: member for member in plan.members()}
+    for workers in plan.workers:
+        draw = random.Random(workers)
+        for number in range(1, blocks + 1):
+            order = tuple(member.name for member in plan.in_order(number, Case(), workers))
+            speeds = {name: SPEEDS.get(name, 100.0) * workers**0.9 for name in order}
+            turns = [
+                Turn(name, round_, 1.0, speeds[name] * math.exp(draw.gauss(0, noise)), 0.02)
+                for round_ in range(6)
+                for name in (order if round_ % 2 == 0 else order[::-1])
+            ]
+            place = folder / f"turns/{workers}-workers/block-{number}"
+            for name in order:
+                write_side(place / name / "0/run", members[name], workers, number)
+            block = Block(number, order, 0.1, tuple(turns), seconds=70.0)
+            (place / "block.json").write_text(json.dumps(asdict(block)))
+    return folder
+
+
+def write_side(folder: Path, member: Any, workers: int, number: int) -> None:
+    folder.mkdir(parents=True)
+    transport = "MPI" if "mpi" in (member.controller, member.transport) else "Gloo"
+    environment = an_environment(
+        engine=member.engine, launcher=member.launcher, transport=transport, world_size=workers,
+        local_size=workers, horovod="0.28.1" if member.engine == "horovod" else None,
+        mpi="Open MPI 4.1.8" if transport == "MPI" else None,
+    )  # fmt: skip
+    (folder / "environment.json").write_text(json.dumps(asdict(environment)))
+    config = {"log_dir": "x", "name": "run", "arch": "resnet18", "batch_size": 32, "seed": number}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory) -> Comparison:
+    return load_comparison(by_turns(tmp_path_factory.mktemp("square") / "compare-1"))
+
+
+def test_the_square_parts_engine_and_transport(square):
+    assert [label_of(square, name) for name in SQUARE] == [
+        "DDP over Gloo", "Horovod over Gloo", "DDP over MPI", "Horovod over MPI",
+    ]  # fmt: skip
+    verdicts = judge(square)
+    assert [verdict.decision for verdict in verdicts] == [
+        "equal", "faster", "faster", "slower", "faster",
+    ]  # fmt: skip
+    at_gloo, at_mpi, of_ddp, of_horovod, interaction = verdicts
+    assert re.fullmatch(
+        r"At 2 workers DDP over Gloo and Horovod over Gloo are equal within \d\.\d %: speed ratio "
+        r"[\d.]+, 95 % interval 0\.99\d to 1\.0\d+, 6 blocks\.",
+        at_gloo.sentence(),
+    )
+    assert re.fullmatch(
+        r"At 2 workers DDP over MPI trained 1\.1\d+ times as fast as Horovod over MPI, 95 % "
+        r"interval 1\.17\d* to 1\.18\d*, 6 blocks\.",
+        at_mpi.sentence(),
+    )
+    assert "DDP over MPI trained 1.0" in of_ddp.sentence()
+    assert "Horovod over MPI trained 0.9" in of_horovod.sentence()
+    assert interaction.is_interaction
+    assert interaction.sentence().startswith("At 2 workers DDP / Horovod over MPI is 1.1")
+    assert all(verdict.measured_by == "turns" and verdict.family == 5 for verdict in verdicts)
+    assert of_ddp.equal_weights  # of the full runs
+    assert verdicts[0].first_in == (3, 6)
+    assert "corrected by Holm's method" in correction_text(square, verdicts)
+
+
+def test_a_noisy_square_says_how_much_longer_would_decide(tmp_path):
+    comparison = load_comparison(by_turns(tmp_path / "compare-1", blocks=4, noise=0.1))
+    undecided = judge(comparison)[0]
+    assert re.fullmatch(
+        r"At 2 workers not decided between DDP over Gloo and Horovod over Gloo: the difference is "
+        r"at most \d+(\.\d)? % either way \(speed ratio [\d.]+, 95 % interval 0\.\d+ to 1\.\d+, 4 "
+        r"blocks\); about \d+ more minutes would decide 3 %\.",
+        undecided.sentence(),
+    )
+
+
+def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path):
+    folder = by_turns(tmp_path / "compare-1", configurations=("ddp-torchrun", "horovod-gloo"))
+    for path in folder.glob("turns/*/block-*/block.json"):
+        block = json.loads(path.read_text())
+        for turn in block["turns"]:
+            speed = 100.0 if turn["side"] == "horovod-gloo" else 100.2 + block["number"] / 1e4
+            turn["images_per_second"] = speed
+        path.write_text(json.dumps(block))
+    [verdict] = judge(load_comparison(folder))
+    assert verdict.decision == "equal" and "95 % interval 1.002 to" in verdict.sentence()
+
+
+def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
+    folder = by_turns(tmp_path / "compare-1")
+    edit(folder / "plan.json", extensions=[{"created_utc": "", "blocks": 6, "minutes": 5}] * 2)
+    comparison = load_comparison(folder)
+    verdicts = judge(comparison)
+    assert "98.33 % interval" in verdicts[1].sentence()
+    assert verdicts[1].speed.reach > judge(square)[1].speed.reach
+    assert "extended twice" in correction_text(comparison, verdicts)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("block.json", {"turns": []}, "it holds no turn"),
+        ("block.json", {"number": 3}, "number is 3"),
+        ("block.json", {"order": ["ddp-torchrun"]}, "order is of"),
+        ("block.json", {"turns": [{"side": "ddp-torchrun"}]}, "the field 'round' is missing"),
+        (
+            "ddp-mpi/0/run/environment.json",
+            {"world_size": 3},
+            "world_size is 3, but the plan has 2",
+        ),
+        ("ddp-mpi/0/run/config.json", {"log_dir": 7}, "log_dir is 7, which is not a text"),
+    ],
+)
+def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message):
+    folder = by_turns(tmp_path / "compare-1", blocks=4)
+    edit(folder / "turns/2-workers/block-2" / file, **changes)
+    comparison = load_comparison(folder)
+    assert [block.number for block in comparison.turn_blocks("", 2)] == [1, 3, 4]
+    assert any(re.search(f"turns: unreadable: .*{message}", line) for line in troubles(comparison))
+    assert judge(comparison)[0].speed.blocks == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0, -1.0])
+def test_a_turn_whose_speed_is_none_is_damage(tmp_path, value):
+    folder = by_turns(tmp_path / "compare-1", blocks=3)
+    path = folder / "turns/2-workers/block-1/block.json"
+    block = json.loads(path.read_text())
+    block["turns"][0]["images_per_second"] = value
+    path.write_text(json.dumps(block))
+    assert len(load_comparison(folder).turn_blocks("", 2)) == 2
+
+
+@pytest.mark.parametrize("field", ["torch", "cpu_model"])
+def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path, field):
+    folder = by_turns(tmp_path / "compare-1", blocks=4)
+    for name in SQUARE:
+        edit(folder / f"turns/2-workers/block-3/{name}/0/run/environment.json", **{field: "other"})
+    verdict = judge(load_comparison(folder))[0]
+    assert verdict.speed is None and [fact.field for fact in verdict.differences] == [field]
+    assert f"{field} changed between blocks: " in terminal_report(load_comparison(folder))
+
+
+def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
+    folder = by_turns(tmp_path / "compare-1", blocks=3)
+    for number in (1, 2, 3):
+        side = folder / f"turns/2-workers/block-{number}/ddp-mpi/0/run"
+        edit(side / "config.json", batch_size=16)
+    decided = [bool(verdict.differences) for verdict in judge(load_comparison(folder))]
+    assert decided == [False, True, True, False, True]
+
+
+def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(measure="runs", blocks=3, workers=(2,)))
+    for path in folder.glob("block-2/*/summary.json"):
+        fingerprint = json.loads(path.read_text())["fingerprint"]
+        edit(path, fingerprint={**fingerprint, "learning_rates_sha256": "c" * 64})
+    [verdict] = judge(load_comparison(folder))
+    assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
+
+
+def test_a_packed_comparison_says_the_same(square, tmp_path):
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    texts = {
+        path.relative_to(square.folder): path.read_text()
+        for path in square.folder.rglob("*")
+        if path.is_file() and path.name != "plan.json"
+    }
+    (folder / "runs.jsonl").write_text(packed.lines_of(texts))
+    (folder / "plan.json").write_text((square.folder / "plan.json").read_text())
+    told = [verdict.sentence() for verdict in judge(load_comparison(folder))]
+    assert told == [verdict.sentence() for verdict in judge(square)]
+
+
+def test_a_folder_outside_is_refused_and_a_name_cannot_forge_a_line(tmp_path):
+    folder = make_comparison(tmp_path / "compare-1", Plan(measure="runs", blocks=1, workers=(2,)))
+    plan = json.loads((folder / "plan.json").read_text())
+    for forged in ("../outside", "/tmp/outside", "block-1/../../x", "block-1/a\nAt 2 workers"):
+        runs = [{**plan["runs"][0], "folder": forged}, *plan["runs"][1:]]
+        edit(folder / "plan.json", runs=runs)
+        with pytest.raises(Exception, match="which is not in this comparison"):
+            load_comparison(folder)
+
+
+def test_a_report_of_many_runs_looks_at_each_a_few_times(tmp_path, monkeypatch):
+    """No table looks through all runs for each of its lines."""
+    looked = 0
+    real = RunRecord.is_complete.fget
+
+    def counted(run: RunRecord) -> bool:
+        nonlocal looked
+        looked += 1
+        return bool(real(run))
+
+    monkeypatch.setattr(RunRecord, "is_complete", property(counted))
+    found = []
+    for blocks in (10, 20):
+        folder = make_comparison(
+            tmp_path / f"compare-{blocks}", Plan(measure="runs", blocks=blocks, phase_steps=0)
+        )
+        comparison = load_comparison(folder)
+        looked = 0
+        terminal_report(comparison)
+        found.append(looked)
+    assert found[1] <= 2.2 * found[0]
+    assert found[1] <= 15 * len(comparison.runs)
