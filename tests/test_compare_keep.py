@@ -70,7 +70,7 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
 
 def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
     folder = make_square(tmp_path / "runs/2026-11-21-engines")
-    side = folder / "turns/2-workers/block-3/ddp-mpirun/0"
+    side = folder / "turns/2-workers/block-3/ddp-mpi/0"
     (side / "output.log").write_text("epoch 1\n")
     (side / "run/metrics.jsonl").write_text('{"kind": "step"}\n')
     assert keep.main(words(folder, tmp_path / "results")) == 0
@@ -79,7 +79,7 @@ def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
     of_turns = {name: files for files in runs if "turns" in (name := files.pop("folder"))}
     assert len(of_turns) == 6 * (1 + 4)
     assert set(of_turns["turns/2-workers/block-3"]) == {"block.json"}
-    assert set(of_turns["turns/2-workers/block-3/ddp-mpirun/0/run"]) == {
+    assert set(of_turns["turns/2-workers/block-3/ddp-mpi/0/run"]) == {
         "config.json", "environment.json",
     }  # fmt: skip
     capsys.readouterr()

@@ -21,8 +21,8 @@ from compare.evidence.rows import (
     step_rows,
     training_rows,
 )
-from compare.evidence.verdicts import Verdict, square
-from compare.evidence.words import count, loss_text, three_digits, transport_text
+from compare.evidence.verdicts import Verdict
+from compare.evidence.words import count, loss_text, three_digits
 from compare.page.chart import COLOURS
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
@@ -346,7 +346,7 @@ def of_case(table: Table, case: str) -> Table:
 def square_tables(comparison: Comparison, verdicts: Sequence[Verdict], case: str) -> list[Table]:
     """Return, for each number of workers at which both engines ran over the same two transports,
     their speeds, and beside them what engine and transport make of each other."""
-    corners = square(comparison)
+    corners = comparison.square
     numbers = dict.fromkeys(v.workers for v in verdicts if v.case == case) if corners else {}
     return [square_table(comparison, verdicts, corners, case, workers) for workers in numbers]
 
@@ -384,16 +384,15 @@ def square_table(
     lines.append(
         [Cell(f"engine: {named}", series=-1), *effects, estimated(interaction, 1, "{:.3f}")]
     )
-    over, than = transport_text(new), transport_text(base)
     place = f"{case}, {count(workers, 'worker')}" if case else count(workers, "worker")
     return Table(
         f"Engine and transport, {place}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
-        f"ratio over {over} by that over {than}; it is 1 where engine and transport do not depend "
+        f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
         "on each other.",
         tuple(
             Column(head, lambda row: row, bool(head))
-            for head in ("", f"over {than}", f"over {over}", f"transport: {over} / {than}")
+            for head in ("", f"over {base}", f"over {new}", f"transport: {new} / {base}")
         ),
         tuple(map(tuple, lines)),
         (False, False, True),
