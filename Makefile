@@ -23,7 +23,7 @@ setup:  ## create the environment, install everything, build Horovod
 	@VENV="$(VENV)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" \
 		PYTHON="$(if $(filter file,$(origin PYTHON)),,$(PYTHON))" $(PYTHON) tools/set_up.py
 
-compare: setup  ## train the digits with both engines, side by side, and report
+compare: setup  ## measure both engines over each transport, on the digits, and report
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \
 		$(IN_VENV) python compare/report.py && exit $$status
 

@@ -1,8 +1,8 @@
-"""Run a comparison: the same training under both engines, in blocks, as often as the plan says.
+"""Run a comparison: the same training under both engines, until it is known which is faster.
 
-    python compare/run.py                     the embedded digits, DDP and Horovod, 1 and 2 workers
+    python compare/run.py                     the embedded digits, DDP and Horovod, 2 workers
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
-    python compare/run.py my-plan.toml --workers 4 --blocks 5
+    python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
     python compare/run.py scaling --slurm='--nodes 2 --ntasks-per-node 4 --gpus-per-node 4'
     python compare/run.py --tune knobs.toml --workers 2 -- --data synthetic --arch resnet50
@@ -28,32 +28,42 @@ from typing import Any
 from compare.errors import UserError, run_main
 from compare.plan.blocks import seconds_left
 from compare.plan.environment import shell_lines
+from compare.plan.hosts import SLURM
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import Plan, Run
+from compare.plan.plan import Plan, Run, percentage
 from compare.plan.plan_file import check_plan, list_plans
 from compare.plan.record import end_of, plan_differences, plan_record
 from compare.plan.sources import trainers_sha256
 from compare.plan.ssh import check_logins
 from compare.running import preflight
 from compare.running.launch import duration, print_line, start_and_wait, utc_now
-from compare.running.progress import (
-    another_plan,
-    interval_widths,
+from compare.running.measurement import (
+    block_folder,
+    block_line,
+    ending_lines,
     is_finished,
+    measure_block,
+    measured,
+    minutes_for_more,
+    reason_to_end,
+)
+from compare.running.progress import (
+    NO_TURNS,
+    another_plan,
+    in_whole_runs,
     missing,
     new_folder,
     number_of,
     numbered_label,
-    reach,
     read_json,
     recorded_seconds,
     resumed,
     run_label,
     show_outcome,
-    wants_block,
 )
+from compare.running.sides import MeasurementError, NoTurns
 from compare.running.slurm import SLURM_FOLDER, submit_and_follow
-from compare.running.tools import NO_HOROVOD, check_tools, has_horovod
+from compare.running.tools import check_tools, missing_for
 from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 from recipe.files import write_json
 
@@ -72,7 +82,8 @@ def answer(argv: list[str]) -> int:
     if options.list_plans:
         print(list_plans())
         return 0
-    plan = leave_out_horovod(make_plan(options), options)
+    take_default_plan(options)
+    plan = leave_out_missing(make_plan(options), options)
     if options.tune is not None:
         plan = tuning_plan(plan, options)
     check_trainers(plan)
@@ -102,18 +113,32 @@ def answer(argv: list[str]) -> int:
         return run_plan(plan, folder, options, argv)
 
 
-def leave_out_horovod(plan: Plan, options: argparse.Namespace) -> Plan:
-    """Return the plan with what can run here, and say so: without Horovod's configurations if it is
-    not installed, unless nothing would be left, or the command line names configurations."""
-    there = [name for name in plan.configurations if plan.known()[name].engine != "horovod"]
-    gone = tuple(name for name in plan.configurations if name not in there)
-    if not gone or not there or options.configurations or options.define or has_horovod():
+def take_default_plan(options: argparse.Namespace) -> None:
+    """Where the command line names nothing that is to be compared: both engines over each transport
+    that both have. On GPUs that is NCCL; a Slurm job's own machine decides in the job."""
+    named = (options.plan, options.configurations, options.define, options.null, options.tune)
+    if any(named) or options.slurm is not None or options.hosts == SLURM:
+        return
+    gpus = 0 if "--no-cuda" in options.arguments_after_dashes else preflight.visible_gpus()
+    if not gpus:
+        options.plan = "square"
+    elif options.workers is None and options.hosts is None and options.hostfile is None:
+        options.workers = [min(2, gpus)]
+
+
+def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
+    """Return the plan with what can run here, and say so: without the configurations whose engine
+    or transport is not installed, unless nothing would be left, or the command line names some."""
+    missing = {name: missing_for(plan.known()[name]) for name in plan.configurations}
+    there = tuple(name for name, reason in missing.items() if not reason)
+    gone = tuple(name for name, reason in missing.items() if reason)
+    if not gone or not there or options.configurations or options.define:
         return plan
-    print(
-        f"{NO_HOROVOD}\nLeft out: {', '.join(gone)}. What follows is DDP's alone.", file=sys.stderr
-    )
+    for reason in dict.fromkeys(filter(None, missing.values())):
+        print(reason, file=sys.stderr)
+    print(f"Left out: {', '.join(gone)}. What follows is without.", file=sys.stderr)
     pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
-    plan = replace(plan, configurations=tuple(there), judged_pairs=pairs, left_out=gone)
+    plan = replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
     check_plan(plan)
     return plan
 
@@ -173,50 +198,133 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     if not is_finished(plan, folder):
         record["warnings"] += warn(plan, folder, options.strict, known=record["warnings"])
     write_json(folder / "plan.json", record)
-    runs, phase_runs = plan.runs(), plan.phase_runs()
-    sources = trainers_sha256()
-    print(
-        f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}"
-    )
-    if phase_runs:
-        print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
-    waiting = missing(runs, folder)
-    if done := len(runs) - len(waiting):
-        print(f"{done} of them are there already and are not measured again (--new starts afresh)")
+    print_outlook(plan, folder)
     try:
-        if options.warm_up and waiting and not warm_up(plan, folder):
+        if options.warm_up and is_cold(plan, folder) and not warm_up(plan, folder):
             return 1
-        failed = make_missing(runs, plan, folder, sources, options.block)
-        while not failed and wants_block(plan, folder):
-            print(f"{interval_line(plan, folder)}; another block")
-            plan = replace(plan, blocks_there=plan.run_blocks + 1)
-            write_json(folder / "plan.json", checked_record(plan, folder))
-            runs = plan.runs()
-            failed = make_missing(runs, plan, folder, sources)
-        if plan.measure == "runs" and plan.blocks is None and plan.pairs():
-            print(until_interval_ending(plan, folder, failed))
-        failed_phases = []
-        if options.block is None or not missing(runs, folder):  # of an array's jobs, the last
-            failed_phases = make_missing(phase_runs, plan, folder, sources)
+        return carry_out(plan, folder, options.block, argv)
     except KeyboardInterrupt:
-        done = len(runs) - len(missing(runs, folder))
-        print(f"\nstopped: {done} of {len(runs)} runs are done. To go on where it stopped:")
+        plan = resumed(plan, folder)
+        runs, groups = plan.runs(), measured(plan, folder)
+        done = f"{len(runs) - len(missing(runs, folder))} of {number_of(runs, 'run')}"
+        if plan.measure == "turns":
+            done += f" and {number_of(range(sum(g.blocks for g in groups)), 'block')} of turns"
+        print(f"\nstopped: {done} are done. To go on where it stopped:")
         print(f"    {shlex.join(command_words(argv, folder))}")
         return 130
+
+
+def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> int:
+    """Make whole runs, then blocks until enough is known, then the runs for the phases; return the
+    exit code. `block` names the only block that is wanted."""
+    sources = trainers_sha256()
+    is_measured, failed = True, make_missing(plan.runs(), plan, folder, sources, block)
+    if block is None and not failed:
+        plan, is_measured, failed = measure(plan, folder, sources)
+    elif plan.measure == "turns" or plan.blocks is None:
+        print("no further blocks: a run failed")
+    phase_runs, failed_phases = plan.phase_runs(), []
+    if block is None or not missing(plan.runs(), folder):  # of an array's jobs, the last
+        failed_phases = make_missing(phase_runs, plan, folder, sources)
     if failed:
         print(
-            f"{len(failed)} of {len(runs)} runs failed: their output is kept, and no verdict is "
-            "drawn from them."
+            f"{len(failed)} of {len(plan.runs())} runs failed: their output is kept, and no "
+            "verdict is drawn from them."
         )
     if failed_phases:
         print(
             f"{len(failed_phases)} of {len(phase_runs)} short runs for the phases failed: their "
             "output is kept, and the measured runs are not touched by it."
         )
-    if failed or failed_phases:
+    is_good = is_measured and not failed and not failed_phases
+    if not is_good:
         print(f"To try again what failed:\n    {shlex.join(command_words(argv, folder))}")
+    elif minutes := minutes_for_more(plan, measured(plan, folder)):
+        words = command_words(argv, folder, without=("--minutes",))
+        words[2:2] = ["--minutes", str(minutes)]
+        print(f"To measure on, until the intervals are as narrow:\n    {shlex.join(words)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
-    return 1 if failed or failed_phases else 0
+    return 0 if is_good else 1
+
+
+def is_cold(plan: Plan, folder: Path) -> bool:
+    """Tell whether what comes next needs a warm-up: a block of turns has its own, and only the
+    first one may find the data unread."""
+    has_begun = any(group.blocks for group in measured(plan, folder))
+    return bool(missing(plan.runs(), folder)) or not has_begun
+
+
+def print_outlook(plan: Plan, folder: Path) -> None:
+    """Say what will be done, before anything is."""
+    runs, phase_runs = plan.runs(), plan.phase_runs()
+    print(
+        f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}"
+    )
+    if done := len(runs) - len(missing(runs, folder)):
+        print(f"{done} of them are there already and are not measured again (--new starts afresh)")
+    if plan.measure == "turns" and plan.blocks is not None:
+        print(f"then {number_of(range(plan.blocks), 'block')} in which all take turns")
+    elif plan.pairs() and plan.blocks is None:
+        what = "blocks in which all take turns" if plan.measure == "turns" else "more blocks"
+        within = f"until every 95 % interval is within +-{percentage(plan.until_interval)}"
+        print(f"then {what}, {within}, for at most {plan.minutes:g} minutes")
+    if phase_runs:
+        print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
+    if plan.time is not None:
+        print(f"{plan.plan_file} says: {plan.time} in all")
+
+
+def measure(plan: Plan, folder: Path, sources: str) -> tuple[Plan, bool, list[Run]]:
+    """Measure blocks until enough is known, each written when it is done. Return the plan as it was
+    carried out, whether all went well, and which whole runs failed."""
+    groups = measured(plan, folder)
+    while not (reason := reason_to_end(plan, groups)):
+        check_sources(sources)
+        if plan.measure == "turns":
+            try:
+                measure_block(plan, folder, groups)
+            except NoTurns as error:
+                plan = give_up_turns(plan, folder, str(error))
+            except MeasurementError as error:
+                print_line(f"a block of turns failed: {error}")
+                return plan, False, []
+        else:
+            plan = replace(plan, blocks_there=plan.run_blocks + 1)
+            write_json(folder / "plan.json", checked_record(plan, folder))
+            if failed := make_missing(plan.runs(), plan, folder, sources):
+                print("no further blocks: a run failed")
+                return plan, False, failed
+        before, groups = groups, measured(plan, folder)
+        if line := block_line(plan, before, groups):
+            print_line(line)
+    for line in ending_lines(plan, groups, reason):
+        print_line(line)
+    return plan, True, []
+
+
+def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
+    """Say why whole runs are measured instead, here and in plan.json; return the plan of them."""
+    warning = (
+        f"{NO_TURNS}{reason}. Whole runs are measured instead, one after the other. Where others "
+        "use the machine, too, their intervals are several times as wide: on two cores +-39 % in "
+        "place of +-5 %, after as many minutes"
+    )
+    print_line(f"warning: {warning}")
+    path, new = folder / "plan.json", in_whole_runs(plan)
+    old = read_json(path)
+    old |= {"measure": new.measure, "full_runs": new.full_runs}
+    write_json(path, old | {"warnings": [*old["warnings"], warning]})
+    return new
+
+
+def check_sources(sources: str) -> None:
+    """Raise UserError if the trainers are not those any more with which the comparison began."""
+    if trainers_sha256() != sources:
+        raise UserError(
+            "the sources of the recipe or the trainers were changed while the comparison was "
+            "running: the runs would not be of one training. Put them back and go on, or start "
+            "another with --new"
+        )
 
 
 def make_missing(
@@ -231,12 +339,7 @@ def make_missing(
     cells = [run.cell for run in waiting]
     durations = recorded_seconds(folder, runs)
     for index, run in enumerate(waiting):
-        if trainers_sha256() != sources:
-            raise UserError(
-                "the sources of the recipe or the trainers were changed while the comparison "
-                "was running: the runs would not be of one training. Put them back and go on, "
-                "or start another with --new"
-            )
+        check_sources(sources)
         label = numbered_label(run, runs, plan)
         left = seconds_left(durations, cells[index:])
         outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
@@ -261,23 +364,6 @@ def warn(plan: Plan, folder: Path, strict: bool, known: list[str]) -> list[str]:
     return [line for line in warnings if line not in known]
 
 
-def interval_line(plan: Plan, folder: Path) -> str:
-    estimate, name = interval_widths(plan, folder)[0]
-    width = f"+-{100 * reach(estimate):.1f} %"
-    return f"after {plan.run_blocks} blocks the widest interval is {width} ({name})"
-
-
-def until_interval_ending(plan: Plan, folder: Path, failed: list[Run]) -> str:
-    """Say why no further block follows."""
-    asked = f"+-{100 * plan.until_interval:g} %"
-    if failed:
-        return f"no further blocks for an interval of {asked}: a run failed"
-    line = interval_line(plan, folder)
-    if reach(interval_widths(plan, folder)[0][0]) <= plan.until_interval:
-        return f"{line}: no wider than the {asked} that were asked for"
-    return f"{line}: wider than {asked}, but another would pass the {plan.minutes:g} minutes"
-
-
 def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -291,8 +377,11 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
         old = read_json(path)
         differences = plan_differences(old, record)
         there = max((run["block"] for run in old.get("runs", [])), default=0)
-        if plan.measure == "runs" and there > plan.run_blocks:
-            differences.append(f"blocks: {there} there, {plan.run_blocks} now")
+        asked = plan.run_blocks
+        if plan.measure == "turns" and plan.blocks is not None:
+            there, asked = max(g.blocks for g in measured(plan, folder)), plan.blocks
+        if there > asked:
+            differences.append(f"blocks: {there} there, {asked} now")
         if differences:
             raise another_plan(folder, differences)
         record["created_utc"] = old["created_utc"]
@@ -300,8 +389,8 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
         record["extensions"] = old.get("extensions", [])
         if end_of(old) != end_of(record):
             names = ("blocks", "until_interval", "minutes")
-            asked = {name: record[name] for name in names}
-            record["extensions"] += [{"created_utc": utc_now(), **asked}]
+            what = {name: record[name] for name in names}
+            record["extensions"] += [{"created_utc": utc_now(), **what}]
     elif any(child.name not in ("lock", SLURM_FOLDER) for child in folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
@@ -320,6 +409,14 @@ def dry_run_lines(
     runs = [run for run in plan.runs() if block in (None, run.block)]
     for run in [*runs, *(plan.phase_runs() if block in (None, plan.run_blocks) else [])]:
         lines.append(shlex.join(run.command((folder / run.folder).parent)))
+    if plan.measure == "turns" and plan.pairs():
+        lines.append("# then, in each block of turns, these at once:")
+        for case, workers in plan.groups():
+            for member in plan.in_order(1, case, workers):
+                run = plan.run(1, case, member, workers)
+                lines.append(
+                    f"#   {shlex.join(run.command(block_folder(folder, case, workers, 1)))}"
+                )
     return lines
 
 

@@ -80,10 +80,11 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import run
-from compare.running import launch
+from compare.running import launch, tools
 from compare.plan import configurations, record
 configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
-run.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
+tools.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
+run.take_default_plan = lambda options: None
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
 run.preflight.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []
@@ -448,9 +449,9 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
         ["sh", "-e"], input=output, text=True, cwd=comparing.folder, env=comparing.environment
     )
     assert pasted.returncode == 0
-    assert len(comparing.starts()) == 14
-    assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 4
-    assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 4
+    assert len(comparing.starts()) == 8
+    assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 2
+    assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 2
 
 
 def test_whoever_reads_a_dry_run_may_stop_reading(comparing):
@@ -654,14 +655,14 @@ def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     assert code == 0 and len(comparing.starts()) == 2 * blocks
 
 
-def test_blocks_end_when_the_minutes_are_over_and_more_minutes_go_on(comparing):
-    code, output = comparing.run(*UNTIL, "1%", "--minutes", "0.02", "--", "--spread", "all")
-    assert code == 0 and "0.02 minutes" in output
-    before = len(comparing.starts())
-    code, output = comparing.run(*UNTIL, "1%", "--minutes", "0.05", "--", "--spread", "all")
-    assert code == 0 and len(comparing.starts()) > before
+def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
+    code, output = comparing.run(*UNTIL, "1%", "--minutes", "0.001", "--", "--spread", "all")
+    assert code == 0 and "would pass the 0.001 minutes" in output
+    assert "To measure on, until" in output and len(comparing.starts()) == 6
+    code, _ = comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "all")
+    assert code == 0 and len(comparing.starts()) == 8
     (extension,) = read_plan(comparing)["extensions"]
-    assert (extension["blocks"], extension["minutes"]) == (None, 0.05)
+    assert extension["blocks"] == 4
 
 
 def test_no_block_is_added_after_a_failure(comparing):

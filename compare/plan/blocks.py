@@ -31,7 +31,8 @@ def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
     """
     labels = drawn(things, *place)
     n = len(labels)
-    row, is_backwards = divmod(number - 1, 2)
+    turn, is_backwards = divmod(number - 1, 2)
+    row = turn % n if n % 2 else turn % (n // 2)  # backwards they are the square's other rows
     zigzag = [-(step // 2) if step % 2 == 0 else (step + 1) // 2 for step in range(n)]  # 0 1 -1 2
     order = [labels[(step + row) % n] for step in zigzag]
     return order[::-1] if is_backwards else order

@@ -113,6 +113,7 @@ class Plan:
     timeout: int = 1800  # seconds
     question: str | None = None
     plan_file: str | None = None
+    time: str | None = None  # that its file says it takes
     left_out: tuple[str, ...] = ()  # configurations that cannot run here, since Horovod is missing
 
     def known(self) -> dict[str, Configuration]:
@@ -201,12 +202,15 @@ class Plan:
         training; each block has another one. Blocks with one seed would repeat one training, bit
         by bit, and show a top-1 without any spread, as if it were certain.
         """
-        groups = [(case, workers) for case in self.cases for workers in self.workers]
         return [
             self.run(block, case, configuration, workers)
-            for case, workers in balanced(groups, block, self.order_seed)
+            for case, workers in balanced(self.groups(), block, self.order_seed)
             for configuration in self.in_order(block, case, workers)
         ]
+
+    def groups(self) -> list[tuple[Case, int]]:
+        """Return each case at each number of workers: within these, configurations are compared."""
+        return [(case, workers) for case in self.cases for workers in self.workers]
 
     def in_order(self, block: int, case: Case, workers: int) -> list[Configuration]:
         """Return the configurations in their order in a block: those that are judged against each

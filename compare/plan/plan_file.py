@@ -165,8 +165,6 @@ def read_plan_file(path: Path) -> dict[str, Any]:
 
 def plan_fields(key: str, value: Any) -> dict[str, Any]:
     """Return the fields of Plan that a key of a plan file stands for."""
-    if key == "time":  # for --list-plans
-        return {}
     if key == "flags":
         return {"trainer_arguments": tuple(split_words(value))}
     if key == "pairs":

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,13 +203,20 @@ class LiveLine:
         parts.append(f"running {duration(elapsed)}")
         if self.seconds_left is not None and self.seconds_left > elapsed:
             parts.append(f"about {duration(self.seconds_left - elapsed)} left")
-        # A line that the terminal wraps could not be written over: what does not fit is left out.
-        width = shutil.get_terminal_size().columns - 1
-        text = self.label[:width]
-        for part in parts:
-            if len(text) + 3 + len(part) <= width:
-                text += f"   {part}"
-        print(f"\r{text}", end="\033[K", flush=True)
+        print_live([self.label, *parts])
+
+
+def print_live(parts: Sequence[str]) -> None:
+    """Write a line that the next one overwrites; on a terminal only."""
+    if not sys.stdout.isatty():
+        return
+    # A line that the terminal wraps could not be written over: what does not fit is left out.
+    width = shutil.get_terminal_size().columns - 1
+    text = parts[0][:width]
+    for part in parts[1:]:
+        if part and len(text) + 3 + len(part) <= width:
+            text += f"   {part}"
+    print(f"\r{text}", end="\033[K", flush=True)
 
 
 def print_line(text: str) -> None:

@@ -2,16 +2,13 @@
 
 import datetime
 import json
-import math
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError
-from compare.evidence.paired import Estimate, estimate_ratio
-from compare.evidence.run_folder import read_record, read_summary
-from compare.evidence.stopping import is_narrow
+from compare.evidence.run_folder import read_record
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
 from compare.running.launch import (
@@ -23,6 +20,8 @@ from compare.running.launch import (
     print_tail,
 )
 from recipe.record.schema import Summary
+
+NO_TURNS = "not by turns: "  # begins the warning of a plan that could not be as it was meant
 
 
 def new_folder(runs: Path) -> Path:
@@ -54,58 +53,15 @@ def resumed(plan: Plan, folder: Path) -> Plan:
     if not path.exists():
         return plan
     old = read_plan(path)
+    if any(line.startswith(NO_TURNS) for line in read_json(path).get("warnings", [])):
+        plan = in_whole_runs(plan)
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
     return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
 
 
-def is_finished(plan: Plan, folder: Path) -> bool:
-    """Tell whether nothing of the plan is left to be run in this folder."""
-    runs = [*plan.runs(), *plan.phase_runs()]
-    return all(is_complete(folder / run.folder) for run in runs) and not wants_block(plan, folder)
-
-
-def wants_block(plan: Plan, folder: Path) -> bool:
-    """Tell whether --until-interval asks for another block of whole runs within --minutes."""
-    if plan.measure != "runs" or plan.blocks is not None or not plan.pairs():
-        return False
-    seconds = sum(seconds for _, seconds in recorded_seconds(folder, plan.runs()))
-    if seconds * (1 + 1 / plan.run_blocks) > 60 * plan.minutes:
-        return False
-    widths = interval_widths(plan, folder)
-    return not all(is_narrow(estimate, plan.until_interval) for estimate, _ in widths)
-
-
-def interval_widths(plan: Plan, folder: Path) -> list[tuple[Estimate, str]]:
-    """Return the estimated ratio of speeds of each pair in each case at each number of workers,
-    widest interval first, with its name. Blocks count in which both runs are complete."""
-    speeds: dict[tuple[str, int, str], dict[int, float]] = {}
-    for run in plan.runs():
-        if is_complete(folder / run.folder):
-            cell = speeds.setdefault((run.case, run.workers, run.configuration.name), {})
-            cell[run.block] = read_summary(folder / run.folder).images_per_second
-    found = []
-    for case in plan.cases:
-        for workers in plan.workers:
-            for first, second in plan.pairs():
-                a = speeds.get((case.name, workers, first), {})
-                b = speeds.get((case.name, workers, second), {})
-                both = sorted(a.keys() & b.keys())
-                if not both:
-                    continue
-                estimate = estimate_ratio([a[i] for i in both], [b[i] for i in both])
-                name = f"{first} / {second}, {workers} worker{'s' * (workers > 1)}"
-                found.append((estimate, f"{case.name}: {name}" if case.name else name))
-    return sorted(found, key=lambda pair: reach(pair[0]), reverse=True)
-
-
-def reach(estimate: Estimate) -> float:
-    """Return how far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
-
-    Half its width on the logarithmic scale, on which it was computed; `is_narrow` asks for this.
-    """
-    if estimate.low is None or estimate.high is None:
-        return math.inf
-    return math.sqrt(estimate.high / estimate.low) - 1
+def in_whole_runs(plan: Plan) -> Plan:
+    """Return the plan as it is carried out where nothing can be measured by turns."""
+    return replace(plan, measure="runs", full_runs=1, blocks_there=plan.full_runs)
 
 
 def another_plan(folder: Path, differences: list[str]) -> UserError:

@@ -21,9 +21,9 @@ from compare.plan.options import command_words
 from compare.plan.plan import ROOT, Plan, Run
 from compare.plan.record import asked_differences, plan_record
 from compare.running.launch import LiveLine, Outcome, print_line, print_tail
+from compare.running.measurement import block_line, is_finished, measured
 from compare.running.progress import (
     another_plan,
-    is_finished,
     missing,
     new_folder,
     number_of,
@@ -165,7 +165,7 @@ def job_state(job: str) -> str | None:
 def follow(job: str, plan: Plan, folder: Path) -> None:
     """Print each run's line when it has ended, until the job has."""
     told = {run.folder: when_ended(folder, run) for run in every_run(plan, folder)}
-    last_state = None
+    groups, last_state = measured(plan, folder), None
     over_at: float | None = None
     while True:
         state = job_state(job)
@@ -177,6 +177,9 @@ def follow(job: str, plan: Plan, folder: Path) -> None:
             if ended is not None and ended != told.get(run.folder):
                 told[run.folder] = ended
                 show_run(run, runs, plan, folder, left)
+        before, groups = groups, measured(resumed(plan, folder), folder)
+        if plan.measure == "turns" and (line := block_line(plan, before, groups)):
+            print_line(line)
         if state is None:
             over_at = over_at or time.monotonic()
             is_settled = all(when_ended(folder, run) is not None for run in runs)

@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 
 from compare.errors import UserError
+from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
 from compare.plan.hosts import is_only_here
 from compare.plan.plan import Plan
@@ -12,10 +13,23 @@ NO_HOROVOD = (
     "Horovod is not installed in this environment. Build it with\n"
     "    python horovod_train/build_horovod.py"
 )
+NO_MPI4PY = (
+    "DDP over MPI needs mpi4py, which is not installed in this environment: pip install mpi4py"
+)
 
 
 def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
+
+
+def missing_for(configuration: Configuration) -> str | None:
+    """Say what must be installed for a configuration, if it is not; None: nothing."""
+    if configuration.engine == "horovod" and not has_horovod():
+        return NO_HOROVOD
+    over_mpi = configuration.engine == "ddp" and configuration.transport == "mpi"
+    if over_mpi and importlib.util.find_spec("mpi4py") is None:
+        return NO_MPI4PY
+    return None
 
 
 def check_tools(plan: Plan) -> None:

@@ -149,8 +149,9 @@ def test_a_comparison_over_two_hosts(
     """From one place, each engine by its launchers."""
     command = [
         "python", "compare/run.py", "--hostfile", str(hostfile), "--network-interface", "eth0",
-        "--configurations", *names.split(), "--workers", "4", "--blocks", "1", "--no-phases",
-        "--no-warm-up", "--out", str(tmp_path / "comparison"), "--", *TRAINING.split(),
+        "--configurations", *names.split(), "--workers", "4", "--measure", "runs",
+        "--blocks", "1", "--no-phases", "--no-warm-up", "--out", str(tmp_path / "comparison"),
+        "--", *TRAINING.split(),
     ]  # fmt: skip
     finished = two_hosts[0].run(command, 500, **ENVIRONMENT)
     assert finished.returncode == 0, finished.output

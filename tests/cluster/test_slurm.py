@@ -259,8 +259,9 @@ def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> Non
     training = SMALL.replace("--max-steps 70", "--max-steps 20")
     command = [
         "python", "compare/run.py", "--slurm=--ntasks-per-node 2 --gpus-per-node 2", "--out",
-        str(folder), "--workers", "4", "--blocks", "2", "--no-warm-up", "--phase-steps", "20",
-        "--configurations", "ddp-srun", "horovod-srun", "--", *training.split(),
+        str(folder), "--workers", "4", "--measure", "runs", "--blocks", "2", "--no-warm-up",
+        "--phase-steps", "20", "--configurations", "ddp-srun", "horovod-srun",
+        "--", *training.split(),
     ]  # fmt: skip
     finished = cluster.run(command, 500, **ENVIRONMENT)
     assert finished.returncode == 0, finished.output

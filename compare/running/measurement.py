@@ -1,0 +1,220 @@
+"""Speed, block after block until it is known: what the blocks say so far, and what comes next.
+
+What shares blocks is a group: the configurations of one case at one number of workers. The same
+functions decide and estimate as in the report (compare/evidence), so that both say the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.run_folder import read_block, read_summary
+from compare.evidence.stopping import Goal, is_enough, minutes_to_narrow, reason_to_stop
+from compare.evidence.turns import Block, estimate
+from compare.evidence.words import count, digits
+from compare.plan.plan import Case, Plan, percentage
+from compare.running.launch import duration, print_live
+from compare.running.progress import is_complete, missing, read_json
+from compare.running.sides import training_side
+from compare.running.turns import run_block
+
+ROUNDS = 6  # of a block of turns: in each every side has a turn
+PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the blocks of one case and number of workers say so far."""
+
+    case: Case
+    workers: int
+    blocks: int
+    seconds: float  # of measuring; those in which others used the cores are not among them
+    disturbed_seconds: float
+    estimates: dict[tuple[str, str], Estimate]  # by pair: first / second
+
+    @property
+    def block_seconds(self) -> float:
+        """What a block usually takes."""
+        return self.seconds / max(1, self.blocks)
+
+
+def measured(plan: Plan, folder: Path) -> list[Group]:
+    """Return what has been measured in this folder, for each case and number of workers."""
+    read = by_turns if plan.measure == "turns" else in_runs
+    return [read(plan, folder, case, workers) for case, workers in plan.groups()]
+
+
+def block_folder(folder: Path, case: Case, workers: int, number: int) -> Path:
+    return folder / "turns" / case.name / f"{workers}-workers" / f"block-{number}"
+
+
+def by_turns(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
+    names, blocks = [member.name for member in plan.members()], list[Block]()
+    while True:
+        path = block_folder(folder, case, workers, len(blocks) + 1) / "block.json"
+        if not path.exists():
+            break
+        blocks.append(read_block(path, names))
+    disturbed = sum(block.disturbed_seconds for block in blocks)
+    seconds = sum(block.seconds for block in blocks) - disturbed
+    estimates = {pair: estimate(blocks, *pair) for pair in plan.pairs()} if blocks else {}
+    return Group(case, workers, len(blocks), seconds, disturbed, estimates)
+
+
+def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
+    speeds: dict[str, dict[int, float]] = {member.name: {} for member in plan.members()}
+    seconds = 0.0
+    for run in plan.runs():
+        place = folder / run.folder
+        if (run.case, run.workers) == (case.name, workers) and is_complete(place):
+            speeds[run.configuration.name][run.block] = read_summary(place).images_per_second
+            if (outcome := place / "outcome.json").exists():
+                seconds += read_json(outcome)["seconds"]
+    estimates = {}
+    for first, second in plan.pairs():
+        a, b = speeds[first], speeds[second]
+        if both := sorted(a.keys() & b.keys()):
+            estimates[first, second] = estimate_ratio([a[i] for i in both], [b[i] for i in both])
+    blocks = min(len(found) for found in speeds.values())
+    return Group(case, workers, blocks, seconds, 0.0, estimates)
+
+
+def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
+    """Return the group whose turn it is: with the fewest blocks of those that need more."""
+    wide = [
+        group
+        for group in groups
+        if not group.blocks or not is_enough(group.estimates.values(), plan.until_interval)
+    ]
+    return min((plan.blocks is None and wide) or groups, key=lambda group: group.blocks)
+
+
+def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
+    """Say why no further block is measured; empty if one is."""
+    if not plan.pairs() and plan.blocks is None:
+        return "there is nothing to compare: one configuration only"
+    blocks = min(group.blocks for group in groups)
+    if not blocks:
+        return ""
+    estimates = [estimate for group in groups for estimate in group.estimates.values()]
+    if plan.measure == "turns":
+        next_seconds = next_group(plan, groups).block_seconds
+    else:
+        next_seconds = sum(group.block_seconds for group in groups)
+    used = sum(group.seconds for group in groups)
+    what = Goal(plan.until_interval, plan.minutes, plan.blocks)
+    return reason_to_stop(estimates, blocks, used, next_seconds, what)
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Tell whether nothing of the plan is left to be run in this folder."""
+    if missing([*plan.runs(), *plan.phase_runs()], folder):
+        return False
+    return bool(reason_to_end(plan, measured(plan, folder)))
+
+
+def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
+    """Measure the next block of turns; raises NoTurns where there can be none, MeasurementError
+    where a side fails."""
+    group = next_group(plan, groups)
+    number = group.blocks + 1
+    order = plan.in_order(number, group.case, group.workers)
+    runs = [plan.run(number, group.case, member, group.workers) for member in order]
+    told = [*ratio_texts(group), left_text(plan, groups)]
+    run_block(
+        [training_side(run) for run in runs],
+        ROUNDS,
+        block_folder(folder, group.case, group.workers, number),
+        number,
+        block_label(plan, group, number),
+        PATIENCE,
+        report=lambda text: print_live([text.partition(": ")[0], *told]),
+    )
+
+
+def block_label(plan: Plan, group: Group, number: int) -> str:
+    parts = [f"block {number}", group.case.name]
+    if len(plan.workers) > 1:
+        parts.append(count(group.workers, "worker"))
+    return ", ".join(filter(None, parts))
+
+
+def ratio_texts(group: Group) -> list[str]:
+    """Return what the blocks say of each pair so far, the widest interval first."""
+    found = sorted(group.estimates.items(), key=lambda item: -item[1].reach)
+    return [f"{first} / {second} {ratio_and_interval(one)}" for (first, second), one in found]
+
+
+def ratio_and_interval(estimate: Estimate) -> str:
+    places = digits(estimate)
+    if estimate.low is None:
+        return f"{estimate.ratio:.{places}f}"
+    return f"{estimate.ratio:.{places}f} ({estimate.low:.{places}f} to {estimate.high:.{places}f})"
+
+
+def seconds_to_go(plan: Plan, groups: Sequence[Group]) -> float | None:
+    """Estimate how long the blocks will take that are still needed; None: not known yet."""
+    if not all(group.blocks for group in groups):
+        return None
+    if plan.blocks is not None:
+        return sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
+    most = 60 * plan.minutes - sum(group.seconds for group in groups)
+    needed = seconds_to_narrow(plan, groups)
+    return most if needed is None else min(most, needed)
+
+
+def seconds_to_narrow(plan: Plan, groups: Sequence[Group]) -> float | None:
+    """Estimate how long it would take until all intervals are as narrow as asked for; None: not
+    known."""
+    total = 0.0
+    for group in groups:
+        minutes = [
+            minutes_to_narrow(estimate, plan.until_interval, group.block_seconds)
+            for estimate in group.estimates.values()
+        ]
+        known = [one for one in minutes if one is not None]
+        if len(known) < len(minutes):
+            return None
+        total += 60 * max(known, default=0.0)
+    return total
+
+
+def left_text(plan: Plan, groups: Sequence[Group]) -> str:
+    seconds = seconds_to_go(plan, groups)
+    return f"about {duration(seconds)} left" if seconds and seconds > 0 else ""
+
+
+def block_line(plan: Plan, before: Sequence[Group], groups: Sequence[Group]) -> str:
+    """Say what the block that was measured since `before` has changed."""
+    new = [after for old, after in zip(before, groups, strict=True) if after.blocks > old.blocks]
+    told = [
+        f"{block_label(plan, group, group.blocks)}: {', '.join(ratio_texts(group))}"
+        for group in new
+    ]
+    seconds = sum(g.seconds + g.disturbed_seconds for g in groups)
+    seconds -= sum(g.seconds + g.disturbed_seconds for g in before)
+    return "   ".join(filter(None, [*told, duration(seconds), left_text(plan, groups)]))
+
+
+def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
+    """Say why the measuring is over, and what it took."""
+    line = f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring"
+    if (disturbed := sum(group.disturbed_seconds for group in groups)) >= 1:
+        line += f", beside {duration(disturbed)} in which others used the cores"
+    if not minutes_for_more(plan, groups):
+        return [line]
+    reach = max(estimate.reach for group in groups for estimate in group.estimates.values())
+    asked = percentage(plan.until_interval)
+    return [line, f"the widest interval is +-{100 * reach:.1f} %, wider than +-{asked}"]
+
+
+def minutes_for_more(plan: Plan, groups: Sequence[Group]) -> int:
+    """Return what --minutes would have to be for intervals as narrow as --until-interval asks for;
+    0 if they are, if a number of blocks was given, or if that is not known."""
+    more = None if plan.blocks is not None else seconds_to_narrow(plan, groups)
+    if not more:
+        return 0
+    return math.ceil((sum(group.seconds for group in groups) + more) / 60)

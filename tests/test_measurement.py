@@ -1,0 +1,212 @@
+"""Blocks of turns until enough is known: made-up turns in the place of measured ones."""
+
+import itertools
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compare import run as run_module
+from compare.evidence.records import load_comparison
+from compare.evidence.turns import Block, Turn
+from compare.evidence.verdicts import judge
+from compare.plan.configurations import DEFAULT_CONFIGURATIONS
+from compare.plan.options import parse_options
+from compare.plan.plan import Case, Plan
+from compare.plan.record import plan_record
+from compare.running import measurement
+from compare.running.measurement import is_finished, measured, minutes_for_more
+from compare.running.progress import resumed
+from compare.running.sides import MeasurementError, NoTurns, Side
+from recipe.files import write_json
+
+FIRST, SECOND = DEFAULT_CONFIGURATIONS
+
+
+class Bench:
+    """Stands for run_block: DDP is 1.1 times as fast, in blocks of a minute that scatter."""
+
+    def __init__(self, scatter: float = 0.01) -> None:
+        self.scatter, self.blocks = scatter, list[Path]()
+        self.orders = list[tuple[str, ...]]()
+        self.error: Exception | None = None
+        self.disturbed = 0.0
+
+    def __call__(
+        self, sides: list[Side], rounds: int, folder: Path, number: int, *_: Any, **__: Any
+    ) -> Block:
+        if self.error is not None:
+            raise self.error
+        noise = random.Random(str(folder))
+        turns = []
+        for round_ in range(rounds):
+            for side in sides:
+                speed = 1100.0 if side.name.startswith("ddp") else 1000.0
+                speed *= noise.lognormvariate(0.0, self.scatter)
+                turns.append(Turn(side.name, round_, 64 / speed, speed, 0.001))
+        order = tuple(side.name for side in sides)
+        block = Block(number, order, 0.0, tuple(turns), seconds=60.0 + self.disturbed,
+                      disturbed_seconds=self.disturbed)  # fmt: skip
+        folder.mkdir(parents=True)
+        write_json(folder / "block.json", asdict(block))
+        self.blocks.append(folder)
+        self.orders.append(order)
+        return block
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr(measurement, "run_block", bench)
+    sides = {"launcher": (), "program": (), "images_per_step": 64}
+    monkeypatch.setattr(
+        measurement, "training_side", lambda run: Side(run.configuration.name, **sides)
+    )
+    monkeypatch.setattr(run_module, "trainers_sha256", lambda: "a")
+    return bench
+
+
+def measure(plan: Plan, folder: Path) -> tuple[Plan, bool]:
+    """Do as run.py does behind the whole runs, of which there are none here."""
+    plan = resumed(plan, folder)
+    write_json(folder / "plan.json", run_module.checked_record(plan, folder))
+    plan, is_measured, _ = run_module.measure(plan, folder, "a")
+    return plan, is_measured
+
+
+PLAN = Plan(full_runs=0, phase_steps=0, order_seed=1)
+
+
+def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
+    bench.scatter = 0.05
+    plan, is_measured = measure(PLAN, tmp_path)
+    assert is_measured and is_finished(plan, tmp_path) and minutes_for_more(plan, []) == 0
+    [group] = measured(plan, tmp_path)
+    estimate = group.estimates[FIRST, SECOND]
+    assert estimate.blocks == len(bench.blocks) > 3 and estimate.reach <= 0.03
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(bench.blocks) + 1
+    assert told[0].startswith(f"block 1: {FIRST} / {SECOND} 1.") and "   60 s" in told[0]
+    assert f"({estimate.low:.2f} to " in told[-2] or f"({estimate.low:.3f} to " in told[-2]
+    assert "every interval is within" in told[-1]
+    firsts = [order[0] for order in bench.orders]
+    assert all(a != b for a, b in itertools.pairwise(firsts))
+
+
+def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):
+    bench.scatter, bench.disturbed = 0.5, 30.0
+    plan, _ = measure(replace(PLAN, minutes=5), tmp_path)
+    assert len(bench.blocks) == 5  # of a minute each: disturbed time does not count
+    told = capsys.readouterr().out
+    assert "about 4 min left" in told and "beside 2 min in which others used the cores" in told
+    assert "the widest interval is +-" in told
+    more = minutes_for_more(plan, measured(plan, tmp_path))
+    assert more > 5
+    plan, _ = measure(replace(PLAN, minutes=7), tmp_path)
+    assert len(bench.blocks) == 7
+    (extension,) = json.loads((tmp_path / "plan.json").read_text())["extensions"]
+    assert (extension["blocks"], extension["minutes"]) == (None, 7)
+
+
+def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path):
+    measure(replace(PLAN, blocks=4), tmp_path)
+    assert len(bench.blocks) == 4
+    measure(replace(PLAN, blocks=6), tmp_path)
+    assert len(bench.blocks) == len(set(bench.blocks)) == 6
+    (extension,) = json.loads((tmp_path / "plan.json").read_text())["extensions"]
+    assert extension["blocks"] == 6
+    with pytest.raises(run_module.UserError, match="blocks: 6 there, 5 now"):
+        measure(replace(PLAN, blocks=5), tmp_path)
+
+
+def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
+    plan = replace(PLAN, cases=(Case("a"), Case("b")), workers=(1, 2))
+    measure(plan, tmp_path)
+    names = [path.relative_to(tmp_path).as_posix() for path in bench.blocks]
+    assert names[:5] == ["turns/a/1-workers/block-1", "turns/a/2-workers/block-1",
+                         "turns/b/1-workers/block-1", "turns/b/2-workers/block-1",
+                         "turns/a/1-workers/block-2"]  # fmt: skip
+    assert all(group.blocks >= 3 for group in measured(plan, tmp_path))
+
+
+def test_an_interruption_loses_the_block_that_was_under_way_alone(bench, tmp_path):
+    plan = replace(PLAN, blocks=3)
+    measure(replace(plan, blocks=1), tmp_path)
+    bench.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, tmp_path)
+    bench.error = None
+    measure(replace(plan, order_seed=None), tmp_path)  # the folder's own is taken
+    assert [path.name for path in bench.blocks] == ["block-1", "block-2", "block-3"]
+    assert bench.orders[0] == bench.orders[2] != bench.orders[1]
+
+
+def test_a_side_that_fails_ends_the_blocks(bench, tmp_path, capsys):
+    bench.error = MeasurementError("horovod-mpi ended with exit code 1")
+    _, is_measured = measure(PLAN, tmp_path)
+    assert not is_measured and "ended with exit code 1" in capsys.readouterr().out
+
+
+def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
+    bench, tmp_path, capsys, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(run_module, "make_missing", lambda runs, *_: made.append(len(runs)) or runs)
+    bench.error = NoTurns("processes cannot be stopped here")
+    plan, _ = measure(replace(PLAN, full_runs=1), tmp_path)
+    assert plan.measure == "runs" and made == [4]
+    told = capsys.readouterr().out
+    assert "warning: not by turns: processes cannot be stopped here. Whole runs" in told
+    assert "several times as wide" in told
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert record["measure"] == "runs" and len(record["warnings"]) == 1
+    assert resumed(PLAN, tmp_path).measure == "runs"  # the same command goes on
+
+
+def test_one_configuration_alone_takes_no_turns(bench, tmp_path):
+    measure(replace(PLAN, configurations=(FIRST,)), tmp_path)
+    assert not bench.blocks
+
+
+@pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
+    (0, [], "square", None), (0, ["--workers", "4"], "square", [4]), (1, [], None, [1]),
+    (8, [], None, [2]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
+    (0, ["wire-format"], "wire-format", None), (0, ["--slurm", "--nodes 2"], None, None),
+    (0, ["--configurations", "ddp-torchrun"], None, None),
+])  # fmt: skip
+def test_without_a_plan_the_engines_are_compared_over_each_transport(
+    gpus, words, plan, workers, monkeypatch
+):
+    monkeypatch.setattr(run_module.preflight, "visible_gpus", lambda: gpus)
+    options = parse_options(words, "")
+    run_module.take_default_plan(options)
+    assert (options.plan, options.workers) == (plan, workers)
+
+
+def test_plan_json_says_how_it_is_measured():
+    record = plan_record(replace(PLAN, minutes=8.0), "now")
+    names = ("measure", "full_runs", "blocks", "until_interval", "minutes", "margin", "order_seed")
+    assert [record[name] for name in names] == ["turns", 0, None, 0.03, 8.0, 0.03, 1]
+
+
+TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4")
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(300)
+def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
+    """The default, but for the whole runs and the runs for the phases."""
+    monkeypatch.setattr("compare.running.turns.TURN_SECONDS", 0.2)
+    monkeypatch.setattr(measurement, "ROUNDS", 2)
+    monkeypatch.setattr(run_module.preflight, "visible_gpus", lambda: 0)
+    command = ["--blocks", "1", "--full-runs", "0", "--no-phases", "--no-warm-up", "--out",
+               str(tmp_path), "--", *TRAINING]  # fmt: skip
+    assert run_module.main(command) == 0
+    told = capsys.readouterr().out
+    assert "block 1: " in told and "as many blocks as were asked for" in told
+    (verdict, *_) = [v for v in judge(load_comparison(tmp_path)) if v.first == "ddp-mpi"]
+    assert verdict.measured_by == "turns" and verdict.speed is not None
+    assert run_module.main(command) == 0 and "block 1: " not in capsys.readouterr().out
