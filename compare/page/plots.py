@@ -10,15 +10,14 @@ from statistics import median
 from compare.evidence.paired import Estimate
 from compare.evidence.phases import ALONE, PHASES, PhaseRow, phase_rows
 from compare.evidence.records import Comparison
-from compare.evidence.rows import by_turns, in_detail, quantile, speed_rows, speeds
+from compare.evidence.rows import by_turns, in_detail, speeds
 from compare.evidence.verdicts import Verdict, judge
-from compare.evidence.words import count, three_digits
+from compare.evidence.words import count
 from compare.page import learning
 from compare.page.chart import INK, MUTED, Key, Scale, categories, linear, whole
 from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Points, Selection, Series, thinned
 
 IDEAL = "1.5 2"  # dashes
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 MAX_MARKS = 60  # of a series: of a thousand runs none is made out among the others
 # Colour and opacity of each phase: greys for computing, colours of their own for waiting.
 PHASE_STYLES = {
@@ -148,98 +147,51 @@ def verdict_series(y: int, name: str, decision: str, speed: Estimate) -> Series:
 
 # ------------------------------------------------------------------------------- against workers
 
-Values = dict[str, dict[int, Sequence[float]]]  # of the blocks, by configuration and workers
-
 
 def plot_throughput(selection: Selection) -> Plot:
-    values: Values = {}
+    """Show the speed of each block and its median for each configuration."""
+    lines: dict[str, dict[int, list[float]]] = {}
     for cell in selection.comparison.cells:
         measured = speeds(selection.comparison, cell) if cell[0] == selection.case else {}
         if measured:
             rates = [speed.images_per_second for speed in measured.values()]
-            values.setdefault(cell[2], {})[cell[1]] = rates
+            lines.setdefault(cell[2], {})[cell[1]] = rates
+    numbers = sorted({n for line in lines.values() for n in line})
     ideal = []
-    for line in values.values():
+    for line in lines.values():
         fewest = min(line)
         ideal.append([(n, median(line[fewest]) * n / fewest) for n in line])
-    return plot_against_workers(
-        selection,
-        ("throughput", "Training throughput", "images/s", "{:,.4g}"),
-        "Training images per second of all workers, without the first steps and evaluation. Lines: "
-        "medians; small marks: blocks; dotted: ideal scaling.",
-        values,
-        ideal,
-    )
-
-
-def plot_efficiency(selection: Selection) -> Plot | None:
-    """Show scaling efficiency; None if only one number of workers was measured."""
-    values: Values = {}
-    for row in speed_rows(selection.comparison):
-        if row.case == selection.case and row.scaling is not None:
-            ratios = [100 * ratio for ratio in row.scaling.ratios]
-            values.setdefault(row.configuration, {})[row.workers] = ratios
-    if not values:
-        return None
-    fewest = min(selection.comparison.workers)
-    values = {name: {fewest: [100.0], **line} for name, line in values.items()}
-    numbers = sorted({n for line in values.values() for n in line})
-    return plot_against_workers(
-        selection,
-        ("efficiency", "Scaling efficiency", "% of ideal", "{:.1f}"),
-        "Images per second per worker, as a percentage of those in the same block with "
-        f"{count(fewest, 'worker')}.",
-        values,
-        [[(n, 100.0) for n in numbers]],
-    )
-
-
-def plot_against_workers(
-    selection: Selection,
-    figure: tuple[str, str, str, str],  # name, title, unit, and how a value is printed
-    caption: str,
-    values: Values,
-    ideal: list[list[tuple[int, float]]],
-) -> Plot:
-    """Show a figure of each block and its median for each configuration."""
-    name, title, unit, pattern = figure
-    numbers = sorted({n for line in values.values() for n in line})
-    span = numbers[-1] - numbers[0]
     series = [Series([Layer("line", line, MUTED, 1, IDEAL)]) for line in ideal]
     reached = [value for line in ideal for _, value in line]
-    for order, (configuration, by_workers) in enumerate(values.items()):
+    for order, (configuration, by_workers) in enumerate(lines.items()):
         look = selection.look(configuration)
         # Side by side rather than on top of each other.
-        shift = (order - (len(values) - 1) / 2) * (0.03 * span or 0.1)
+        shift = (order - (len(lines) - 1) / 2) * (0.03 * (numbers[-1] - numbers[0]) or 0.1)
         marks, texts = [], []
         for n, blocks in by_workers.items():
             reached += blocks
             for value in blocks[:: -(-len(blocks) // MAX_MARKS)]:
                 marks.append((n + shift, value))
-                told = f"{configuration}, {count(n, 'worker')}: {pattern.format(value)} {unit}"
-                texts.append(told)
+                texts.append(f"{configuration}, {count(n, 'worker')}: {value:,.4g} images/s")
         middle = {n: median(blocks) for n, blocks in by_workers.items()}
-        line = [(n + shift, value) for n, value in middle.items()]
-        printed = {n: pattern.format(value) for n, value in middle.items()}
-        series.append(
-            Series(
-                [
-                    Layer("line", line, look.colour, 1.7, look.dash),
-                    Layer(look.marker, marks, look.colour, 2, opacity=0.5, texts=texts),
-                    Layer(look.marker, line, look.colour, 3.4),
-                ],
-                (configuration, *(printed.get(n, "–") for n in numbers)),
-            )
-        )
+        points = [(n + shift, value) for n, value in middle.items()]
+        layers = [
+            Layer("line", points, look.colour, 1.7, look.dash),
+            Layer(look.marker, marks, look.colour, 2, opacity=0.5, texts=texts),
+            Layer(look.marker, points, look.colour, 3.4),
+        ]
+        printed = (f"{middle[n]:,.4g}" if n in middle else "–" for n in numbers)
+        series.append(Series(layers, (configuration, *printed)))
     return Plot(
-        selection.file_name(name),
-        selection.title(title),
-        caption,
+        selection.file_name("throughput"),
+        selection.title("Training throughput"),
+        "Training images per second of all workers, without the first steps and evaluation. Lines: "
+        "medians; small marks: blocks; dotted: ideal scaling.",
         Axis("workers", whole(numbers, margin=0.12)),
-        Axis(unit, linear(reached, zero=True)),
+        Axis("images/s", linear(reached, zero=True)),
         series,
-        (("configuration", ""), *((count(n, "worker"), unit) for n in numbers)),
-        keys=selection.keys(values, True) + [Key("ideal", MUTED, dash=IDEAL, width=1)],
+        (("configuration", ""), *((count(n, "worker"), "images/s") for n in numbers)),
+        keys=selection.keys(lines, True) + [Key("ideal", MUTED, dash=IDEAL, width=1)],
     )
 
 
@@ -326,44 +278,7 @@ def started(utc: str) -> float:
         return math.nan
 
 
-# ----------------------------------------------------------------------------- a row for each cell
-
-
-def plot_step_times(selection: Selection) -> Plot | None:
-    """Show how the times of single steps are distributed, a box for each cell's steps."""
-    series: list[Series] = []
-    ends = []
-    for (workers, name), runs in selection.cells(selection.runs).items():
-        times = sorted(1000 * line.seconds for run in in_detail(runs) for line in run.steps)
-        if not times:
-            continue
-        low, first, middle, third, high, highest = (quantile(times, part) for part in QUANTILES)
-        look, cell, y = selection.look(name), f"{name}, {count(workers, 'worker')}", len(series)
-        at = y + 0.14
-        told = f"{cell}: median {three_digits(middle)} ms, p95 {three_digits(high)} ms, p99 "
-        told += f"{three_digits(highest)} ms"
-        layers = [
-            Layer("line", [(low, at), (high, at)], look.colour, 1),
-            Layer("bar", [(first, at), (third, at)], look.colour, 6, opacity=0.5),
-            Layer(look.marker, [(middle, at)], look.colour, 2.6, texts=[told]),
-            Layer("circle", [(highest, at)], look.colour, 2, hollow=True),
-        ]
-        figures = map(three_digits, (low, first, middle, third, high, highest))
-        series.append(Series(layers, (cell, *figures), cell))
-        ends.append(highest)
-    if not series:
-        return None
-    return Plot(
-        selection.file_name("step-times"),
-        selection.title("Step times"),
-        "Of all steps of a cell's runs. Line: from the 5th to the 95th percentile; thick: 25th to "
-        "75th; mark: median; ring: 99th.",
-        Axis("milliseconds per step", linear(ends, zero=True)),
-        Axis("", categories(len(series))),
-        series,
-        (("configuration", ""), *((f"{100 * part:.0f} %", "ms") for part in QUANTILES)),
-        height=ROW_HEIGHT * len(series),
-    )
+# ------------------------------------------------------------------------------------- the phases
 
 
 def plot_phases(selection: Selection) -> Plot | None:
@@ -436,5 +351,5 @@ def phases_caption(rows: list[PhaseRow], unsplit: list[PhaseRow]) -> str:
 
 
 SPEED_PLOTS: tuple[Callable[[Selection], Plot | None], ...] = (
-    plot_throughput, plot_efficiency, plot_clock, plot_step_times, plot_phases,
+    plot_throughput, plot_clock, plot_phases,
 )  # fmt: skip

@@ -69,7 +69,7 @@ def figure(value: float | None, pattern: str = "", none: str = "–", aside: str
     """Return a figure's cell; without a pattern it gets three digits."""
     if value is None:
         return Cell(none)
-    plain = three_digits(value) if value > 0 else f"{value:g}"
+    plain = three_digits(value) if value > 0 else f"{value:.3g}"
     return Cell(pattern.format(value) if pattern else plain, value, aside)
 
 
@@ -197,17 +197,22 @@ def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
     rows = speed_rows(comparison)
     columns = [column for column in SPEED if column is not SCALING or any(r.scaling for r in rows)]
     note = (
-        "Medians over blocks; images/s with the range of the blocks. Scaling: images/s per worker, "
-        "as a percentage of that with the fewest workers in the same block, with its 95 % interval."
-        f" CPU time: of all workers. 90 epochs: of ImageNet's {IMAGES:,} images at this speed, of "
-        "this model and input, without evaluation"
+        "Medians over blocks; images/s with the range of the blocks. CPU time: of all workers. 90 "
+        f"epochs: of ImageNet's {IMAGES:,} images at this speed, of this model and input, without "
+        "evaluation"
     )
     if price_per_hour is not None:
         price = price_per_hour  # of all workers
         columns.append(Column("90 epochs, cost", lambda row: figure(price * hours(row), "{:,.2f}")))
         note += f", at {price:g} an hour for all workers"
+    note += "."
+    if SCALING in columns:
+        note += (
+            " Scaling: images/s per worker, as a percentage of that with the fewest workers in the "
+            "same block, with its 95 % interval."
+        )
     title = "Speed, by turns" if by_turns(comparison) else "Speed, of whole runs"
-    return cell_table(comparison, title, f"{note}.", columns, rows)
+    return cell_table(comparison, title, note, columns, rows)
 
 
 def hours(row: SpeedRow) -> float:
