@@ -360,7 +360,8 @@ def test_hostile_text_is_escaped(folder):
 def test_a_thousand_runs_stay_under_a_megabyte(tmp_path):
     """Of two blocks; the others are those again, as links."""
     names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo", "horovod-mpirun")
-    plans = [a_plan(configurations=names, workers=(1, 2, 4, 8), blocks=n) for n in (2, 50)]
+    shape = {"configurations": names, "workers": (1, 2, 4, 8), "phase_steps": 0}
+    plans = [a_plan(**shape, blocks=blocks) for blocks in (2, 50)]
     folder = make_comparison(tmp_path / "compare-1", plans[0])
     (folder / "plan.json").write_text(json.dumps(plan_record(plans[1], "2026-11-21T12:00:00Z")))
     for run in plans[1].runs():
