@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from records import a_plan, a_summary, an_environment, make_turns
 
+from compare.evidence.notices import notices
 from compare.evidence.records import (
     RecordError,
     find_comparison,
@@ -21,6 +22,7 @@ from compare.evidence.records import (
     recorded_comparison,
 )
 from compare.evidence.run_folder import read_run_folder
+from compare.page.html import render_page
 from compare.plan.plan import Case, Plan, Run
 from compare.plan.record import plan_record
 from recipe.record.schema import Input, Phases, Rank
@@ -305,13 +307,34 @@ def reason_of(folder: Path, cell: str) -> str:
     return run.reason
 
 
-def test_a_broken_line_of_the_metrics_is_named(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: "", "its last line is no JSON: ''"),
+        (lambda text: text + '{"kind": "step", "ep', "its last line is no JSON"),
+        (lambda text: text[: len(text) // 2].rpartition("\n")[0], "is not of step 72"),
+    ],
+)
+def test_metrics_that_were_cut_or_emptied_make_a_run_unreadable(tmp_path, damage, message):
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     path = folder / "block-1/ddp-torchrun-1/metrics.jsonl"
-    path.write_text(path.read_text() + '{"kind": "step", "ep')
-    run = load_comparison(folder).find(1, "ddp-torchrun", 1)
-    with pytest.raises(RecordError, match=r"metrics.jsonl, line 86 is not JSON"):
-        _ = run.steps
+    path.write_text(damage(path.read_text()))
+    assert message in reason_of(folder, "ddp-torchrun-1")
+
+
+@pytest.mark.parametrize("field", ["seconds", "images_per_second"])
+def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(tmp_path, field):
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
+    path = folder / "block-1/ddp-torchrun-1/metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[5] = json.dumps({**json.loads(lines[5]), field: -1.0})
+    path.write_text("\n".join(lines))
+    comparison = load_comparison(folder)
+    run = comparison.find(1, "ddp-torchrun", 1)
+    assert run.is_complete and run.steps == []
+    [line] = [line for _, lines in notices(comparison) for line in lines]
+    assert f"its steps are unreadable: {path}, line 6: {field} is -1.0, which is below 0" in line
+    assert render_page(comparison)
 
 
 def test_failed_and_missing_runs_keep_their_place(tmp_path):

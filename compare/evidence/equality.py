@@ -161,8 +161,11 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
     own = OF_BLOCK | (OF_JOB if comparison.plan["hosts"] == "slurm" else set())
     compared = []
     for field in dict.fromkeys(field for facts in told.values() for field in facts):
-        values = {}
-        for block, members in blocks.items():
+        values: dict[int, dict[str, Any]] = {}
+        first_fact = next(iter(told.values())).get(field)
+        is_same = first_fact is not None and all(f.get(field) == first_fact for f in told.values())
+        # Most are the same in all runs: then the first block's say all.
+        for block, members in [*blocks.items()][: 1 if is_same else None]:
             values[block] = {
                 run.configuration: told[run.folder].get(field, (ABSENT, False))[0]
                 for run in members
@@ -170,6 +173,7 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
             }
         values = {block: by_name for block, by_name in values.items() if by_name}
         firsts = {block: next(iter(by_name.values())) for block, by_name in values.items()}
+        first_of_all = firsts[min(firsts)]
         unequal = tuple(
             block
             for block, by_name in values.items()
@@ -193,7 +197,7 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
                 is_varied=bool(unequal) and is_varied,
                 unequal_blocks=unequal,
                 values=tuple(values[shown].items()),
-                varies_over_blocks=any(one != firsts[min(firsts)] for one in firsts.values()),
+                varies_over_blocks=any(one != first_of_all for one in firsts.values()),
                 changed=() if field in own else change_over(values),
             )
         )

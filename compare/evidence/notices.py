@@ -27,7 +27,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         for name in comparison.plan["left_out"]
     ]
     for run in (*comparison.runs, *comparison.phase_runs):
-        if not run.is_complete:
+        if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(trouble(run))
         elif load := load_warning(run):
             found[WARNINGS if matters(run) else ASIDE].append(load)
@@ -52,7 +52,8 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
 def trouble(run: RunRecord) -> str:
     """Say what became of a run that is not complete."""
     if run.reason:
-        return f"{run_text(run)}: unreadable: {run.reason}"
+        what = "its steps are unreadable" if run.is_complete else "unreadable"
+        return f"{run_text(run)}: {what}: {run.reason}"
     what = run.status
     if what == "failed" and run.exit_code is not None:
         what += f" with exit code {run.exit_code}"

@@ -13,6 +13,7 @@ from compare.evidence.run_folder import (
     Measured,
     RecordError,
     RunFolder,
+    check_end,
     read_block,
     read_metrics,
     read_object,
@@ -51,7 +52,7 @@ class RunRecord:
     seconds: float | None  # from its launcher's start to its end; None: not measured
     command: str
     written: RunFolder | None  # None unless it is complete
-    reason: str = ""  # why it is unreadable
+    reason: str = ""  # why it is unreadable; of a complete run, why its steps are
 
     @property
     def config(self) -> Settings:
@@ -105,8 +106,13 @@ class RunRecord:
 
     @cached_property
     def _metrics(self) -> dict[type, list[Any]]:
-        """metrics.jsonl, read when it is first asked for: a long training has many lines."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        """metrics.jsonl, read when it is first asked for: a long training has many lines. None of
+        them count if one is damaged, and `reason` says it."""
+        try:
+            return read_metrics(self.folder / "metrics.jsonl")
+        except RecordError as error:
+            self.reason = str(error)
+            return {StepLine: [], EpochLine: [], EvalLine: []}
 
 
 @dataclass
@@ -429,6 +435,7 @@ def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
             "there: it is another run's folder"
         )
     check_place(run.config, planned["folder"], run.folder / "config.json")
+    check_end(run.folder / "metrics.jsonl", run.summary.steps)
 
 
 def load_turns(folder: Path, plan: dict[str, Any], case: str, workers: int) -> list[TurnBlock]:

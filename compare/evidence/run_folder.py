@@ -3,6 +3,7 @@ of its type, or RecordError names the file and the field."""
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -61,6 +62,7 @@ FINGERPRINT = (
 )  # fmt: skip
 AS_IN_EFFECT = {"threads"}  # in the fingerprint, while config.json has what was asked for
 LARGEST = 1e300
+LONGEST_LINE = 16_384  # bytes
 # Line ends forge lines in a terminal, escapes colour it, and some turn the direction of writing.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 TOLERANCE = 0.05  # between a rate and the time that a step took
@@ -185,6 +187,29 @@ def read_metrics(path: Path) -> dict[type, list[Any]]:
     return lines
 
 
+def check_end(path: Path, steps: int) -> None:
+    """Raise RecordError if metrics.jsonl does not end as that of a run of so many steps: its lines
+    are read when they are shown."""
+    text = last_line(path)
+    try:
+        line = json.loads(text)
+    except ValueError:
+        raise RecordError(f"{path}: its last line is no JSON: {text[:40]!r}") from None
+    if not isinstance(line, dict) or line.get("step") != steps:
+        raise RecordError(
+            f"{path}: its last line is not of step {steps}, the last one: {text[:40]!r}"
+        )
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a record's file; the file may be long."""
+    if not path.exists():
+        return read_text(path).strip().rpartition("\n")[2]
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE))
+        return file.read().decode(errors="replace").strip().rpartition("\n")[2]
+
+
 def read_record(path: Path, kind: type[Record]) -> Record:
     return parse(read_object(path), kind, path)
 
@@ -203,9 +228,9 @@ def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Reco
     """Make a record of a JSON object; RecordError names the field that is missing or of another
     type. Fields that the record lacks are of a newer version, and passed over."""
     known = {}
-    for name, is_required, hint in fields_of(kind):  # type: ignore[arg-type]  # a class is hashable
+    for name, is_required, shape in fields_of(kind):  # type: ignore[arg-type]  # a class is hashable
         if name in values:
-            known[name] = checked(values[name], hint, where, name)
+            known[name] = checked(values[name], shape, where, name)
         elif is_required:
             raise RecordError(f"{where}: the field '{name}' is missing")
     for name in above_zero(kind):  # type: ignore[arg-type]
@@ -214,22 +239,33 @@ def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Reco
     return kind(**known)
 
 
-def checked(value: Any, hint: Any, where: Path | str, name: str) -> Any:
-    """Return a field's value, records made of the objects in it, if it is as its hint says."""
-    types, words, inner = shape_of(hint)
-    if type(value) not in types:
-        raise RecordError(f"{where}: {name} is {value!r}, which is not {words}")
-    if isinstance(value, list):
-        parts = [checked(part, inner, where, name) for part in value]
-        return tuple(parts) if get_origin(hint) is tuple else parts
-    if isinstance(value, float | int):
+@dataclass(frozen=True)
+class Shape:
+    """What a field's value may be in JSON, the words for it, and what is in it."""
+
+    types: tuple[type, ...]
+    words: str
+    record: type | None  # that an object is
+    parts: "Shape | None"  # of a list
+    is_tuple: bool
+
+
+def checked(value: Any, shape: Shape, where: Path | str, name: str) -> Any:
+    """Return a field's value, records made of the objects in it, if it is of this shape."""
+    kind = type(value)
+    if kind not in shape.types:
+        raise RecordError(f"{where}: {name} is {value!r}, which is not {shape.words}")
+    if kind is str:
+        if CONTROL.search(value):
+            raise RecordError(f"{where}: {name} is {value!r}, which holds a control character")
+    elif kind is float or kind is int:
         check_number(value, where, name)
-    if isinstance(value, str) and CONTROL.search(value):
-        raise RecordError(f"{where}: {name} is {value!r}, which holds a control character")
-    if value is None or not is_dataclass(inner):
-        return value
-    assert isinstance(inner, type)
-    return parse(value, inner, f"{where}, {name}")
+    elif kind is list and shape.parts is not None:
+        parts = [checked(part, shape.parts, where, name) for part in value]
+        return tuple(parts) if shape.is_tuple else parts
+    elif kind is dict and shape.record is not None:
+        return parse(value, shape.record, f"{where}, {name}")
+    return value
 
 
 def check_number(value: float, where: Path | str, name: str) -> None:
@@ -246,27 +282,32 @@ def above_zero(kind: type) -> tuple[str, ...]:
 
 
 @cache
-def fields_of(kind: type) -> list[tuple[str, bool, Any]]:
-    """Return the name of each field, whether it must be there, and its type hint."""
+def fields_of(kind: type) -> list[tuple[str, bool, Shape]]:
+    """Return the name of each field, whether it must be there, and its shape."""
     hints = get_type_hints(kind)
     return [
         (field.name, field.default is MISSING and field.default_factory is MISSING,
-         hints[field.name])
+         shape_of(hints[field.name]))
         for field in fields(kind)
     ]  # fmt: skip
 
 
-@cache
-def shape_of(hint: Any) -> tuple[tuple[type, ...], str, Any]:
-    """Return what a value of this hint may be in JSON, the words for it, and the hint of what is
-    in it: the record itself of an object, the elements of a list."""
+def shape_of(hint: Any) -> Shape:
+    """Return the shape that a type hint asks for."""
     may_be_null = isinstance(hint, UnionType)
     if may_be_null:
         hint = get_args(hint)[0]
-    outer = dict if is_dataclass(hint) else get_origin(hint) or hint
+    is_record = is_dataclass(hint)
+    outer = dict if is_record else get_origin(hint) or hint
     types, words = JSON_TYPES[outer]
-    inner = hint if is_dataclass(hint) else next(iter(get_args(hint)), None)
-    return (*types, type(None)) if may_be_null else types, words, inner
+    inner = next(iter(get_args(hint)), None) if outer in (list, tuple) else None
+    return Shape(
+        (*types, type(None)) if may_be_null else types,
+        words,
+        hint if is_record else None,
+        shape_of(inner) if inner else None,
+        outer is tuple,
+    )
 
 
 def read_text(path: Path) -> str:
@@ -283,7 +324,9 @@ def with_names_of_today(values: dict[str, Any]) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_text(path), object_hook=with_names_of_today)
+        text = read_text(path)
+        is_old = any(f'"{name}"' in text for name in FORMER_NAMES)
+        value = json.loads(text, object_hook=with_names_of_today if is_old else None)
     except ValueError as error:
         raise RecordError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
