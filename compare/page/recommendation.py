@@ -21,8 +21,8 @@ def recommendations(comparison: Comparison, verdicts: Sequence[Verdict]) -> list
             and not (verdict.is_null_test or verdict.is_interaction or verdict.speed is None)
         ]
         for group in connected(found):
-            text = recommend(group, comparison.plan["configurations"])
-            lines.append(f"{at}: {text}" if len(places) > 1 else text)
+            if text := recommend(group, comparison.plan["configurations"]):
+                lines.append(f"{at}: {text}" if len(places) > 1 else text)
     return lines
 
 
@@ -38,7 +38,8 @@ def connected(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
 
 
 def recommend(verdicts: Sequence[Verdict], order: Sequence[str]) -> str:
-    """Say which configuration no other one beats, and what that rests on."""
+    """Say which configuration no other one beats, and what that rests on; empty if nothing is
+    decided."""
     labels = {v.first: v.first_label for v in verdicts}
     labels |= {v.second: v.second_label for v in verdicts}
     decided = [verdict for verdict in verdicts if verdict.decision in ("faster", "slower")]
@@ -59,8 +60,8 @@ def recommend(verdicts: Sequence[Verdict], order: Sequence[str]) -> str:
     widest = max((v.speed for v in among if v.speed), key=lambda speed: speed.bound)
     if all(verdict.decision == "equal" for verdict in among):
         return f"Take either, {named}: equal within {bound_text(widest)}{rest}."
-    if widest.low is None:
-        return f"Not decided: {named}; too few blocks for an interval{rest}."
+    if widest.low is None or not wins:
+        return ""  # the verdict's own sentence says all that is known
     return f"Not decided: {named}; they differ by at most {bound_text(widest)}{rest}."
 
 
