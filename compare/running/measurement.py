@@ -204,9 +204,10 @@ def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
     line = f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring"
     if (disturbed := sum(group.disturbed_seconds for group in groups)) >= 1:
         line += f", beside {duration(disturbed)} in which others used the cores"
-    if not minutes_for_more(plan, groups):
+    estimates = [estimate for group in groups for estimate in group.estimates.values()]
+    reach = max((estimate.reach for estimate in estimates), default=0.0)
+    if plan.blocks is not None or reach <= plan.until_interval:
         return [line]
-    reach = max(estimate.reach for group in groups for estimate in group.estimates.values())
     asked = percentage(plan.until_interval)
     return [line, f"the widest interval is +-{100 * reach:.1f} %, wider than +-{asked}"]
 
