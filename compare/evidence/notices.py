@@ -22,10 +22,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         return not by_turns(comparison) and run.block > 0 and run.configuration in judged
 
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan["warnings"]], MISSING: [], ASIDE: []}
-    found[MISSING] += [
-        f"{name}: Horovod is not installed there; python horovod_train/build_horovod.py builds it"
-        for name in comparison.plan["left_out"]
-    ]
+    found[MISSING] += [left_out_text(name) for name in comparison.plan["left_out"]]
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(trouble(run))
@@ -70,3 +67,11 @@ def load_warning(run: RunRecord) -> str:
     return (
         f"{run_text(run)}: other processes kept {run.other_load:.1f} of {count(cores, 'core')} busy"
     )
+
+
+def left_out_text(configuration: str) -> str:
+    """Say why a configuration of the plan was not started."""
+    if configuration.startswith("ddp"):
+        return f"{configuration}: mpi4py or mpirun is not installed there"
+    build = "python horovod_train/build_horovod.py builds it"
+    return f"{configuration}: Horovod is not installed there; {build}"

