@@ -7,10 +7,11 @@ of it.
 
 The interval is Student's t on the logarithms of the blocks' ratios. From two sides nothing else is
 known of the noise than these few values. Where more than two sides shared the blocks, the other
-pairs tell of the noise as well: the variance is then half the pair's own, half that of all pairs
-(after Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004, with fixed
-weights), which has twice the degrees of freedom with four sides. All of it would be narrower still,
-and wrong where one engine is noisier than the other; stopping.py has what was simulated.
+pairs tell of the noise as well: the variance is then two thirds the pair's own, one third that of
+all pairs (after Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004, with
+fixed weights), which has 1.6 times the degrees of freedom with four sides. All of it would be
+narrower still, and wrong where one engine is noisier than the other. stopping.py has what was
+simulated, tests/test_compare_coverage.py simulates it again.
 """
 
 import math
@@ -53,8 +54,9 @@ class Estimate:
         if self.blocks < MIN_BLOCKS:
             return f"no interval: it needs {MIN_BLOCKS} blocks"
         shared = "" if self.degrees < self.blocks else (
-            ", the variance half their own and half that of all pairs of these blocks (after "
-            "Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004)"
+            ", the variance two thirds their own and one third that of all pairs of these "
+            "blocks (after Smyth, Statistical Applications in Genetics and Molecular Biology 3, "
+            "2004)"
         )  # fmt: skip
         return f"Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908){shared}"
 
