@@ -189,7 +189,7 @@ def test_a_folder_outside_is_refused_and_a_name_cannot_forge_a_line(tmp_path):
     for forged in ("../outside", "/tmp/outside", "block-1/../../x", "block-1/a\nAt 2 workers"):
         runs = [{**plan["runs"][0], "folder": forged}, *plan["runs"][1:]]
         edit(folder / "plan.json", runs=runs)
-        with pytest.raises(Exception, match="which is not in this comparison"):
+        with pytest.raises(Exception, match="is not in this comparison"):
             load_comparison(folder)
 
 

@@ -29,6 +29,13 @@ OWN_SHARE = 2 / 3  # of a pair's own variance; the rest is that of all pairs of 
 REACH_OF_80_PERCENT = 1.5
 
 
+def confidence_after(extensions: int) -> float:
+    """Return the confidence of each interval of a measurement that was extended so often after its
+    report could be read: each look gets its share of the error (Bonferroni), since whoever may look
+    and then measure on has more than one chance to stop where it suits."""
+    return 1 - (1 - CONFIDENCE) / (1 + extensions)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The ratio first / second: the geometric mean over blocks, and its interval if there is one.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from compare.evidence import packed
+from compare.evidence.paired import confidence_after
+from compare.evidence.plan_record import read_plan_record
 from compare.evidence.run_folder import (
-    CONTROL,
     Measured,
     RecordError,
     RunFolder,
@@ -23,12 +24,6 @@ from compare.evidence.run_folder import (
 from compare.evidence.turns import Block
 from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
-# Fields of plan.json, and of each run that it lists.
-PLAN_FIELDS = (
-    "created_utc", "seed", "blocks", "configurations", "workers", "trainer_arguments",
-    "environment", "runs",
-)  # fmt: skip
-PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 STATUSES = ("completed", "failed", "timed out", "not run", "interrupted")
 NUMBERED = re.compile(r"block-[1-9][0-9]*")
@@ -169,6 +164,11 @@ class Comparison:
     def workers(self) -> list[int]:
         """All numbers of workers, the fewest first."""
         return sorted({run.workers for run in self.runs} | {workers for _, workers in self.turns})
+
+    @property
+    def confidence(self) -> float:
+        """Of each interval."""
+        return confidence_after(len(self.plan["extensions"]))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -324,61 +324,6 @@ def load_comparison(folder: Path) -> Comparison:
     return comparison
 
 
-def read_plan_record(path: Path) -> dict[str, Any]:
-    """Read plan.json. What a plan could not yet hold when it was written gets the value that it
-    then had without a name: one case, each configuration judged against the first, nothing varied.
-    """
-    plan = read_object(path)
-    for name in PLAN_FIELDS:
-        require(plan, name, path)
-    names = plan["configurations"]
-    plan = {
-        "question": None,
-        "plan_file": None,
-        "left_out": [],
-        "configuration_details": {},
-        "pairs": [[names[0], other] for other in names[1:]],
-        "varied": [],
-        "cases": [{"name": "", "flags": []}],
-        "scaling": "weak",
-        "hosts": None,
-        "null": False,
-        "measure": "runs",
-        "until_interval": None,
-        "margin": 0.03,
-        "extensions": [],
-        "warnings": [],
-        "phase_runs": [],
-        **plan,
-    }
-    cases = [require(case, "name", path) for case in plan["cases"]]
-    for name in (*names, *cases, *plan["left_out"], *plan["warnings"], plan["question"] or ""):
-        if not isinstance(name, str) or CONTROL.search(name):
-            raise RecordError(f"{path}: {name!r} is no name, or holds a control character")
-    for pair in plan["pairs"]:
-        if len(pair) != 2 or not set(pair) <= set(names):
-            raise RecordError(f"{path}: the pair {pair!r} is not of two of {', '.join(names)}")
-    for planned in (*plan["runs"], *plan["phase_runs"]):
-        for name in PLANNED_FIELDS:
-            require(planned, name, path)
-        planned.setdefault("case", "")
-        check_inside(planned["folder"], path)
-        if planned["configuration"] not in names:
-            raise RecordError(
-                f"{path}: a run of {planned['configuration']!r}, which the plan lacks"
-            )
-        if planned["case"] not in cases:
-            raise RecordError(f"{path}: a run of case {planned['case']!r}, which the plan lacks")
-    return plan
-
-
-def check_inside(folder: str, path: Path) -> None:
-    """Raise RecordError if a run's folder is not one within its comparison."""
-    parts = Path(folder).parts
-    if not parts or Path(folder).is_absolute() or ".." in parts or CONTROL.search(folder):
-        raise RecordError(f"{path}: a run's folder is {folder!r}, which is not in this comparison")
-
-
 def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
     """Read one run folder; if it is broken, or another run than the planned one, its status is
     "unreadable", with the reason."""
@@ -496,9 +441,3 @@ def check_place(config: Settings, planned: str, path: Path) -> None:
             f"{path}: it was written as {written}, but the plan has {planned} there: it is another "
             "run's folder"
         )
-
-
-def require(record: dict[str, Any], field: str, path: Path) -> Any:
-    if field not in record:
-        raise RecordError(f"{path}: the field '{field}' is missing")
-    return record[field]

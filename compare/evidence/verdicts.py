@@ -273,7 +273,7 @@ def with_speed(verdict: Verdict, comparison: Comparison, powers: Mapping[str, in
 def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
     """Return the verdict with speed and CPU time from the blocks of turns that hold these sides."""
     blocks = comparison.turn_blocks(verdict.case, verdict.workers)
-    sure, both = confidence(comparison), [b for b in blocks if powers.keys() <= {*b.order}]
+    sure, both = comparison.confidence, [b for b in blocks if powers.keys() <= {*b.order}]
     if not both:
         return replace(verdict, measured_by="turns")
     speed = turns.estimate_contrast(blocks, powers, turns.throughput, sure)
@@ -304,7 +304,7 @@ def with_runs(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int
             math.fsum(power * math.log(value(runs[name])) for name, power in powers.items())
             for runs in whole
         ]
-        return estimate_logs(logs, confidence=confidence(comparison))
+        return estimate_logs(logs, confidence=comparison.confidence)
 
     place = {run.folder: number for number, run in enumerate(comparison.runs)}
     first, second, *_ = powers
@@ -315,12 +315,6 @@ def with_runs(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int
         cpu=estimate(lambda run: run.summary.cpu_seconds_per_image),
         first_in=(began, len(whole)),
     )
-
-
-def confidence(comparison: Comparison) -> float:
-    """Return the confidence of each interval: whoever looked, and then measured on, had more than
-    one chance to stop where it suits, and each look gets its share of the error (Bonferroni)."""
-    return 1 - (1 - CONFIDENCE) / (1 + len(comparison.plan["extensions"]))
 
 
 def judge_interaction(
@@ -368,7 +362,7 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
         )
     if times := len(comparison.plan["extensions"]):
         often = {1: "once", 2: "twice"}.get(times, f"{times} times")
-        percent = f"{100 * confidence(comparison):.4g}"
+        percent = f"{100 * comparison.confidence:.4g}"
         parts.append(
             f"This comparison was extended {often}, after its report could be read: its intervals "
             f"are of {percent} % each, so that all {1 + times} looks together err in at most 5 %."

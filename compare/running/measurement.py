@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.paired import Estimate, confidence_after, estimate_ratio
 from compare.evidence.run_folder import read_block, read_summary
 from compare.evidence.stopping import Goal, is_enough, minutes_to_narrow, reason_to_stop
 from compare.evidence.turns import Block, estimate
@@ -60,8 +60,17 @@ def by_turns(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
         blocks.append(read_block(path, names))
     disturbed = sum(block.disturbed_seconds for block in blocks)
     seconds = sum(block.seconds for block in blocks) - disturbed
-    estimates = {pair: estimate(blocks, *pair) for pair in plan.pairs()} if blocks else {}
+    sure = confidence(folder)
+    pairs = plan.pairs() if blocks else []
+    estimates = {pair: estimate(blocks, *pair, confidence=sure) for pair in pairs}
     return Group(case, workers, len(blocks), seconds, disturbed, estimates)
+
+
+def confidence(folder: Path) -> float:
+    """Return the confidence of this comparison's intervals, as its report has it."""
+    path = folder / "plan.json"
+    extensions = read_json(path).get("extensions", []) if path.exists() else []
+    return confidence_after(len(extensions))
 
 
 def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
@@ -77,7 +86,9 @@ def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
     for first, second in plan.pairs():
         a, b = speeds[first], speeds[second]
         if both := sorted(a.keys() & b.keys()):
-            estimates[first, second] = estimate_ratio([a[i] for i in both], [b[i] for i in both])
+            estimates[first, second] = estimate_ratio(
+                [a[i] for i in both], [b[i] for i in both], confidence=confidence(folder)
+            )
     blocks = min(len(found) for found in speeds.values())
     return Group(case, workers, blocks, seconds, 0.0, estimates)
 
