@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from compare.evidence import packed
-from compare.evidence.paired import Estimate, estimate_logs, middle_of
+from compare.evidence.paired import Estimate, estimate_logs, hodges_lehmann
 from compare.evidence.run_folder import read_block
 from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import Block
@@ -146,15 +146,15 @@ RECORD = Path(__file__).parent.parent / "results/xeon-2-cores/2026-11-22-bench"
 
 @pytest.mark.parametrize("row", ["1", "5-ddp", "5-horovod", "9"])
 def test_the_interval_covers_the_truth_with_turns_drawn_from_recorded_ones(row):
-    """Whole rounds are drawn, with what the sides of a round had in common. What the estimate is of
-    is the middle of all rounds, which rare slow turns do not move, not their mean."""
+    """Whole rounds are drawn, with what the sides of a round had in common. The estimate is
+    one of the typical round, which rare slow turns do not move, not of the mean one."""
     rounds = np.concatenate([residuals(block) for block in recorded_blocks(row)])
     random = np.random.default_rng(14)
     blocks, sides = 8, rounds.shape[1]
     speeds = rounds[random.integers(0, len(rounds), (EXPERIMENTS, blocks, ROUNDS))]
     speeds = speeds + random.normal(0, LAUNCH, (EXPERIMENTS, blocks, 1, sides))
     found = measure(block_values(speeds), sides, Goal())
-    middles = [middle_of((rounds[:, a] - rounds[:, b]).tolist()) for a, b in pairs_of(sides)]
+    middles = [hodges_lehmann((rounds[:, a] - rounds[:, b]).tolist()) for a, b in pairs_of(sides)]
     assert LEAST <= mean(coverage(found, middles)) <= MOST
 
 

@@ -13,7 +13,7 @@ from compare.evidence.paired import (
     Estimate,
     estimate_logs,
     estimate_ratio,
-    middle_of,
+    hodges_lehmann,
     student_quantile,
 )
 from compare.evidence.stopping import (
@@ -107,7 +107,7 @@ def test_the_pooled_variance_is_that_of_block_plus_side():
 
 
 def test_a_few_disturbed_rounds_do_not_move_a_block():
-    assert middle_of([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
+    assert hodges_lehmann([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
     quiet, loud = [100.0] * 6, [100.0, 60.0, 100.0, 100.0, 100.0, 100.0]
     assert a_block(1, {"a": quiet, "b": loud}).ratio("a", "b", lambda turn: turn.images_per_second)
 

@@ -76,8 +76,8 @@ class Estimate:
 
     @property
     def reach(self) -> float:
-        """How far the interval reaches above and below its middle, in proportion: 0.02 is 2 %.
-        Half its width on the logarithmic scale, on which it was computed."""
+        """The interval's half-width, in proportion: 0.02 is 2 %. It was computed on logarithms,
+        and is symmetric there."""
         if self.low is None or self.high is None:
             return math.inf
         return math.sqrt(self.high / self.low) - 1
@@ -170,7 +170,7 @@ def shared_degrees(sides: int, degrees: int) -> int:
     return int(degrees / (own**2 + (1 - own) ** 2 / (sides - 2)))
 
 
-def middle_of(values: Sequence[float]) -> float:
+def hodges_lehmann(values: Sequence[float]) -> float:
     """Return the median of the means of all pairs of these values, each with itself as well: nearly
     as precise as the mean where nothing disturbed, and untouched by a quarter of outliers (Hodges
     and Lehmann, Annals of Mathematical Statistics 34, 1963)."""

@@ -11,7 +11,7 @@ from compare.evidence.paired import (
     MIN_BLOCKS,
     Estimate,
     estimate_logs,
-    middle_of,
+    hodges_lehmann,
     variance,
 )
 
@@ -68,7 +68,7 @@ class Block:
         for turn in self.turns:
             if turn.round in rounds and turn.side in powers:
                 rounds[turn.round] += powers[turn.side] * math.log(value(turn))
-        return middle_of(list(rounds.values()))
+        return hodges_lehmann(list(rounds.values()))
 
     def ratio(self, first: str, second: str, value: Callable[[Turn], float]) -> float:
         """The ratio first / second over the rounds that count."""

@@ -73,9 +73,10 @@ class Verdict:
                 f"differ in more than {self.compared}."
             )
         if self.speed is None:
+            what = "turns" if self.measured_by == "turns" else "a complete run"
             return (
-                f"{at} no verdict: no block holds a complete run of both "
-                f"{self.first_label} and {self.second_label}."
+                f"{at} no verdict: no block holds {what} of both {self.first_label} and "
+                f"{self.second_label}."
             )
         if self.speed.low is None:
             return (

@@ -8,11 +8,11 @@ as it is quiet: two ranks that wait for each other suffer more from a neighbour 
 not.
 
 A block starts each side, in an order of its own, lets all warm up, and goes through the turns,
-forwards and backwards alternately. Its ratio of two sides is the median over its rounds. The unit
-of evidence is the block, since what chance decides once a launch (how pages and threads are placed)
-stays for all turns of it: compare/evidence/paired.py makes the estimate and the interval from the
-blocks' ratios. sides.py says what is started, stage.py holds the processes, agent.py is beside each
-of them, and turn_client.py inside.
+forwards and backwards alternately. Its ratio of two sides is the Hodges-Lehmann estimate over its
+rounds. The unit of evidence is the block, since what chance decides once a launch (how pages and
+threads are placed) stays for all turns of it: compare/evidence/paired.py makes the estimate and the
+interval from the blocks' ratios. sides.py says what is started, stage.py holds the processes,
+agent.py is beside each of them, and turn_client.py inside.
 """
 
 import json
