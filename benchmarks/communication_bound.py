@@ -20,7 +20,7 @@ from benchmarks.harness.workloads import QUICK
 
 GOALS = {"ddp": 0.88, "horovod": 0.75}
 TUNED = {
-    "ddp": "--gradient-as-bucket-view --bucket-cap-mb 100",
+    "ddp": "--bucket-cap-mb 100",
     # Open MPI's ring, on pieces that stay in the cache.
     "horovod": "OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_allreduce_algorithm=4 "
     "HOROVOD_FUSION_THRESHOLD=4194304",

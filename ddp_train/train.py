@@ -92,6 +92,8 @@ def main(config: Config, world: World) -> None:
 
     def distribute(model: nn.Module, config: Config) -> tuple:
         """Network and optimizer, with rank 0's weights; gradients are averaged during backward."""
+        if world.size == 1:  # nobody to exchange with, but DDP would copy each gradient
+            return model, build_optimizer(model, config)
         network = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -150,7 +152,7 @@ def main(config: Config, world: World) -> None:
             images, targets = to_device(next(batches), config, device)
             meter.lap("data")
             # Gradients add up on each rank; only the last backward pass of the step sends them.
-            sends = exchange and batch_number == config.batches_per_allreduce
+            sends = world.size == 1 or (exchange and batch_number == config.batches_per_allreduce)
             with autocast(config, device), nullcontext() if sends else network.no_sync():
                 outputs = network(images)
                 loss = criterion(outputs, targets)

@@ -250,18 +250,22 @@ class SpeedFlags:
     """A file of settings and variables that make the exchange of gradients faster here, as
     `compare/run.py --tune FILE` finds and writes them. Flags and the environment win over it."""
     bucket_cap_mb: float | None = speed(
-        None, ABOVE_0, engine="ddp", tries=(1.0, 5.0, 25.0, 50.0, 100.0)
+        None, ABOVE_0, needs="workers", engine="ddp", tries=(1.0, 5.0, 25.0, 50.0, 100.0)
     )
     """Largest bucket of gradients that are exchanged together, MiB (DDP only; its default is 25
     after a first one of 1). Horovod's counterpart is the variable HOROVOD_FUSION_THRESHOLD."""
-    first_bucket_mb: float | None = speed(None, ABOVE_0, engine="ddp", tries=(0.25, 4.0))
+    first_bucket_mb: float | None = speed(
+        None, ABOVE_0, needs="workers", engine="ddp", tries=(0.25, 4.0)
+    )
     """Size of the first bucket, whose gradients are ready first, MiB (DDP only). Default: that of
     the others if --bucket-cap-mb is given, else 1."""
-    gradient_as_bucket_view: bool = speed(False, engine="ddp", tries=True)
+    gradient_as_bucket_view: bool = speed(True, needs="workers", engine="ddp")
     """Let gradients live in the buckets: saves a copy and their memory (DDP only)."""
-    static_graph: bool = speed(False, engine="ddp", tries=True)
+    static_graph: bool = speed(False, needs="workers", engine="ddp", tries=True)
     """Promise that every step uses the same parameters in the same order (DDP only)."""
-    num_groups: int | None = speed(None, at_least(1), engine="horovod", tries=(1, 4))
+    num_groups: int | None = speed(
+        None, at_least(1), needs="workers", engine="horovod", tries=(1, 4)
+    )
     """Exchange the gradients in so many groups, each as soon as all of it is ready (Horovod only,
     fp32 only). Default: each cycle sends what is ready."""
     cuda: bool = place(True, decides=("device", "device_name", "CUDA version"))

@@ -173,9 +173,9 @@ def test_set_variables_leaves_others_alone() -> None:
     assert (mine, lines, environ) == ({"C": "3"}, [], {"A": "1", "B": "2", "C": "3"})
 
 
-def test_every_knob_is_off_by_default_and_none_is_work() -> None:
-    for name in names_of("speed"):
-        assert not getattr(digits(), name), "the engine's own default"
+def test_every_knob_but_one_is_the_engines_default_and_none_is_work() -> None:
+    changed = {name for name in names_of("speed") if getattr(digits(), name)}
+    assert changed == {"gradient_as_bucket_view"}, "the same bits, and a copy less"
     assert {n for names in SETTINGS.values() for n in names} == {*names_of("speed")} - {
         "knob_variables"
     }

@@ -149,7 +149,7 @@ def test_a_candidate_is_started_with_flags_and_variables() -> None:
 def test_what_the_user_has_set_is_not_searched() -> None:
     plan = plan_of("--", "--no-static-graph", "--bucket_cap_mb=3", "--fp16-allreduce")
     free, lines = free_knobs(settings_knobs("ddp"), CONFIGURATIONS["ddp-torchrun"], plan, {})
-    assert [k.name for k in free] == ["first_bucket_mb", "gradient_as_bucket_view"]
+    assert [k.name for k in free] == ["first_bucket_mb"]
     assert len(lines) == 2 and "--bucket-cap-mb is set already" in lines[0]
     knobs = horovod_knobs(True, False, 2, 1)
     shell = {"HOROVOD_CYCLE_TIME": "1"}

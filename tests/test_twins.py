@@ -34,7 +34,8 @@ REASONS = {
         "backward_passes_per_step=", "hvd.Adasum", "groups=",
     ),
     "DDP's network": (
-        "DistributedDataParallel(", "    model,", "device_ids=", "bucket_sizes(",
+        "if world.size == 1:", "return model, build_optimizer(", "DistributedDataParallel(",
+        "    model,", "device_ids=", "bucket_sizes(",
         "gradient_as_bucket_view=", "static_graph=", "broadcast_buffers", "BatchNorm's statistics",
         "bucket_hook(", "register_comm_hook(", "return network,",
     ),

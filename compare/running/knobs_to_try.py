@@ -36,7 +36,8 @@ def settings_knobs(engine: str) -> list[Knob]:
     """An engine's knobs that are settings. NCCL's own variables are not among them: it chooses
     algorithm and protocol for each size by a model of the machine, and a variable would force one
     on all sizes."""
-    return [settings_knob(name, *FLAGS[name].tries) for name in SETTINGS[engine]]
+    tried = [name for name in SETTINGS[engine] if FLAGS[name].tries]
+    return [settings_knob(name, *FLAGS[name].tries) for name in tried]
 
 
 def horovod_knobs(by_mpi: bool, by_nccl: bool, workers: int, hosts: int) -> list[Knob]:
