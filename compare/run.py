@@ -28,7 +28,6 @@ from typing import Any
 from compare.errors import UserError, run_main
 from compare.plan.blocks import seconds_left
 from compare.plan.environment import shell_lines
-from compare.plan.hosts import SLURM
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, Run, percentage
 from compare.plan.plan_file import check_plan, list_plans
@@ -114,15 +113,16 @@ def answer(argv: list[str]) -> int:
 
 
 def take_default_plan(options: argparse.Namespace) -> None:
-    """Where the command line names nothing that is to be compared: both engines over each transport
-    that both have. On GPUs that is NCCL; a Slurm job's own machine decides in the job."""
+    """Where the command line names neither what is to be compared nor where: both engines over each
+    transport that both have, on this machine. On its GPUs that is NCCL."""
     named = (options.plan, options.configurations, options.define, options.null, options.tune)
-    if any(named) or options.slurm is not None or options.hosts == SLURM:
+    elsewhere = (options.hosts, options.hostfile, options.slurm)
+    if any(named) or any(value is not None for value in elsewhere):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else preflight.visible_gpus()
     if not gpus:
         options.plan = "square"
-    elif options.workers is None and options.hosts is None and options.hostfile is None:
+    elif options.workers is None:
         options.workers = [min(2, gpus)]
 
 

@@ -175,6 +175,7 @@ def test_one_configuration_alone_takes_no_turns(bench, tmp_path):
     (0, [], "square", None), (0, ["--workers", "4"], "square", [4]), (1, [], None, [1]),
     (8, [], None, [2]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
     (0, ["wire-format"], "wire-format", None), (0, ["--slurm", "--nodes 2"], None, None),
+    (0, ["--hosts", "a:2,b:2"], None, None),
     (0, ["--configurations", "ddp-torchrun"], None, None),
 ])  # fmt: skip
 def test_without_a_plan_the_engines_are_compared_over_each_transport(

