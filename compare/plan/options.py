@@ -253,7 +253,7 @@ def add_procedure(add: Callable[..., Any]) -> None:
     add(
         "--slurm",
         metavar="'FLAGS'",
-        help="do it in a Slurm job, and follow it (with --measure runs --blocks N: a job for each block); "
+        help="do it in a Slurm job, which is followed (--measure runs --blocks N: in one a block); "
         "FLAGS are sbatch's, as in --slurm='--nodes 2 --ntasks-per-node 4'",
     )
     add(
