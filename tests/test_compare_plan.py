@@ -18,7 +18,8 @@ import pytest
 
 from compare import run as run_module
 from compare.errors import UserError
-from compare.plan.blocks import balanced, first_count
+from compare.evidence.verdicts import first_count
+from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Plan, varied_fields

@@ -37,7 +37,6 @@ from compare.evidence.paired import (
 )
 
 MIN_DEGREES_TO_STOP = 6  # of freedom, of each interval that is to end a measurement
-MIN_BLOCKS_TO_STOP = MIN_DEGREES_TO_STOP + 1  # where only two sides share the blocks
 MOST_BLOCKS = 1000  # beyond which nobody waits
 
 

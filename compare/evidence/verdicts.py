@@ -279,13 +279,12 @@ def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, in
         return replace(verdict, measured_by="turns")
     speed = turns.estimate_contrast(blocks, powers, turns.throughput, sure)
     used = turns.estimate_contrast(blocks, powers, lambda turn: turn.cpu_seconds_per_image, sure)
-    names = list(powers)
-    began = sum(block.order.index(names[0]) < block.order.index(names[1]) for block in both)
+    first, second, *_ = powers
     seconds = [block.seconds for block in both if block.seconds > 0]
     more = minutes_to_decide(speed, verdict.margin, median(seconds)) if seconds else None
     return replace(
-        verdict, speed=speed, cpu=used, measured_by="turns", first_in=(began, len(both)),
-        more_minutes=more,
+        verdict, speed=speed, cpu=used, measured_by="turns",
+        first_in=first_count([block.order for block in both], first, second), more_minutes=more,
     )  # fmt: skip
 
 
@@ -309,13 +308,20 @@ def with_runs(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int
 
     place = {run.folder: number for number, run in enumerate(comparison.runs)}
     first, second, *_ = powers
-    began = sum(place[runs[first].folder] < place[runs[second].folder] for runs in whole)
+    orders = [sorted(runs, key=lambda name: place[runs[name].folder]) for runs in whole]
     return replace(
         verdict,
         speed=estimate(lambda run: run.summary.images_per_second),
         cpu=estimate(lambda run: run.summary.cpu_seconds_per_image),
-        first_in=(began, len(whole)),
+        first_in=first_count(orders, first, second),
     )
+
+
+def first_count(orders: Iterable[Sequence[str]], first: str, second: str) -> tuple[int, int]:
+    """Return in how many blocks `first` came before `second`, and how many had both; of each block
+    the order of what ran in it is given."""
+    both = [order for order in orders if first in order and second in order]
+    return sum(order.index(first) < order.index(second) for order in both), len(both)
 
 
 def judge_interaction(

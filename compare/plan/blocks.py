@@ -48,13 +48,6 @@ def side_by_side(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> list
     return [group for name, group in groups.items() if group[0] == name]
 
 
-def first_count(orders: Iterable[Sequence[str]], first: str, second: str) -> tuple[int, int]:
-    """Return in how many blocks `first` came before `second`, and how many had both; of each block
-    the order of what ran in it is given."""
-    both = [order for order in orders if first in order and second in order]
-    return sum(order.index(first) < order.index(second) for order in both), len(both)
-
-
 def seconds_left(
     done: Sequence[tuple[Hashable, float]], waiting: Iterable[Hashable]
 ) -> float | None:
