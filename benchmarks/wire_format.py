@@ -5,9 +5,9 @@
 Two hosts, each a network namespace of this machine, train with one worker each, over links of
 several rates (`tc ... tbf` on both). At each rate fp32, fp16 and auto of an engine take turns. fp32
 and fp16 stay up through all rates of a block; auto, which measures and decides as it starts, is
-started anew at each rate. An engine's row tells the rate at which auto did worst against the better
-of the two; the record has all, and wire_format.svg beside it shows the ratio of fp16 to fp32 over
-the rate, and what auto chose.
+started anew at each rate. An engine's row is the rate at which auto did worst against the better of
+the two, with an interval for the worst of all rates; the record has all, and wire_format.svg beside
+it shows the ratio of fp16 to fp32 over the rate, and what auto chose.
 
 Which format is the better one at a rate is read from the blocks that auto is measured in. Of two
 that are nearly equal that takes the one which noise favoured, so that auto's ratio is biased
@@ -31,7 +31,7 @@ from benchmarks.harness.blocks import say_left
 from benchmarks.harness.namespaces import Host, HostsError
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
-from compare.evidence.paired import Estimate
+from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.records import ENGINES
 from compare.evidence.turns import Block, Turn, estimate, estimate_value, throughput
 from compare.page.chart import (
@@ -158,7 +158,7 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
         say_left("10", durations, num_blocks - number)
     found = {
         engine: [
-            at_rate(engine, rate, blocks[case], chosen[case])
+            at_rate(engine, rate, blocks[case], chosen[case], len(rates))
             for rate in rates
             for case in [f"10 {engine} {rate}"]
         ]
@@ -259,34 +259,49 @@ def read_choice(log: Path) -> str:
     return found[1]
 
 
-def at_rate(engine: str, rate: Rate, blocks: Sequence[Block], chosen: Sequence[str]) -> AtRate:
-    """What the blocks at a rate come to."""
+def at_rate(
+    engine: str, rate: Rate, blocks: Sequence[Block], chosen: Sequence[str], num_rates: int = 1
+) -> AtRate:
+    """What the blocks at a rate come to; auto's interval is one of so many that are to hold all
+    together (Bonferroni)."""
     fp16 = estimate(blocks, "fp16", "fp32")
     better = "fp16" if fp16.ratio > 1 else "fp32"
-    row = a_row(engine, str(rate)).compared(blocks, "auto", better)
+    confidence = 1 - (1 - CONFIDENCE) / num_rates
+    row = a_row(engine, str(rate)).compared(blocks, "auto", better, confidence=confidence)
     speeds = {name: estimate_value(blocks, name).ratio for name in (*FORMATS, "auto")}
     return AtRate(rate, better, fp16, row, tuple(chosen), speeds)
 
 
 def worst(found: Sequence[AtRate]) -> AtRate:
-    """Where the goal is missed, or else not shown, or else reached by least."""
-    order = (bench.MISSED, bench.OPEN, bench.REACHED)
+    """The rate at which auto did worst, by its point estimate."""
 
-    def rank(one: AtRate) -> tuple[int, float]:
-        row = one.auto
-        assert row.value is not None
-        return order.index(row.verdict), row.low if row.low is not None else row.value
+    def value(one: AtRate) -> float:
+        assert one.auto.value is not None
+        return one.auto.value
 
-    return min(found, key=rank)
+    return min(found, key=value)
 
 
 def summary(engine: str, found: Sequence[AtRate], workload: Workload) -> bench.Row:
-    """An engine's row: its worst rate, and notes on all of them."""
+    """An engine's row: its worst rate, and notes on all of them.
+
+    Where all intervals hold together, the least of the true ratios lies between the least of their
+    lower ends and the least of their upper ends.
+    """
     least = worst(found)
     where = f"worst of {len(found)} rates" if len(found) > 1 else str(least.rate)
-    row = replace(least.auto, name=a_row(engine, where).name)
+    lows = [one.auto.low for one in found if one.auto.low is not None]
+    highs = [one.auto.high for one in found if one.auto.high is not None]
+    row = replace(
+        least.auto,
+        name=a_row(engine, where).name,
+        low=min(lows, default=None),
+        high=min(highs, default=None),
+    )
     notes = [f"{workload}, 1 worker on each of 2 hosts, {TRANSPORTS[engine]}", *row.notes]
     notes += [f"the worst is {least.rate}", *(one.told() for one in found)]
+    if len(found) > 1:
+        notes.append(f"the {len(found)} intervals hold together (Bonferroni)")
     at = crossover(found)
     notes.append("fp16 pays " + (f"below some {at:.2g} Gb/s" if at else no_crossover(found)))
     return replace(row, notes=tuple(notes))

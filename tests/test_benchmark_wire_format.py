@@ -54,6 +54,23 @@ def test_the_worst_rate_decides() -> None:
     assert row.notes[-1] == "fp16 pays below some 1.7 Gb/s"
 
 
+def test_the_worst_rate_is_the_slowest_and_its_interval_is_for_all_rates() -> None:
+    """Not the one whose interval is widest; and six intervals together cover what one does."""
+
+    def noisy(gigabits: float, values: tuple[float, ...]) -> AtRate:
+        blocks = [block(10, 8, 10 * value) for value in values]
+        return wire_format.at_rate("ddp", Rate(gigabits, 3), blocks, ["fp32"] * 3, num_rates=2)
+
+    slow, wide = noisy(1, (0.950, 0.952, 0.954)), noisy(5, (0.90, 1.0, 1.1))
+    row = wire_format.summary("ddp", [slow, wide], wire_format.QUICK)
+    assert "the worst is 1 Gb/s" in row.notes
+    assert row.value == pytest.approx(0.952, abs=0.001)
+    assert (row.low, row.high) == (wide.auto.low, slow.auto.high)
+    assert row.verdict == bench.MISSED
+    alone = wire_format.at_rate("ddp", Rate(5, 3), [block(10, 8, v) for v in (9, 10, 11)], ["fp32"])
+    assert wide.auto.low < alone.auto.low < alone.auto.high < wide.auto.high
+
+
 def test_the_crossover_lies_between_two_rates() -> None:
     assert wire_format.crossover([at(1, 1.2, 1), at(4, 0.8, 1)]) == pytest.approx(2.0)
     assert wire_format.crossover([at(1, 1.2, 1), at(4, 1.1, 1), at(None, 0.8, 1)]) is None
