@@ -352,7 +352,8 @@ def square_tables(comparison: Comparison, verdicts: Sequence[Verdict], case: str
     """Return, for each number of workers at which both engines ran over the same two transports,
     their speeds, and beside them what engine and transport make of each other."""
     corners = comparison.square
-    numbers = dict.fromkeys(v.workers for v in verdicts if v.case == case) if corners else {}
+    measured = [v for v in verdicts if corners and v.case == case and v.speed is not None]
+    numbers = dict.fromkeys(verdict.workers for verdict in measured)
     return [square_table(comparison, verdicts, corners, case, workers) for workers in numbers]
 
 
