@@ -146,7 +146,7 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
         **started, steps=steps, samples_seen=steps * batch, images_per_second=speed,
         train_seconds=steps * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
         loss=loss * 0.8, weights_sha256=digest, phases=Phases(**phases_of_step), ranks=ranks,
-        input=Input(images_per_second=speed, wait_share=SHARES["data"]),
+        input=Input(images_per_second=speed, wait_share=SHARES["data"]),  gradient_bytes=44_700_000,
         fingerprint={
             "data_order_sha256": digest, "initial_weights_sha256": digest,
             "learning_rates_sha256": "b" * 64, "world_size": run.workers,
