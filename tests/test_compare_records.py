@@ -285,6 +285,7 @@ def test_a_throughput_that_is_none_is_named(tmp_path, value):
         ("config.json", {"arch": "vgg16"}, "arch is 'resnet18' in the fingerprint, and 'vgg16' in"),
         ("config.json", {"seed": 7}, "seed is 7, but the plan has 42 there"),
         ("outcome.json", {"status": "fine"}, "status is 'fine'"),
+        ("outcome.json", {"other_load": "much"}, "other_load is 'much', which is no number"),
     ],
 )
 def test_figures_that_do_not_fit_together_are_named(tmp_path, file, changes, message):

@@ -1,6 +1,7 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -360,8 +361,11 @@ def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
         raise RecordError(f"{outcome_path}: status is {run.status!r}")
     if run.status == "completed" and not complete:
         raise RecordError(f"{summary_path} is missing, though the run was completed")
-    run.exit_code, run.other_load = outcome.get("exit_code"), outcome.get("other_load")
-    run.seconds = outcome.get("seconds")
+    for name in ("exit_code", "other_load", "seconds"):
+        value = outcome.get(name)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise RecordError(f"{outcome_path}: {name} is {value!r}, which is no number")
+        setattr(run, name, value)
     command_path = run.folder / "command.txt"
     run.command = packed.read_text(command_path).strip() if packed.exists(command_path) else ""
     if not complete:
