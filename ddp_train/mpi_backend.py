@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 NAME = "mpi4py"
@@ -39,6 +38,22 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return array.view(np.uint16) if tensor.dtype == torch.float16 else array
 
 
+class Exchange(dist.Work):
+    """What was handed over, and may not be over yet."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self.future = future
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for its end; raises its error. (The trainer's watch is what ends a wait in vain.)"""
+        self.future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self.future
+
+
 class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of MPI's world, for tensors in the CPU's memory.
 
@@ -57,19 +72,19 @@ class MPIProcessGroup(dist.ProcessGroup):
         for begin in iter(self.handed_over.get, None):
             begin.set_result(None)  # runs what waits for it, in this thread
 
-    def _hand_over(self, exchange: Callable[[], object], result: Sequence[Any]) -> dist.Work:
-        """The work that `exchange` is, which ends with `result`, or with its error."""
+    def _hand_over(self, exchange: Callable[[], object], result: Sequence[Any]) -> Exchange:
+        """Let the thread do it; its future is `result`, or its error."""
 
         def run(_: Future[None]) -> Sequence[Any]:
             exchange()
             return result
 
         begin: Future[None] = Future()
-        work = _create_work_from_future(begin.then(run))
+        over = begin.then(run)
         self.handed_over.put(begin)
-        return work
+        return Exchange(over)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Exchange:
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
             raise NotImplementedError(f"{opts.reduceOp}: over MPI there are only sums here")
 
@@ -82,7 +97,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Exchange:
         root = opts.rootRank
 
         def exchange() -> None:
@@ -93,7 +108,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
+    ) -> Exchange:
         def exchange() -> None:
             for gathered, own in zip(outputs, inputs, strict=True):
                 rows = torch.empty((self.size(), *own.shape), dtype=own.dtype)
@@ -103,7 +118,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         return self._hand_over(exchange, outputs)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Exchange:
         return self._hand_over(self.comm.Barrier, [])
 
     def shutdown(self) -> None:

@@ -21,6 +21,7 @@ BIN = Path(sys.executable).parent
 TRAINERS = {
     "ddp": str(ROOT / "ddp_train" / "train.py"),
     "horovod": str(ROOT / "horovod_train" / "train.py"),
+    "mpi4py": str(ROOT / "baselines" / "mpi4py_train.py"),
 }
 # The start lines of the README, for any number of ranks on this host.
 LAUNCHERS = {
@@ -30,6 +31,7 @@ LAUNCHERS = {
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
     "mpirun": "mpirun -np {ranks} {python} {trainer}",
+    "mpirun --transport mpi": "mpirun -np {ranks} {python} {trainer} --transport mpi",
 }
 # Each engine by the launchers whose transports differ.
 ENGINES = [("torchrun", "ddp"), ("horovodrun --mpi", "horovod"), ("horovodrun --gloo", "horovod")]

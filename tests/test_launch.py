@@ -14,9 +14,10 @@ STARTS = [
     ("horovodrun --gloo", "horovod", 2),
     ("horovodrun --mpi", "horovod", 2),
     ("torchrun", "ddp", 2),
-    ("mpirun", "ddp", 2),
+    ("mpirun --transport mpi", "ddp", 2),
     # The first is --mpi by default, and the second is tried with a resume on 3 ranks.
     rarely("horovodrun", "horovod", 2),
+    rarely("mpirun", "ddp", 2),
     rarely("mpirun", "horovod", 2),
     rarely("torchrun", "ddp", 3),
 ]
@@ -27,6 +28,7 @@ TRANSPORTS = {
     "mpirun": "MPI",
     "python": "MPI",
 }
+DDP_TRANSPORTS = {"mpirun --transport mpi": "MPI"}  # the others: Gloo
 
 
 @pytest.mark.parametrize(("launcher", "engine", "ranks"), STARTS)
@@ -35,7 +37,8 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
     environment = read_json(folder / "environment.json")
     assert environment["engine"] == engine
     assert environment["world_size"] == ranks
-    assert environment["transport"] == ("Gloo" if engine == "ddp" else TRANSPORTS[launcher])
+    transports = TRANSPORTS if engine == "horovod" else DDP_TRANSPORTS
+    assert environment["transport"] == transports.get(launcher, "Gloo")
     assert environment["threads"] == 1
     summary = read_json(folder / "summary.json")
     assert summary["samples_seen"] == 70 * 12 * ranks
@@ -74,7 +77,12 @@ class TestMistakes:
 
     @pytest.mark.parametrize(
         ("launcher", "engine"),
-        [("torchrun", "ddp"), rarely("horovodrun --gloo", "horovod"), rarely("mpirun", "horovod")],
+        [
+            ("torchrun", "ddp"),
+            ("mpirun --transport mpi", "ddp"),
+            rarely("horovodrun --gloo", "horovod"),
+            rarely("mpirun", "horovod"),
+        ],
     )
     def test_one_rank_raises(self, launcher: str, engine: str, tmp_path: Path) -> None:
         """Only rank 1 fails, while rank 0 waits for it in a collective."""
@@ -116,6 +124,7 @@ def test_horovod_under_torchrun_is_not_two_lone_copies(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing was trained or written"
 
 
+@pytest.mark.full
 def test_ddp_under_horovodrun_gloo_says_what_to_use(tmp_path: Path) -> None:
     finished = launch("horovodrun --gloo", "ddp", f"{SMALL} --log-dir {tmp_path}", timeout=120)
     assert finished.returncode != 0

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
 Trained = Callable[..., Path]
 DDP, HOROVOD, HOROVOD_GLOO = ENGINES
+DDP_MPI, FLOOR = ("mpirun --transport mpi", "ddp"), ("mpirun", "mpi4py")
 # Each adds something that an engine could do in its own way.
 VARIANTS = {
     "fp32": "",
@@ -67,18 +68,23 @@ def check_equal(*folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "other"),
+    ("variant", "one", "other"),
     [
-        *((variant, HOROVOD) for variant in [FP32, *OFTEN]),
-        (FP32, HOROVOD_GLOO),
-        *(rarely(variant, HOROVOD) for variant in RARELY),
-        *(rarely(variant, HOROVOD_GLOO) for variant in [*OFTEN, *RARELY]),
+        # Both engines over both transports.
+        *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
+        (MANY, DDP, HOROVOD),
+        (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
+        *(rarely(variant, DDP_MPI, HOROVOD) for variant in [MANY, *RARELY]),
+        *(rarely(variant, DDP, other) for variant in RARELY for other in [HOROVOD, HOROVOD_GLOO]),
+        *(rarely(variant, DDP, HOROVOD_GLOO) for variant in OFTEN),
+        rarely(WIRE, DDP, HOROVOD),
+        *(rarely(variant, DDP, FLOOR) for variant in [FP32, MANY]),
     ],
 )
 def test_engines_end_with_equal_weights(
-    variant: str, other: tuple[str, str], trained: Trained
+    variant: str, one: tuple[str, str], other: tuple[str, str], trained: Trained
 ) -> None:
-    check_equal(trained(*DDP, VARIANTS[variant]), trained(*other, VARIANTS[variant]))
+    check_equal(trained(*one, VARIANTS[variant]), trained(*other, VARIANTS[variant]))
 
 
 def test_one_rank_equals_plain_training(trained: Trained) -> None:

@@ -44,7 +44,7 @@ from compare.running.progress import another_plan, is_complete, read_json
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, most_runs, search
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, last_value, without_flag
-from recipe.knobs import Knobs, knobs_text
+from recipe.knobs import SETTINGS, Knobs, knobs_text
 
 MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do not count
 LEAST_STEPS = 10
@@ -102,6 +102,9 @@ def check_tuning(plan: Plan, options: argparse.Namespace) -> None:
         )
     if options.rounds < LEAST_ROUNDS:
         raise UserError(f"--rounds {options.rounds}: give at least {LEAST_ROUNDS}")
+    for configuration in plan.members():
+        if configuration.engine not in SETTINGS:
+            raise UserError(f"{configuration.name}: has no settings to tune; leave it out")
     if max(plan.workers) < 2:
         raise UserError("--workers 1: a single worker exchanges nothing; give at least 2")
     if len(plan.cases) > 1:

@@ -1,0 +1,208 @@
+"""What carries the gradients, and what is said where it cannot be what --transport names."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launching import run
+from making import CPU, a_config, a_world
+
+from ddp_train.transport import choose_transport
+from recipe.device import choose_device
+from recipe.errors import UserError
+
+GPU = torch.device("cuda", 0)
+
+
+def mpi(monkeypatch: pytest.MonkeyPatch, level: int, size: int = 2) -> None:
+    """An MPI that gives this level of threads; the backend, which needs a real one, is left out."""
+    module = SimpleNamespace(
+        COMM_WORLD=SimpleNamespace(size=size),
+        THREAD_MULTIPLE=3,
+        Query_thread=lambda: level,
+        Get_library_version=lambda: "Open MPI v4.1.8, package: ...\0",
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=module))
+    monkeypatch.setitem(sys.modules, "ddp_train.mpi_backend", SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "chosen"),
+    [
+        ("auto", CPU, ("Gloo", "gloo")),
+        ("gloo", CPU, ("Gloo", "gloo")),
+        ("mpi", CPU, ("MPI", "mpi4py")),
+        ("auto", GPU, ("NCCL", "cpu:gloo,cuda:nccl")),
+        ("nccl", GPU, ("NCCL", "cpu:gloo,cuda:nccl")),
+        ("gloo", GPU, ("Gloo", "gloo")),
+    ],
+)
+def test_transport_of_ddp(
+    wanted: str, device: torch.device, chosen: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi(monkeypatch, level=3)
+    world = a_world(1, 2, launcher="mpirun")
+    assert choose_transport(a_config(transport=wanted), world, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("launcher", "device", "level", "size", "said"),
+    [
+        ("torchrun", CPU, 3, 2, "torchrun started this process, and no ranks of MPI; .* mpirun or"),
+        ("horovodrun", CPU, 3, 2, "horovodrun over Gloo started .* horovodrun --mpi$"),
+        ("mpirun", GPU, 3, 2, "is on GPUs; use nccl, or add --no-cuda"),
+        ("mpirun", CPU, 2, 2, "Open MPI v4.1.8 gives MPI_THREAD_SERIALIZED, .* MPI_THREAD_MULTIPL"),
+        ("mpirun", CPU, 3, 1, "one of 2, but the engine sees a world of 1.* leave out --transport"),
+    ],
+)
+def test_ddp_over_mpi_is_refused(
+    launcher: str, device: torch.device, level: int, size: int, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    mpi(monkeypatch, level, size)
+    with pytest.raises(UserError, match=said):
+        choose_transport(a_config(transport="mpi"), a_world(1, 2, launcher=launcher), device)
+
+
+def test_nccl_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--transport nccl: .* on the CPU; use gloo or mpi"):
+        choose_device(a_config(transport="nccl", cuda=False), a_world())
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """horovod_train.engine with a Horovod that says of itself what a test has it say."""
+    hvd = SimpleNamespace(size=lambda: 2, nccl_built=lambda: 0)
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+    monkeypatch.delitem(sys.modules, "horovod_train.engine", raising=False)
+    engine = importlib.import_module("horovod_train.engine")
+    monkeypatch.delitem(sys.modules, "horovod_train.engine")
+    environ = {}
+    monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
+    monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
+
+    def says(built: str = "gloo mpi", enabled: str = "", nccl: bool = False, **others: str) -> Any:
+        for name in ("gloo", "mpi"):
+            setattr(hvd, f"{name}_built", lambda name=name: name in built)
+            setattr(hvd, f"{name}_enabled", lambda name=name: name in enabled)
+        hvd.nccl_built = lambda: nccl
+        environ.clear()
+        environ.update(others)
+        return engine
+
+    return says
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launcher", "enabled", "device", "nccl", "recorded"),
+    [
+        ("auto", "mpirun", "mpi", CPU, False, "MPI"),
+        ("mpi", "mpirun", "mpi", CPU, False, "MPI"),
+        ("auto", "horovodrun", "gloo", CPU, False, "Gloo"),
+        ("gloo", "horovodrun", "gloo", CPU, False, "Gloo"),
+        ("gloo", "none", "gloo", CPU, False, "Gloo"),
+        ("auto", "mpirun", "gloo mpi", CPU, False, "Gloo"),  # MPI only for what they agree on
+        ("auto", "mpirun", "mpi", GPU, True, "NCCL"),
+        ("nccl", "mpirun", "mpi", GPU, True, "NCCL"),
+        ("mpi", "mpirun", "mpi", GPU, False, "MPI"),
+    ],
+)
+def test_transport_of_horovod(
+    wanted: str, launcher: str, enabled: str, device: torch.device, nccl: bool, recorded: str,
+    engine: Any,
+) -> None:  # fmt: skip
+    config, world = a_config(transport=wanted), a_world(1, 2, launcher=launcher)
+    module = engine(enabled=enabled, nccl=nccl)
+    module.prepare(config, world)
+    asked = {wanted} if wanted in ("gloo", "mpi") else set()
+    assert {module.os.environ.get(name) for name in module.SELECTORS} - {None} == asked
+    assert module.check_transport(config, world, device) == recorded
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launcher", "horovod", "device", "said"),
+    [
+        ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* start it with horovodrun --mpi"),
+        ("gloo", "mpirun", {}, CPU, "mpirun started .* start it with horovodrun --gloo"),
+        ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
+        ("mpi", "mpirun", {"enabled": "mpi", "nccl": True}, GPU, "by NCCL; use nccl, or add --no"),
+        ("nccl", "mpirun", {"enabled": "mpi"}, GPU, "has no NCCL: make setup NCCL=1"),
+        ("mpi", "mpirun", {"enabled": "gloo mpi", "HOROVOD_CPU_OPERATIONS": "gloo"}, CPU,
+         "mpi: HOROVOD_CPU_OPERATIONS says otherwise; unset it"),
+    ],
+)  # fmt: skip
+def test_transport_of_horovod_is_refused(
+    wanted: str, launcher: str, horovod: dict[str, Any], device: torch.device, said: str,
+    engine: Any,
+) -> None:  # fmt: skip
+    config, world = a_config(transport=wanted), a_world(1, 2, launcher=launcher)
+    module = engine(**horovod)
+    with pytest.raises(UserError, match=said):
+        module.prepare(config, world)
+        module.check_transport(config, world, device)
+
+
+COLLECTIVES = """
+import sys
+import torch
+import torch.distributed as dist
+from ddp_train.rendezvous import meeting_point
+from ddp_train.transport import choose_transport
+from recipe.config import Config
+from recipe.world import read_world
+
+world = read_world()
+_, backend = choose_transport(Config(transport="mpi"), world, torch.device("cpu"))
+dist.init_process_group(backend, **meeting_point(world, backend))
+rank, other = world.rank, 1 - world.rank
+torch.set_num_threads(1)
+
+values = torch.arange(6.0).view(2, 3) + rank
+later = [torch.full((), rank + 1, dtype=torch.int64), torch.randn(70_000).half() * 100]
+mine = later[1].clone()
+works = [dist.all_reduce(tensor, async_op=True) for tensor in [values, *later]]
+[work.wait() for work in works]
+assert values.tolist() == [[1, 3, 5], [7, 9, 11]] and later[0].item() == 3
+
+halves = [torch.empty_like(mine), torch.empty_like(mine)]
+dist.all_gather(halves, mine)
+assert torch.equal(halves[rank], mine) and not torch.equal(*halves)
+assert torch.equal(later[1], halves[0] + halves[1]), "rounded once, to the nearest half"
+
+both = [torch.ones(3), torch.full((2,), 2.0)]
+dist.all_reduce_coalesced(both)
+assert [tensor.tolist() for tensor in both] == [[2, 2, 2], [4, 4]]
+parameter = torch.nn.Parameter(torch.full((4,), float(rank)))
+dist.broadcast(parameter, src=1)
+assert parameter.tolist() == [1, 1, 1, 1]
+dist.barrier()
+
+errors = []
+for wrong in (lambda: dist.all_reduce(torch.zeros(4, 4).t()[1:]),
+              lambda: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)):
+    try:
+        wrong()
+        raise AssertionError("no error came back")
+    except (RuntimeError, NotImplementedError) as error:
+        errors.append(type(error))
+assert errors == [RuntimeError, NotImplementedError]
+dist.all_reduce(values)  # and all goes on
+assert values[0].tolist() == [2, 6, 10]
+dist.destroy_process_group()
+sys.stdout.write("the end" + chr(10))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(120)
+def test_collectives_over_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "collectives.py"
+    script.write_text(COLLECTIVES)
+    finished = run(["mpirun", "-np", "2", sys.executable, str(script)], timeout=60)
+    assert finished.returncode == 0, finished.output
+    assert finished.output.count("the end") == 2, finished.output
