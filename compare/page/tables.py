@@ -256,20 +256,13 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
 
         return cell
 
-    columns = [Column(name, milliseconds(field)) for field, name in PHASES.items()]
+    # In short words: on a terminal the table is to fit into 100 columns.
+    columns = [Column(name.split()[0], milliseconds(field)) for field, name in PHASES.items()]
     columns.append(Column("step", milliseconds("step_seconds")))
-    if any(row.sent_bytes is not None for row in rows):
-        columns += [
-            Column("sent, MB", lambda row: figure(row.sent_bytes and row.sent_bytes / 1e6)),
-            Column(
-                "sent / exposed, GB/s",
-                lambda row: figure(row.exposed_bandwidth and row.exposed_bandwidth / 1e9),
-            ),
-        ]
     note = (
-        "Means over the steps of rank 0, of one run each. Exposed communication: how much longer a "
-        "step takes because of the gradient exchange; with one worker, who has nobody to exchange "
-        "with, the engine's own work."
+        "Means over the steps of rank 0, of one run each. Exposed: how much longer a step takes "
+        "because of the gradient exchange; with one worker, who has nobody to exchange with, the "
+        "engine's own work."
     )
     if differences:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
@@ -277,9 +270,17 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
     if denied:
         named = ", ".join(dict.fromkeys(row.configuration for row in denied))
         note += f" The runs that measured the phases do not show the verdict's difference: {named}."
-    if len(columns) > len(PHASES) + 1:
-        note += " Sent: by each worker, if the all-reduce is a ring. Over the exposed time it is "
-        note += "the most that the links can have carried."
+    if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
+        note += (
+            f" Sent by each worker in a step, if the all-reduce is a ring: {' or '.join(sent)} MB. "
+            "Over the exposed time that is the most that the links can have carried."
+        )
+        columns.append(
+            Column(
+                "sent / exposed, GB/s",
+                lambda row: figure(row.exposed_bandwidth and row.exposed_bandwidth / 1e9),
+            )
+        )
     order = {(case, workers): i for i, (case, workers, _) in enumerate(comparison.cells)}
     both = sorted([*rows, *differences], key=lambda row: order[row.case, row.workers])
     return cell_table(comparison, "A step's time by phase, ms", note, columns, both)
@@ -426,7 +427,7 @@ def grid(
     if markdown:
         cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
     else:
-        wrapper = textwrap.TextWrapper(9, break_long_words=False, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(8, break_long_words=False, break_on_hyphens=False)
         headers = [wrapper.fill(name) for name in headers]
     return tabulate.tabulate(
         cells,
