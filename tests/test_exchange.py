@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from compare.errors import UserError
 from compare.evidence.exchange import Exchange, ExchangeStep, Message, read_exchange
 from compare.page.chart import standalone
-from compare.page.exchange import plot_exchanges
+from compare.page.exchange import plot_exchange, plot_exchanges
+from compare.page.plot import Selection
 from ddp_train import timeline
 from ddp_train.buckets import bucket_hook
 
@@ -140,6 +142,20 @@ def test_one_picture_with_the_same_axes_for_all_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     texts = [t for e in ElementTree.fromstring(standalone(plot.svg)).iter() if (t := e.text)]
     assert texts.count("10 MB") == 2 and {"DDP", "20 ms hidden, 20 ms exposed"} <= {*texts}
+
+
+def test_the_page_shows_it_of_each_configurations_first_profiled_run(tmp_path: Path) -> None:
+    runs = [
+        SimpleNamespace(configuration=name, folder=tmp_path / folder)
+        for name, folder in (("ddp", "plain"), ("ddp", "a"), ("horovod", "b"), ("other", "plain"))
+    ]
+    selection = Selection(None, "", runs, 2)  # type: ignore[arg-type]
+    assert plot_exchange(selection) is None
+    a_ddp_run(tmp_path / "a")
+    a_horovod_run(tmp_path / "b")
+    plot = plot_exchange(selection)
+    assert plot is not None and plot.name == "exchange-2" and plot.title.endswith(", 2 workers")
+    assert {row[0] for row in plot.table[1:]} == {"ddp, 1", "ddp, 2", "horovod, 1", "horovod, 2"}
 
 
 def test_a_message_that_names_no_gradients_is_drawn() -> None:

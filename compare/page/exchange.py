@@ -2,16 +2,18 @@
 began and ended. A panel for each run, all with the same axes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from statistics import median
 
-from compare.evidence.exchange import Exchange, Message
+from compare.errors import UserError
+from compare.evidence.exchange import Exchange, Message, read_exchange
 from compare.page.chart import INK, MUTED, Key, Scale, linear
-from compare.page.plot import Axis, Layer, Plot, Series
-from compare.page.plots import PHASE_STYLES
+from compare.page.plot import Axis, Layer, Plot, Selection, Series
 
 PANEL = 96.0  # a panel's height, units of the picture
 PITCH = 1.3  # from one panel to the next, in panels: above each stands the run's name
-COLOUR, _ = PHASE_STYLES["exposed_communication_seconds"]
+COLOUR = "var(--communication)"
 # Colour and opacity of an all-reduce's parts.
 HIDDEN, EXPOSED, WAITS = (COLOUR, 0.45), (COLOUR, 1.0), (MUTED, 0.35)
 PARTS = ("hidden", "exposed")
@@ -19,6 +21,19 @@ COLUMNS = (
     ("message", ""), ("gradients", ""), ("size", "MB"), ("ready", "ms"),
     ("ready on all ranks", "ms"), ("all-reduce begins", "ms"), ("ends", "ms"),
 )  # fmt: skip
+
+
+def plot_exchange(selection: Selection) -> Plot | None:
+    """Show it of each configuration's first run with --profile-steps; None if there is none."""
+    named: dict[str, Exchange] = {}
+    for run in selection.runs:
+        with suppress(UserError):  # a damaged profile keeps back no report; timeline.py names it
+            if run.configuration not in named and (exchange := read_exchange(run.folder)):
+                named[run.configuration] = exchange
+    if not named:
+        return None
+    plot = plot_exchanges(list(named.items()))
+    return replace(plot, name=selection.file_name(plot.name), title=selection.title(plot.title))
 
 
 def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:

@@ -15,6 +15,7 @@ from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import count
 from compare.page import learning
 from compare.page.chart import INK, MUTED, Key, Scale, categories, linear, whole
+from compare.page.exchange import plot_exchange
 from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Points, Selection, Series, thinned
 
 IDEAL = "1.5 2"  # dashes
@@ -56,6 +57,8 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
         speed = present(draw(selection) for draw in SPEED_PLOTS)
         groups.append(PlotGroup(selection.title("Speed"), speed))
         numbers = sorted({run.workers for run in runs}, reverse=True)
+        most = [run for run in runs if run.workers == numbers[0]]
+        speed += present([plot_exchange(Selection(comparison, case, most, numbers[0]))])
         for workers in numbers:
             chosen = in_detail([run for run in runs if run.workers == workers])
             selection = Selection(comparison, case, chosen, workers)
