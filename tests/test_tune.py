@@ -3,21 +3,21 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import SMALL, rarely, read_json
-from records import a_summary
 from test_compare_plan import plan_of
 
 from compare import run as run_module
 from compare.errors import UserError
 from compare.evidence.paired import estimate_ratio
+from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import parse_options
-from compare.plan.plan import Run
 from compare.run import main
 from compare.running import tune as tune_module
 from compare.running.knobs_found import Found, file_text, write_file
@@ -29,9 +29,10 @@ from compare.running.knobs_to_try import (
     variable_knob,
     with_knobs,
 )
-from compare.running.launch import Outcome
-from compare.running.search import SearchError, Trial, Value, is_gain, most_runs, search, try_knob
+from compare.running.search import SearchError, Trial, Value, is_gain, search, try_knob
+from compare.running.sides import NoTurns, Side
 from compare.running.tune import comparison_command, tuning_plan
+from compare.running.turns import origin
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
 BUCKETS = settings_knob("bucket_cap_mb", 1.0, 50.0, 100.0)
@@ -45,12 +46,16 @@ class Machine:
         self.gains, self.noise, self.lot = gains, noise, random.Random(seed)
         self.calls: list[tuple[str, Knobs]] = []
 
-    def __call__(self, place: str, knobs: Knobs) -> float | None:
-        self.calls.append((place, knobs))
-        speed = 100.0
-        for item in (knobs.settings | knobs.variables).items():
-            speed *= self.gains.get(item, 1.0)
-        return speed * (1 + self.lot.gauss(0, self.noise)) if speed else None
+    def __call__(self, place: str, wanted: Mapping[str, Knobs]) -> dict[str, float]:
+        speeds = {}
+        for name, knobs in wanted.items():
+            self.calls.append((f"{place}/{name}", knobs))
+            speed = 100.0
+            for item in (knobs.settings | knobs.variables).items():
+                speed *= self.gains.get(item, 1.0)
+            if speed:
+                speeds[name] = speed * (1 + self.lot.gauss(0, self.noise))
+        return speeds
 
 
 def test_the_search_finds_the_planted_best_and_builds_on_it() -> None:
@@ -64,7 +69,7 @@ def test_the_search_finds_the_planted_best_and_builds_on_it() -> None:
     assert [trial.value.shown for trial in tried if trial.kept] == ["50"]
     on_top = [knobs.settings for place, knobs in machine.calls if place.endswith("/true")]
     assert on_top[0] == {"bucket_cap_mb": 50.0, "static_graph": True}
-    assert len(machine.calls) <= most_runs([BUCKETS, STATIC], 5)
+    assert len(machine.calls) <= 5 * 4 + 5 * 2
     assert len({place for place, _ in machine.calls}) == len(machine.calls)
 
 
@@ -275,40 +280,48 @@ def test_the_other_engine_s_table_is_kept(tmp_path: Path) -> None:
 
 
 class Starts:
-    """Stands for launcher and trainer: writes what they leave, and notes each start."""
+    """Stands for blocks of turns: writes what one leaves, and notes each start."""
 
     def __init__(self) -> None:
-        self.commands: list[list[str]] = []
+        self.commands: list[str] = []
         self.interrupt_after: int | None = None
+        self.by_turns = True
 
-    def __call__(self, run: Run, folder: Path, timeout: float, label: str, log_dir: Path,
-                 end_after_steps: int | None = None) -> Outcome:  # fmt: skip
+    def __call__(self, sides: Sequence[Side], rounds: int, folder: Path, *_: Any) -> Block:
         if self.interrupt_after is not None and len(self.commands) >= self.interrupt_after:
             raise KeyboardInterrupt
-        command, own = run.command(log_dir), run.configuration
-        self.commands.append(command)
+        if len(sides) > 1 and not self.by_turns:
+            raise NoTurns("the sides do not fit into the GPU's memory at once", sides[0].name)
+        turns = [Turn(one.name, n, 1.0, self.speed(one), 0.1, 1.5) for n in (0, 1) for one in sides]
+        block = Block(1, tuple(one.name for one in sides), 0.0, tuple(turns))
+        for one in sides:
+            self.commands.append(f"{folder} {one.shown()}")
+            (folder / one.name).mkdir(parents=True, exist_ok=True)
+            environment = json.dumps({"hosts": ["here"], "torch": "2"})
+            (folder / one.name / "environment.json").write_text(environment)
+        record = {**origin(sides, rounds), **asdict(block)}
+        (folder / "block.json").write_text(json.dumps(record))
+        return block
+
+    def speed(self, side: Side) -> float:
+        words = side.program
         speed = 100 + len(self.commands) / 100
-        knobs = Path(own.flags[-1]).read_text() if "--knobs" in own.flags else ""
-        if own.flags[:2] == ("--bucket-cap-mb", "50") or "bucket_cap_mb = 50.0" in knobs:
+        knobs = Path(words[words.index("--knobs") + 1]).read_text() if "--knobs" in words else ""
+        caps = words[words.index("--bucket-cap-mb") + 1] if "--bucket-cap-mb" in words else ""
+        if caps == "50" or "bucket_cap_mb = 50.0" in knobs:
             speed *= 1.3
-        if own.environment.get("HOROVOD_CYCLE_TIME") == "0.5" or 'CYCLE_TIME = "0.5"' in knobs:
+        if "HOROVOD_CYCLE_TIME=0.5" in side.launcher or 'CYCLE_TIME = "0.5"' in knobs:
             speed *= 2
-        target = log_dir / run.name
-        target.mkdir(parents=True, exist_ok=True)
-        summary = a_summary(images_per_second=speed)
-        (target / "summary.json").write_text(json.dumps(asdict(summary)))
-        (target / "environment.json").write_text(json.dumps({"hosts": ["here"], "torch": "2"}))
-        (target / "command.txt").write_text(tune_module.shlex.join(command) + "\n")
-        outcome = {"status": "completed", "other_load": 1.5}
-        (target / "outcome.json").write_text(json.dumps(outcome))
-        return Outcome("completed", 0, 1.0, 0, 1.5)
+        return speed
 
 
 @pytest.fixture
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
     starts = Starts()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune_module, "start_and_wait", starts)
+    monkeypatch.setattr(tune_module, "run_block", starts)
+    for name in ("tune", "turns"):
+        monkeypatch.setattr(f"compare.running.{name}.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(tune_module.preflight, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = variable_knob("HOROVOD_CYCLE_TIME", "0.5", "9")
@@ -324,7 +337,7 @@ def test_a_whole_search(starts: Starts, capsys: pytest.CaptureFixture[str]) -> N
     assert knobs["ddp"] == Knobs({"bucket_cap_mb": 50.0}, {})
     assert knobs["horovod"] == Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"})
     output = capsys.readouterr().out
-    assert "bucket_cap_mb/round-1/50" in output and "left" in output and ": kept" in output
+    assert "bucket_cap_mb/round-1: " in output and "left" in output and ": kept" in output
     assert "warning: other processes kept 1.5 of" in output
     assert "other processes kept 1.5 of" in Path("k.toml").read_text()
     assert "all of it against the defaults: 1.3" in output and "--knobs k.toml" in output
@@ -348,18 +361,17 @@ def test_other_knobs_are_checked_by_runs_of_their_own(starts: Starts) -> None:
     assert read_all_knobs(stale)["ddp"].settings == {"bucket_cap_mb": 50.0}
 
 
-def test_a_run_that_was_stopped_at_its_very_end_counts(starts: Starts) -> None:
-    """With its summary, and before its launcher's end was noted."""
+def test_sides_that_cannot_take_turns_are_measured_one_after_the_other(
+    starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts.by_turns = False
     assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
-    for outcome in list(Path("runs/tune-k/ddp").rglob("outcome.json")):
-        outcome.unlink()
-    made = len(starts.commands)
-    assert main(["--tune", "k.toml", "--rounds", "3"]) == 0
-    assert len(starts.commands) == made
+    assert read_all_knobs(Path("k.toml"))["ddp"] == Knobs({"bucket_cap_mb": 50.0}, {})
+    assert capsys.readouterr().out.count("one after the other, because the sides do not fit") == 2
 
 
 @pytest.mark.parametrize("after", [rarely(1), rarely(4), 9, rarely(20)])
-def test_an_interrupted_search_goes_on_without_repeating_a_run(
+def test_an_interrupted_search_goes_on_without_repeating_a_block(
     starts: Starts, capsys: pytest.CaptureFixture[str], after: int
 ) -> None:
     words = ["--tune", "k.toml", "--rounds", "3"]
@@ -369,7 +381,7 @@ def test_an_interrupted_search_goes_on_without_repeating_a_run(
     assert not Path("k.toml").exists()
     starts.interrupt_after = None
     assert main(words) == 0
-    counts = Counter(map(tuple, starts.commands))
+    counts = Counter(starts.commands)
     assert max(counts.values()) == 1
     assert read_all_knobs(Path("k.toml"))["ddp"].settings == {"bucket_cap_mb": 50.0}
 
@@ -389,7 +401,7 @@ def test_a_dry_run_tells_what_would_be_tried(
 ) -> None:
     assert main(["--tune", "k.toml", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "at most 40 runs" in output and "bucket_cap_mb: 1, 50, 100" in output
+    assert "at most 15 blocks" in output and "bucket_cap_mb: 1, 50, 100" in output
     assert not starts.commands and not Path("runs").exists()
 
 
@@ -422,7 +434,7 @@ def test_a_changed_file_of_knobs_makes_another_plan(starts: Starts, tmp_path: Pa
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.timeout(900)  # eight starts, of which a busy machine makes two a minute
+@pytest.mark.timeout(900)  # eight starts, of which a busy machine makes four a minute
 def test_tuning_and_training_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -438,7 +450,6 @@ def test_tuning_and_training_with_the_file(
     monkeypatch.setattr("compare.running.knobs_found.is_gain", lambda estimate: True)
     monkeypatch.setattr("compare.running.search.TELLING_ROUNDS", 9)
     monkeypatch.setattr(tune_module, "LEAST_ROUNDS", 1)
-    monkeypatch.setattr(tune_module, "warm_up", lambda *_: None)
     path, runs = tmp_path / "k.toml", tmp_path / "runs"
     arguments = SMALL.replace("--max-steps 70", "--max-steps 10").split()
     words = ["--tune", str(path), "--rounds", "1", "--out", str(runs), "--", *arguments]
@@ -447,16 +458,12 @@ def test_tuning_and_training_with_the_file(
         "ddp": Knobs({"static_graph": True}, {}),
         "horovod": Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"}),
     }
-    digests = set()
-    for engine, name in {"ddp": "ddp-torchrun-2", "horovod": "horovod-mpi-2"}.items():
+    for engine in ("ddp", "horovod"):
         assert read_all_knobs(runs / f"{engine}.toml") == {engine: read_all_knobs(path)[engine]}
-        tuned = runs / engine / "check/round-1/tuned" / name  # trained with that file
+        tuned = runs / engine / "check/round-1/tuned/0/run"  # trained with that file
         config = read_json(tuned / "config.json")
         assert config["static_graph"] is (engine == "ddp")
         cycle = {} if engine == "ddp" else {"HOROVOD_CYCLE_TIME": "0.5"}
         assert config["knob_variables"] == cycle
         variables = read_json(tuned / "environment.json")["variables"]
         assert variables.get("HOROVOD_CYCLE_TIME") == cycle.get("HOROVOD_CYCLE_TIME")
-        for end in (tuned, runs / engine / "check/round-1/defaults" / name):
-            digests.add(read_json(end / "summary.json")["weights_sha256"])
-    assert len(digests) == 1  # two ranks: no knob changes a bit

@@ -1,6 +1,6 @@
 """The search of --tune: knob by knob, each value beside the best that is known so far.
 
-Knows nothing of runs: whoever searches brings a function that measures.
+Knows nothing of starts: whoever searches brings a function that measures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,14 +49,15 @@ class Trial:
 
     knob: str
     value: Value
-    estimate: Estimate | None  # None: its first run failed
+    estimate: Estimate | None  # None: it failed at once
     failed: bool
     kept: bool = False
 
 
-# Images a second of one fresh run with these knobs; None if it failed. The text names the run, and
-# is another one for each: knob, round, value.
-Measure = Callable[[str, Knobs], float | None]
+AS_BEFORE = "as before"
+# Images a second with each of these knobs, all in one block of fresh starts; those that fail are
+# left out. The text names the block, and is another one for each: knob, round.
+Measure = Callable[[str, Mapping[str, Knobs]], dict[str, float]]
 
 
 def is_gain(estimate: Estimate) -> bool:
@@ -68,31 +69,23 @@ def is_gain(estimate: Estimate) -> bool:
 
 
 def try_knob(knob: Knob, best: Knobs, measure: Measure, rounds: int, seed: int) -> list[Trial]:
-    """Measure a knob's values in interleaved rounds; mark the one to be kept, if there is one.
+    """Measure a knob's values in rounds; mark the one to be kept, if there is one.
 
-    A round runs the best knobs so far and each value once, in random order. A value is given up
-    when, after TELLING_ROUNDS, it is not the faster one in the median, or when a run fails.
+    A round is a block of the best knobs so far and each value, started in random order. A value is
+    given up when, after TELLING_ROUNDS, it is not the faster one in the median, or when it fails.
 
     Raises SearchError if the best knobs so far fail.
     """
     pairs: dict[str, list[tuple[float, float]]] = {value.shown: [] for value in knob.values}
     alive, failed = list(knob.values), set[str]()
     for number in range(1, rounds + 1):
-        speeds = dict[str, float]()
-        base = None
-        for value in drawn([None, *alive], seed, knob.name, number):
-            shown = "as before" if value is None else value.shown
-            knobs = best if value is None else value.on(best)
-            speed = measure(f"{knob.name}/round-{number}/{shown}", knobs)
-            if value is None:
-                if speed is None:
-                    raise SearchError(f"{knob.name}: a run with the best knobs so far failed")
-                base = speed
-            elif speed is None:
-                failed.add(value.shown)
-            else:
-                speeds[value.shown] = speed
-        assert base is not None
+        wanted = {AS_BEFORE: best, **{value.shown: value.on(best) for value in alive}}
+        order = drawn(wanted, seed, knob.name, number)
+        speeds = measure(f"{knob.name}/round-{number}", {name: wanted[name] for name in order})
+        if AS_BEFORE not in speeds:
+            raise SearchError(f"{knob.name}: the best knobs so far failed")
+        base = speeds.pop(AS_BEFORE)
+        failed |= {value.shown for value in alive} - speeds.keys()
         for shown, speed in speeds.items():
             pairs[shown].append((speed, base))
         alive = [
@@ -139,8 +132,3 @@ def search(
         tried += trials
         tell(trials)
     return best, tried
-
-
-def most_runs(knobs: Sequence[Knob], rounds: int) -> int:
-    """Return how many runs a search may take, if no value is given up."""
-    return sum(rounds * (1 + len(knob.values)) for knob in knobs)

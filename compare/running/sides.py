@@ -1,5 +1,6 @@
 """The sides of a measurement by turns: what is started, by which command, and what it is to do."""
 
+import functools
 import hashlib
 import shlex
 import signal
@@ -23,7 +24,12 @@ STOP_SECONDS = 5.0  # for a process to stop
 
 
 class MeasurementError(UserError):
-    """Something that keeps sides from being measured; said without a traceback."""
+    """Something that keeps sides from being measured; said without a traceback. `side` is the name
+    of the one that failed."""
+
+    def __init__(self, text: str, side: str | None = None) -> None:
+        super().__init__(text)
+        self.side = side
 
 
 class NoTurns(MeasurementError):
@@ -72,7 +78,6 @@ def training_side(run: Run, **others: Any) -> Side:
     """A planned run as a side, named as its configuration is. Its training never comes to an
     epoch's end, nor to --max-steps (take_turns.py sees to that)."""
     configuration = run.configuration
-    config, *_ = read_flags(configuration.engine, run.workers, list(run.arguments), talk=False)
     place = (str(Path.cwd()), run.folder, run.seed)
     job = hashlib.sha256(repr(place).encode()).hexdigest()[:12]
     program = [str(ROOT / TRAINERS[configuration.engine]), "--log-dir", "{folder}", "--name", "run"]
@@ -82,7 +87,7 @@ def training_side(run: Run, **others: Any) -> Side:
         name=configuration.name,
         launcher=tuple(configuration.launch_words(run.workers, run.hosts, job)),
         program=(*program, *run.arguments),
-        images_per_step=config.batch_size * config.batches_per_allreduce * run.workers,
+        images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
         directory=Path.cwd(),
         # Where srun's tasks are is for Slurm to say.
@@ -90,6 +95,13 @@ def training_side(run: Run, **others: Any) -> Side:
         interface=configuration.interface,
         **others,
     )
+
+
+@functools.cache
+def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> int:
+    """Images between two optimizer steps, over all workers, as the trainer's flags say."""
+    config, *_ = read_flags(engine, workers, list(arguments), talk=False)
+    return config.batch_size * config.batches_per_allreduce * workers
 
 
 def why_not_by_turns() -> str | None:

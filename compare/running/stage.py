@@ -240,12 +240,12 @@ class Stage:
         when = "" if self.on_turn in ("", side.name) else " while it stood still"
         text = f"{side.name} {what}{when}:\n{tail(folder)}"
         if UNREACHABLE in text:
-            return NoTurns(f"a host does not reach this one: {text}")
+            return NoTurns(f"a host does not reach this one: {text}", side.name)
         if len(self.sides) > 1:
             for sign, meaning in NO_ROOM.items():
                 if sign in text:
-                    return NoTurns(f"{meaning}: {text}")
-        return MeasurementError(text)
+                    return NoTurns(f"{meaning}: {text}", side.name)
+        return MeasurementError(text, side.name)
 
 
 def listen(folder: Path, sides: Sequence[Side]) -> tuple[socket.socket, str, bytes]:

@@ -1,9 +1,9 @@
 """What `run.py --tune FILE` does: find, on this machine, what makes each engine's exchange of
 gradients faster, and write it into a file that both trainers read (`--knobs FILE`).
 
-Knob by knob, those that promise most first: each value is measured against the best so far, in
-interleaved rounds of fresh runs, and kept if its gain is more than noise (search.py). At
-the end the file itself is measured against the defaults, in runs that had no part in the choice:
+Knob by knob, those that promise most first: all values take turns with the best so far, in blocks
+of fresh starts (turns.py), and one is kept if its gain is more than noise (search.py). At
+the end the file itself is measured against the defaults, in blocks that had no part in the choice:
 what does not hold there is written as a comment.
 """
 
@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Hashable
+import time
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -21,12 +22,12 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import ENGINES
-from compare.evidence.run_folder import read_summary
+from compare.evidence.turns import Block, throughput
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.hosts import is_only_here
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
-from compare.plan.plan import Plan, Run
+from compare.plan.plan import Plan
 from compare.plan.record import plan_differences, plan_record
 from compare.plan.sources import trainers_sha256
 from compare.running import preflight
@@ -39,16 +40,19 @@ from compare.running.knobs_found import (
     write_file,
 )
 from compare.running.knobs_to_try import free_knobs, knobs_for, with_knobs
-from compare.running.launch import duration, print_line, print_tail, start_and_wait, utc_now
-from compare.running.progress import another_plan, is_complete, read_json
-from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, most_runs, search
+from compare.running.launch import duration, print_line, utc_now
+from compare.running.progress import another_plan, read_json
+from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, search
+from compare.running.sides import MeasurementError, NoTurns, Side, training_side
+from compare.running.turns import finished_block, run_block
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, last_value, without_flag
 from recipe.knobs import SETTINGS, Knobs, knobs_text
 
 MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do not count
 LEAST_STEPS = 10
-WARM_UP_STEPS = 5
+TURNS = 4  # of each candidate in a block
+PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
 
 
 def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -126,65 +130,84 @@ def check_tuning(plan: Plan, options: argparse.Namespace) -> None:
 
 @dataclass
 class Runner:
-    """Makes the runs of a search; one that is there already, by the same command, is taken."""
+    """Makes the blocks of a search; one that is there already, of the same commands and sources, is
+    taken."""
 
     plan: Plan
     folder: Path
     sources: str  # digest of the trainers when the search began
-    most: int  # runs that may yet come
+    most: int  # blocks that may yet come
+    by_turns: bool = True  # False once that has turned out not to be possible
     made: int = 0
     taken: int = 0
     durations: list[tuple[Hashable, float]] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)  # cores that others kept busy, run by run
+    loads: list[float] = field(default_factory=list)  # cores that others kept busy, by block
 
-    def run(self, place: str, configuration: Configuration) -> float | None:
-        """Return images per second of one run; None if it failed."""
-        [case], [workers] = self.plan.cases, self.plan.workers
-        run = self.plan.run(0, case, configuration, workers)
-        log_dir = self.folder / folder_name(place)
-        target = log_dir / run.name
-        self.most -= 1
-        if is_complete(target) and command_of(target) == shlex.join(run.command(log_dir)):
-            self.taken += 1
-            if (outcome := target / "outcome.json").exists():  # not if stopped at its very end
-                self.note_load(read_json(outcome).get("other_load"))
-            return read_summary(target).images_per_second
-        return self.start(run, log_dir, target, place)
-
-    def start(self, run: Run, log_dir: Path, target: Path, place: str) -> float | None:
+    def measure(self, place: str, candidates: Mapping[str, Configuration]) -> dict[str, float]:
+        """Return images per second of each candidate, without those that failed."""
         if trainers_sha256() != self.sources:
             raise UserError(
                 "the sources of the recipe or the trainers were changed while the search was "
                 "running: put them back and go on, or start afresh with --new"
             )
-        label = f"    {place}"
-        outcome = start_and_wait(run, self.folder, self.plan.timeout, label, log_dir=log_dir)
-        self.made += 1
-        self.durations.append(("run", outcome.seconds))
-        self.note_load(outcome.other_load)
-        if outcome.status != "completed":
-            print_line(f"{label}   {outcome.status.upper()} after {duration(outcome.seconds)}")
-            print_tail(target / "output.log")
-            return None
-        speed = read_summary(target).images_per_second
-        left = seconds_left(self.durations, ["run"] * self.most)
-        ending = f"   at most {duration(left)} left" if left else ""
-        print_line(f"{label:<66} {speed:>9,.1f} images/s {duration(outcome.seconds):>6}{ending}")
-        return speed
+        [case], [workers] = self.plan.cases, self.plan.workers
+        names = {folder_name(shown): shown for shown in candidates}
+        runs = [
+            self.plan.run(0, case, replace(one, name=folder_name(shown)), workers)
+            for shown, one in candidates.items()
+        ]
+        began, made = time.monotonic(), self.made
+        blocks = self.blocks([training_side(run) for run in runs], place)
+        self.most -= 1
+        speeds = {
+            names[name]: block.median(name, throughput) for block in blocks for name in block.order
+        }
+        self.loads += [block.other_load for block in blocks]
+        told = ", ".join(f"{name} {speed:,.1f}" for name, speed in speeds.items())
+        line = f"    {place}: {told} images/s"
+        if self.made > made:
+            seconds = time.monotonic() - began
+            self.durations.append(("block", seconds))
+            left = seconds_left(self.durations, ["block"] * self.most)
+            line += f"   {duration(seconds)}"
+            line += f"   at most {duration(left)} left" if left else ""
+            print_line(line)
+        return speeds
 
-    def note_load(self, cores: float | None) -> None:
-        if cores is not None:
-            self.loads.append(cores)
+    def blocks(self, sides: Sequence[Side], place: str) -> list[Block]:
+        """Return the block of these sides; where they cannot take turns, one of each."""
+        folder = self.folder / folder_name(place)
+        if self.by_turns:
+            try:
+                return self.block(sides, folder, place)
+            except NoTurns as error:
+                print_line(f"    {place}: one after the other, because {error}")
+                self.by_turns = False
+        return [one for side in sides for one in self.block([side], folder / side.name, place)]
+
+    def block(self, sides: Sequence[Side], folder: Path, place: str) -> list[Block]:
+        """Return the block of those of these sides that do not fail; none if all do."""
+        while sides:
+            if kept := finished_block(sides, TURNS, folder):
+                self.taken += 1
+                return [kept]
+            try:
+                block = run_block(sides, TURNS, folder, 1, place, PATIENCE, lambda text: None)
+                self.made += 1
+                return [block]
+            except NoTurns:
+                raise
+            except MeasurementError as error:
+                print_line(f"    {place}: {error}")
+                if error.side is None:
+                    raise
+                sides = [side for side in sides if side.name != error.side]
+        return []
 
 
 def folder_name(place: str) -> str:
     """Return a place's path: values and knobs have names with blanks and quotes in them."""
     return re.sub(r"[^A-Za-z0-9/._-]+", "-", place)
-
-
-def command_of(folder: Path) -> str:
-    path = folder / "command.txt"
-    return path.read_text().strip() if path.exists() else ""
 
 
 def tune_folder(options: argparse.Namespace) -> Path:
@@ -223,14 +246,16 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
 
 
 def dry_tune_lines(plan: Plan, rounds: int) -> list[str]:
-    """Return what would be tried, and at most how many runs it takes."""
+    """Return what would be tried, and at most how many blocks it takes."""
     lines = []
     for configuration in plan.members():
         knobs, left_out = free_knobs(
             knobs_for(configuration, plan), configuration, plan, os.environ
         )
-        runs = most_runs(knobs, rounds) + 2 * rounds
-        lines.append(f"{ENGINES[configuration.engine]} ({configuration.name}): at most {runs} runs")
+        blocks = rounds * (len(knobs) + 1)
+        lines.append(
+            f"{ENGINES[configuration.engine]} ({configuration.name}): at most {blocks} blocks"
+        )
         lines += [f"    {k.name}: {', '.join(v.shown for v in k.values)}" for k in knobs]
         lines += [f"    {line}" for line in left_out]
     return lines
@@ -264,19 +289,19 @@ def tune_engine(
     name = configuration.engine
     tried = knobs_for(configuration, plan)
     knobs, lines = free_knobs(tried, configuration, plan, os.environ)
-    runner = Runner(plan, folder, sources, most_runs(knobs, rounds) + 2 * rounds)
+    runner = Runner(plan, folder, sources, rounds * (len(knobs) + 1))
     print(f"\n{ENGINES[name]} ({configuration.name}, {max(plan.workers)} workers)")
     for line in lines:
         print(f"  {line}")
-    warm_up(configuration, plan, folder)
     left = list(knobs)
 
-    def measure(place: str, wanted: Knobs) -> float | None:
-        return runner.run(f"{name}/{place}", with_knobs(configuration, wanted))
+    def measure(place: str, wanted: Mapping[str, Knobs]) -> dict[str, float]:
+        tried = {shown: with_knobs(configuration, one) for shown, one in wanted.items()}
+        return runner.measure(f"{name}/{place}", tried)
 
     def tell(trials: list[Trial]) -> None:
         left.pop(0)
-        runner.most = most_runs(left, rounds) + 2 * rounds
+        runner.most = rounds * (len(left) + 1)
         print("\n".join(trial_lines(trials)))
 
     best, done = search(knobs, measure, rounds, plan.seed, tell)
@@ -289,7 +314,7 @@ def tune_engine(
     else:
         print("  nothing was shown to be faster than the defaults")
     if runner.taken:
-        print(f"  ({runner.taken} runs were there already, {runner.made} were made)")
+        print(f"  ({runner.taken} blocks were there already, {runner.made} were made)")
     written = sorted(folder.glob(f"{name}/**/environment.json"))
     environment = read_json(written[0]) if written else {}
     load = median(runner.loads) if runner.loads else None
@@ -299,49 +324,31 @@ def tune_engine(
     return found
 
 
-def warm_up(configuration: Configuration, plan: Plan, folder: Path) -> None:
-    """Start the engine for a few steps, for caches' sake; SearchError if it cannot train."""
-    run = plan.run(0, plan.cases[0], configuration, max(plan.workers))
-    log_dir = folder / "warm-up"
-    if is_complete(log_dir / run.name) or (folder / configuration.engine).exists():
-        return
-    outcome = start_and_wait(
-        run,
-        folder,
-        plan.warm_up_timeout,
-        "    warm-up",
-        log_dir=log_dir,
-        end_after_steps=WARM_UP_STEPS,
-    )
-    if outcome.status != "completed":
-        print_tail(log_dir / run.name / "output.log")
-        raise SearchError("the warm-up failed, and so would all runs")
-    print_line(f"    warm-up   {duration(outcome.seconds)}, thrown away")
-
-
 def check_against_defaults(
     configuration: Configuration, knobs: Knobs, runner: Runner, rounds: int
 ) -> Estimate:
-    """Measure the knobs against none: in fresh runs, since those by which they were chosen flatter
-    them. The trainers read them from a file, as they will, unless hosts may not see the folder."""
+    """Measure the knobs against none: in fresh blocks, since those by which they were chosen
+    flatter them. The trainers read them from a file, as they will, unless hosts may not see the
+    folder."""
     engine, plan = configuration.engine, runner.plan
     path, text = runner.folder / f"{engine}.toml", knobs_text({engine: knobs})
     if not path.exists() or path.read_text(encoding="utf-8") != text:
-        # Runs with other knobs had the same command: they must not be taken for these.
+        # Blocks with other knobs had the same commands: they must not be taken for these.
         shutil.rmtree(runner.folder / engine / "check", ignore_errors=True)
     replace_file(path, text)
     tuned = replace(configuration, flags=(*configuration.flags, "--knobs", str(path)))
     if not is_only_here(max(plan.workers), plan.hosts):
         tuned = with_knobs(configuration, knobs)
-    speeds: dict[str, list[float]] = {"defaults": [], "tuned": []}
+    candidates = {"defaults": configuration, "tuned": tuned}
+    pairs = []
     for number in range(1, rounds + 1):
-        for name in drawn(speeds, plan.seed, "check", number):
-            start = tuned if name == "tuned" else configuration
-            speed = runner.run(f"{engine}/check/round-{number}/{name}", start)
-            if speed is None:
-                raise SearchError(f"{engine}: a run with {name} failed in the check at the end")
-            speeds[name].append(speed)
-    return estimate_ratio(speeds["tuned"], speeds["defaults"])
+        order = drawn(candidates, plan.seed, "check", number)
+        place = f"{engine}/check/round-{number}"
+        speeds = runner.measure(place, {name: candidates[name] for name in order})
+        if failed := candidates.keys() - speeds.keys():
+            raise SearchError(f"{engine}: {failed.pop()} failed in the check at the end")
+        pairs.append((speeds["tuned"], speeds["defaults"]))
+    return estimate_ratio(*zip(*pairs, strict=True))
 
 
 def comparison_command(plan: Plan, path: Path) -> str:
