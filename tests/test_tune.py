@@ -171,7 +171,6 @@ def tuned_plan(*words: str) -> Any:
 def test_the_plan_of_a_search() -> None:
     plan = tuned_plan("--", "--arch", "resnet18")
     assert (plan.configurations, plan.workers) == (("ddp-torchrun", "horovod-mpi"), (2,))
-    assert plan.trainer_arguments[-2:] == ("--max-steps", "40")
     plan = tuned_plan("tuned-against-tuned")  # whose file of knobs is not there yet
     assert plan.configurations == ("ddp-torchrun", "horovod-mpi")
     alone = tuned_plan("tuned-against-tuned", "--configurations", "ddp-tuned")
@@ -211,7 +210,6 @@ def test_the_comparison_is_of_the_training_that_was_tuned_for(
         (["--case", "a=--knobs x.toml"], "begins from the defaults"),
         (["--configurations", "horovod-mpi", "horovod-gloo"], "leave out horovod-gloo"),
         (["--", "--knobs", "x.toml"], "begins from the defaults"),
-        (["--", "--max-steps", "7"], "the first steps of a run do not count"),
     ],
 )
 def test_what_a_search_refuses(words: list[str], told: str) -> None:
@@ -451,8 +449,7 @@ def test_tuning_and_training_with_the_file(
     monkeypatch.setattr("compare.running.search.TELLING_ROUNDS", 9)
     monkeypatch.setattr(tune_module, "LEAST_ROUNDS", 1)
     path, runs = tmp_path / "k.toml", tmp_path / "runs"
-    arguments = SMALL.replace("--max-steps 70", "--max-steps 10").split()
-    words = ["--tune", str(path), "--rounds", "1", "--out", str(runs), "--", *arguments]
+    words = ["--tune", str(path), "--rounds", "1", "--out", str(runs), "--", *SMALL.split()]
     assert main(words) == 0, capsys.readouterr()
     assert read_all_knobs(path) == {
         "ddp": Knobs({"static_graph": True}, {}),

@@ -83,7 +83,8 @@ def add_task(add: Callable[..., Any]) -> None:
         "--rounds",
         type=int,
         metavar="N",
-        help="with --tune: how often each value of a knob is run beside the best one so far "
+        help="with --tune: in how many blocks each value of a knob takes turns with the best one "
+        "so far "
         f"(default: {TUNING_ROUNDS})",
     )
 

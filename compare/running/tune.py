@@ -46,11 +46,9 @@ from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, se
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.turns import finished_block, run_block
 from recipe.files import replace_file, write_json
-from recipe.flags import flag_name, last_value, without_flag
+from recipe.flags import flag_name, without_flag
 from recipe.knobs import SETTINGS, Knobs, knobs_text
 
-MAX_STEPS = 40  # of a run, unless the user says otherwise; the first five do not count
-LEAST_STEPS = 10
 TURNS = 4  # of each candidate in a block
 PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
 
@@ -61,10 +59,6 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     if options.rounds is None:
         options.rounds = TUNING_ROUNDS
     check_tuning(plan, options)
-    arguments = list(plan.trainer_arguments)
-    steps = last_value((*arguments, *plan.cases[0].flags), "--max-steps")
-    if steps is None:
-        arguments += ["--max-steps", str(MAX_STEPS)]
     chosen: dict[str, Configuration] = {}
     # A plan for tuned against tuned has both: it is the plain one that is to be tuned.
     known = [plan.known()[name] for name in plan.configurations]
@@ -82,11 +76,9 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         defined=tuple(cleared),
         workers=(max(plan.workers),),
         judged_pairs=(),
-        measure="runs",
         blocks=1,
         phase_steps=0,
         null=False,
-        trainer_arguments=tuple(arguments),
     )
 
 
@@ -120,12 +112,6 @@ def check_tuning(plan: Plan, options: argparse.Namespace) -> None:
     words = (*plan.trainer_arguments, *plan.cases[0].flags)
     if "--knobs" in map(flag_name, words):
         raise UserError("--knobs among the trainers' flags: --tune begins from the defaults")
-    steps = last_value(words, "--max-steps")
-    if steps is not None and steps.isdecimal() and int(steps) < LEAST_STEPS:
-        raise UserError(
-            f"--max-steps {steps}: the first steps of a run do not count; give {LEAST_STEPS} or "
-            f"more ({MAX_STEPS} without the flag)"
-        )
 
 
 @dataclass
@@ -357,7 +343,9 @@ def comparison_command(plan: Plan, path: Path) -> str:
     default = Plan()
     plan = replace(
         plan,
-        blocks=7,
+        measure=default.measure,
+        blocks=default.blocks,
+        full_runs=0,
         cases=default.cases,
         phase_steps=default.phase_steps,
         trainer_arguments=arguments,
