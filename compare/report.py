@@ -185,7 +185,7 @@ def load_comparisons(paths: list[Path]) -> tuple[list[Comparison], str]:
             recorded.relative_to(Path.cwd()) if recorded.is_relative_to(Path.cwd()) else recorded
         )
         comparison = load_comparison(shown)
-        machine = comparison.complete[0].environment
+        machine = comparison.written[0].environment
         return [comparison], (
             f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
             f"{machine.device_name or machine.cpu_model} and lies in {shown}.\n"

@@ -4,12 +4,14 @@ and comparisons of many runs."""
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from records import a_plan, make_turns
 from test_compare_records import edit, make_comparison
 
+from compare import report
 from compare.evidence import packed
 from compare.evidence.notices import MISSING, notices
 from compare.evidence.records import Comparison, RunRecord, load_comparison
@@ -215,3 +217,14 @@ def test_a_report_of_many_runs_looks_at_each_a_few_times(tmp_path, monkeypatch):
         found.append(looked)
     assert found[1] <= 2.2 * found[0]
     assert found[1] <= 15 * len(comparison.runs)
+
+
+def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
+    """As `run.py --full-runs 0` leaves it."""
+    folder = by_turns(tmp_path / "compare-1")
+    shutil.rmtree(folder / "block-1")
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"runs": []}))
+    for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
+        assert report.main([str(folder), *flags]) == 0, capsys.readouterr().err
+    assert "DDP over MPI trained" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from compare.plan.record import plan_from
 
 
 def page_title(comparison: Comparison) -> str:
-    engines = {run.engine for run in comparison.complete}
+    engines = {run.engine for run in comparison.written}
     if comparison.plan["null"]:
         return "A null test: each configuration against itself"
     if engines == {"ddp", "horovod"}:
@@ -27,7 +27,7 @@ def page_title(comparison: Comparison) -> str:
 
 def subtitle(comparison: Comparison) -> str:
     """Say what was trained on what: the figures mean nothing without it."""
-    run = comparison.complete[0]
+    run = comparison.written[0]
     environment = run.environment
     data = all_values(comparison, lambda run: run.config.data or run.config.train_dir)
     models = all_values(comparison, lambda run: run.config.arch)
@@ -46,7 +46,7 @@ def subtitle(comparison: Comparison) -> str:
 
 def all_values(comparison: Comparison, value_of: Callable[[RunRecord], Any]) -> str:
     """Name the values that a setting has in the comparison."""
-    values = dict.fromkeys(value_of(run) for run in comparison.complete)
+    values = dict.fromkeys(value_of(run) for run in comparison.written)
     return " and ".join(str(value) for value in values if value is not None)
 
 
@@ -58,7 +58,7 @@ def created_text(comparison: Comparison) -> str:
 def reproduce_lines(comparison: Comparison) -> list[str]:
     """Return the commands that make this comparison again."""
     plan, path = comparison.plan, comparison.folder / "plan.json"
-    commit = comparison.complete[0].environment.git_commit
+    commit = comparison.written[0].environment.git_commit
     inherited = plan["environment"].get("inherited", {})
     lines = [f"git checkout {commit}"] if commit else []
     lines += ["make setup", ". .venv/bin/activate"]
@@ -74,7 +74,7 @@ def reproduce_lines(comparison: Comparison) -> list[str]:
 
 def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
     """Say what the comparison does not show."""
-    run = comparison.complete[0]
+    run = comparison.written[0]
     measured = comparison.workers
     numbers = " and ".join(filter(None, [", ".join(map(str, measured[:-1])), str(measured[-1])]))
     lines = []
@@ -95,7 +95,7 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
             "loopback. Between hosts, latency and bandwidth decide, and the engines may differ in "
             "other ways."
         )
-    threads = {run.workers: run.environment.threads for run in comparison.complete}
+    threads = {run.workers: run.environment.threads for run in comparison.written}
     if run.environment.device == "cpu" and len(set(threads.values())) > 1:
         told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
         lines.append(

@@ -198,10 +198,11 @@ def fact_text(fact: Fact) -> str:
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the commands of the first block: those of others differ in seed and folder only."""
-    first = min(run.block for run in comparison.runs)
+    runs = comparison.runs or comparison.sides
+    first = min(run.block for run in runs)
     found = [
         (plots.named(run.case) + run.name, run.command or shlex.join(run.environment.command))
-        for run in comparison.runs
+        for run in runs
         if run.block == first and (run.command or run.is_complete)
     ]
     return found[:MAX_COMMANDS]
@@ -210,9 +211,7 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
 def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return each field's value; all values, and of which runs, where they do not agree."""
     order = comparison.plan["configurations"]
-    runs = sorted(
-        comparison.complete, key=lambda run: (order.index(run.configuration), run.workers)
-    )
+    runs = sorted(comparison.written, key=lambda run: (order.index(run.configuration), run.workers))
     lines = []
     for field in fields:
         # One that a trainer did not write yet is left out.
@@ -244,10 +243,10 @@ def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
             run.workers,
             order.index(run.configuration),
             run.launcher,
-            run.summary.transport,
+            run.environment.transport,
             short(run.environment.threads),
         )
-        for run in comparison.complete
+        for run in comparison.written
     }
     return [
         (f"{order[index]}, {count(n, 'worker')}", launcher, transport, threads)
