@@ -136,7 +136,7 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
         return plan
     for reason in dict.fromkeys(filter(None, missing.values())):
         print(reason, file=sys.stderr)
-    print(f"Left out: {', '.join(gone)}. What follows is without.", file=sys.stderr)
+    print(f"Left out: {', '.join(gone)}. The comparison goes on without.", file=sys.stderr)
     pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
     plan = replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
     check_plan(plan)

@@ -504,7 +504,7 @@ def test_without_horovod_the_rest_of_the_default_runs_and_says_so(comparing):
     assert {line.split()[0] for line in comparing.starts()} == {
         "block-1/ddp-torchrun-1", "block-2/ddp-torchrun-1",
     }  # fmt: skip
-    assert "Left out: horovod-mpi. What follows is DDP's alone" in output
+    assert "Left out: horovod-mpi. The comparison goes on without" in output
     assert json.loads((comparing.folder / "out/plan.json").read_text())["left_out"] == [
         "horovod-mpi"
     ]
@@ -614,7 +614,7 @@ def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing
     plan = read_plan(comparing)
     assert plan["varied"] == ["fp16_allreduce"]
     assert plan["configuration_details"]["tuned"] == {
-        "engine": "horovod", "launcher": "horovodrun", "controller": "mpi",
+        "engine": "horovod", "launcher": "horovodrun", "controller": "mpi", "transport": "",
         "flags": ["--fp16-allreduce"], "environment": {"HOROVOD_CYCLE_TIME": "2.5"},
     }  # fmt: skip
     command = (comparing.folder / "out/block-1/tuned-1/command.txt").read_text()
