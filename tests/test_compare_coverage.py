@@ -17,7 +17,12 @@ import pytest
 from numpy.typing import NDArray
 
 from compare.evidence import packed
-from compare.evidence.paired import Estimate, estimate_logs, hodges_lehmann
+from compare.evidence.paired import (
+    Estimate,
+    confidence_after,
+    estimate_logs,
+    hodges_lehmann,
+)
 from compare.evidence.run_folder import read_block
 from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import Block
@@ -234,19 +239,23 @@ def whole_runs(seed: int, blocks: int, drift: float = 0.0, ratio: float = 1.08) 
     return [estimate_logs(one) for one in logs.tolist()]
 
 
-@pytest.mark.parametrize(("extensions", "most"), [(0, 1.0), (2, 0.06)])
-def test_looking_after_3_and_4_and_5_blocks_is_corrected(extensions, most):
-    """Whoever adds a block until a difference is shown; with the confidence of a report that was
-    extended twice, and without it."""
-    confidence = 1 - 0.05 / (1 + extensions)
-    wrong = 0
-    for one in whole_runs(12, 5, ratio=1.0):
+def test_looking_after_3_and_4_and_5_blocks_and_on_is_corrected():
+    """Whoever adds a block until a difference is shown: with the confidence that each look's
+    report has, and with that of the first one throughout."""
+    wrong = {"3 to 5": [0, 0], "3 to 12": [0, 0]}
+    for one in whole_runs(12, 12, ratio=1.0):
         logs = [math.log(ratio) for ratio in one.ratios]
-        looks = (estimate_logs(logs[:n], confidence=confidence) for n in (3, 4, 5))
-        wrong += any(estimate.shows_difference for estimate in looks)
-    share = wrong / EXPERIMENTS
-    assert share <= most
-    assert share > 0.07 or extensions
+        for looks, last in (("3 to 5", 5), ("3 to 12", 12)):
+            for is_corrected in (False, True):
+                wrong[looks][is_corrected] += any(
+                    estimate_logs(
+                        logs[:blocks], confidence=confidence_after(is_corrected * (blocks - 3))
+                    ).shows_difference
+                    for blocks in range(3, last + 1)
+                )
+    share = {looks: [times / EXPERIMENTS for times in found] for looks, found in wrong.items()}
+    assert share["3 to 5"][False] > 0.07 and share["3 to 12"][False] > 0.12
+    assert max(corrected for _, corrected in share.values()) < 0.1
 
 
 def test_holm_keeps_false_differences_of_a_whole_report_rare():

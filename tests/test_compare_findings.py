@@ -33,6 +33,7 @@ from compare.page.context import page_title
 from compare.page.html import render_page
 from compare.page.plot import Selection
 from compare.page.plots import plot_phases
+from compare.page.tables import phase_table
 from compare.page.text import terminal_report
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Case
@@ -354,8 +355,8 @@ def test_a_null_test_without_a_difference_says_that_all_is_well(tmp_path):
     assert verdict.second_label == "DDP (torchrun, Gloo), again"
     assert re.fullmatch(
         r"At 2 workers no difference was shown between DDP \(torchrun, Gloo\) and itself, as it "
-        r"should be: equal within 6\.2 %, speed ratio 1\.003, 95 % interval 0\.948 to 1\.062, "
-        r"3 blocks\.",
+        r"should be: it differs from itself by at most 6\.2 %, speed ratio 1\.003, 95 % interval "
+        r"0\.948 to 1\.062, 3 blocks\.",
         verdict.sentence(),
     )
     assert explained(comparison) == []
@@ -518,6 +519,22 @@ def test_a_difference_is_told_by_phase_with_its_sign(tmp_path):
     change(slow.phases, step_seconds=0.090)
     page = " ".join(render_page(comparison).split())
     assert "do not show the verdict&#39;s difference: ddp-torchrun − horovod-mpi" in page
+
+
+def test_phases_are_held_against_the_verdict_of_their_own_place(tmp_path):
+    """With one worker Horovod is faster here, with two DDP; the phases show both."""
+    comparison = compare(tmp_path, ratio=1.3, workers=(1, 2))
+    blocks: dict[int, list[Summary]] = {}
+    for run in (*comparison.runs, *comparison.phase_runs):
+        if run.workers == 1:
+            blocks.setdefault(run.block, []).append(run.summary)
+    for one, other in blocks.values():
+        speed, phases = one.images_per_second, one.phases
+        change(one, images_per_second=other.images_per_second, phases=other.phases)
+        change(other, images_per_second=speed, phases=phases)
+    verdicts = judge(comparison)
+    assert [verdict.decision for verdict in verdicts] == ["slower", "faster"]
+    assert "do not show the verdict" not in phase_table(comparison, verdicts).note
 
 
 def test_with_one_worker_no_communication_is_to_blame(tmp_path):

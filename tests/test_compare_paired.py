@@ -20,11 +20,11 @@ from compare.evidence.stopping import (
     MIN_DEGREES_TO_STOP,
     Goal,
     is_narrow,
-    minutes_to_decide,
     minutes_to_narrow,
+    minutes_to_show,
     reason_to_stop,
 )
-from compare.evidence.turns import Block, Turn, estimate_contrast
+from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,8 @@ def test_the_pooled_variance_is_that_of_block_plus_side():
 def test_a_few_disturbed_rounds_do_not_move_a_block():
     assert hodges_lehmann([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
     quiet, loud = [100.0] * 6, [100.0, 60.0, 100.0, 100.0, 100.0, 100.0]
-    assert a_block(1, {"a": quiet, "b": loud}).ratio("a", "b", lambda turn: turn.images_per_second)
+    block = a_block(1, {"a": quiet, "b": loud})
+    assert block.ratio("a", "b", throughput) == pytest.approx(1.0)
 
 
 def test_drift_that_both_runs_of_a_block_share_does_not_widen_the_interval():
@@ -126,6 +127,7 @@ def test_the_method_is_named_with_its_source():
     assert "it needs 3 blocks" in methods[2]
     assert methods[3] == methods[20] and "Student" in methods[3] and "1908" in methods[3]
     assert "Smyth" in estimate_logs([0.1, 0.2, 0.3, 0.2], 0.01, sides=4).method
+    assert "Smyth" in estimate_logs([0.1, 0.2, 0.3], 0.01, sides=3).method
 
 
 def test_blocks_are_enough_when_the_interval_is_narrow_and_its_width_is_known():
@@ -156,7 +158,10 @@ def test_how_many_more_minutes_would_decide():
     more = minutes_to_narrow(estimate, 0.01, 60)
     assert more is not None and 8 + more == pytest.approx(20, abs=2)  # (1.96 x 0.0214 / 0.00995)^2
     assert minutes_to_narrow(estimate, 0.5, 60) == 0
-    assert minutes_to_decide(estimate, 0.015, 60) == more  # 1.5 half-widths: a power of 80 %
+    # 1.5 half-widths: a power of 80 %. Measuring on is an extension, of 97.5 %: (2.24 / 1.96)^2
+    shown, of_five = (minutes_to_show(estimate, 0.015, 60, family) for family in (1, 5))
+    assert shown is not None and of_five is not None
+    assert 8 + shown == pytest.approx(20 * 1.31, abs=2) and of_five > shown
     assert minutes_to_narrow(estimate_logs([0.1]), 0.01, 60) is None
     assert minutes_to_narrow(estimate, 1e-9, 60) is None
 

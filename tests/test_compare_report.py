@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from records import a_plan
+from records import a_plan, make_turns
 from test_compare_records import edit, edit_fingerprint, make_comparison, make_square
 
 from compare import report
@@ -201,7 +202,7 @@ def test_json_holds_the_whole_report(folder, capsys):
     assert report.main([str(folder), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert len(value["speed"]) == 4
-    assert value["verdicts"][0]["shows_difference"] is True
+    assert value["verdicts"][0]["decision"] == "faster"
     assert value["verdicts"][0]["speed"]["low"] > 1
     assert not (folder / "report.html").exists()
 
@@ -512,7 +513,7 @@ def test_warnings_stand_by_the_verdict_unless_no_verdict_uses_the_run(folder, ca
     edit(folder / "phases/horovod-mpi-2/outcome.json", other_load=1.9)
     text = written([str(folder)], capsys)
     page = (folder / "report.html").read_text()
-    aside = "Of runs that no verdict on speed uses"
+    aside = "Runs that do not affect the speed verdicts"
     for words in ("Horovod was built without NCCL", "other processes kept 1.7"):
         assert words in text and text.index(words) < text.index(aside)
         assert page.index(words) < page.index("<h2>Results")
@@ -545,13 +546,20 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
         (("slower",), "Take b: 1.100 times as fast as a (1.080 to 1.120)."),
         (("equal",), "Take either, a or b: equal within 1.2 %."),
         (("undecided",), ""),
-        (("faster", "undecided"), "Take a or c: a 1.100 times as fast as b (1.080 to 1.120)."),
+        (("faster", "undecided"), "Take a: 1.100 times as fast as b (1.080 to 1.120); c is not "
+         "decided against b."),
+        (("faster", "equal"), "Take a: 1.100 times as fast as b (1.080 to 1.120); c and b are "
+         "equal within 1.2 %."),
+        (("faster", "slower"), "Take a or c, which were not compared: a 1.100 times as fast as b "
+         "(1.080 to 1.120); c 1.100 times as fast as b (1.080 to 1.120)."),
         (("undecided", "faster"), "Not decided: a or b; they differ by at most 8.3 %; b 1.100 "
          "times as fast as c (1.080 to 1.120)."),
+        (("equal", "equal"), "Take either, a or b or c: each compared pair is equal within 1.2 %."),
+        (("equal", "equal", "equal"), "Take either, a or b or c: equal within 1.2 %."),
     ],
 )  # fmt: skip
 def test_a_recommendation_has_its_bound(folder, decisions, words):
-    """Of a against b, and b against c."""
+    """Of a against b, b against c, and a against c."""
     speeds = {
         "faster": (1.1, 1.08, 1.12), "slower": (1 / 1.1, 1 / 1.12, 1 / 1.08),
         "equal": (1.002, 0.99, 1.0119), "undecided": (1.02, 0.97, 1.0829),
@@ -562,7 +570,7 @@ def test_a_recommendation_has_its_bound(folder, decisions, words):
             whole, first=first, second=second, first_label=first, second_label=second,
             decision=decision, speed=Estimate(*speeds[decision], ratios=()),
         )
-        for (first, second), decision in zip(("ab", "bc"), decisions, strict=False)
+        for (first, second), decision in zip(("ab", "bc", "ac"), decisions, strict=False)
     ]  # fmt: skip
     assert recommend(verdicts, ["a", "b", "c"]) == words
 
@@ -639,15 +647,42 @@ def small(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("file", ["summary.json", "environment.json", "config.json"])
-@pytest.mark.parametrize("value", [None, "text", -1, 1e400, [], {}, [None], {"a": None}])
-def test_a_record_of_any_shape_is_no_traceback(small, file, value, capsys):
+@pytest.fixture(scope="module")
+def small_turns(tmp_path_factory):
+    plan = a_plan(workers=(1,), blocks=1, phase_steps=0)
+    folder = make_comparison(tmp_path_factory.mktemp("turns") / "runs", plan)
+    return make_turns(folder, {"ddp-torchrun": 100, "horovod-mpi": 95}, blocks=1, rounds=2)
+
+
+RUN = "block-1/ddp-torchrun-1"
+ANY_SHAPE = [None, "text", -1, 1e400, [], {}, [None], {"a": None}]
+
+
+@pytest.mark.parametrize("value", ANY_SHAPE)
+@pytest.mark.parametrize(("kind", "file"), [
+    ("small", f"{RUN}/summary.json"), ("small", f"{RUN}/environment.json"),
+    ("small", f"{RUN}/config.json"), ("small", "plan.json"),
+    ("small_turns", "turns/1-workers/block-1/block.json"),
+])  # fmt: skip
+def test_a_record_of_any_shape_is_no_traceback(kind, file, value, request, capsys):
     """Each field in turn: the report is made, or one message says which file is to blame."""
-    path = small / "block-1/ddp-torchrun-1" / file
+    folder = request.getfixturevalue(kind)
+    path = folder / file
     original = path.read_text()
     for field in json.loads(original):
         edit(path, **{field: value})
-        if report.main([str(small)]) == 1:
+        if report.main([str(folder)]) == 1:
             error = capsys.readouterr().err
             assert len(error.splitlines()) == 1, field
         path.write_text(original)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"margin": math.nan}, "margin is nan"), ({"margin": "3%"}, "margin is '3%'"),
+    ({"margin": 0}, "margin is 0"), ({"extensions": 2}, "extensions is 2"),
+    ({"measure": "turn"}, "measure is 'turn'"), ({"null": "no"}, "null is 'no'"),
+])  # fmt: skip
+def test_what_decides_verdicts_is_checked(folder, changes, words, capsys):
+    edit(folder / "plan.json", **changes)
+    assert report.main([str(folder)]) == 1
+    assert f"plan.json: {words}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from test_compare_records import edit, make_comparison
 
 from compare import report
 from compare.evidence import packed
-from compare.evidence.notices import MISSING, notices
+from compare.evidence.notices import MISSING, WARNINGS, notices
+from compare.evidence.paired import Estimate, student_quantile
 from compare.evidence.records import Comparison, RunRecord, load_comparison
-from compare.evidence.verdicts import correction_text, judge
+from compare.evidence.rows import speed_rows
+from compare.evidence.verdicts import Verdict, correction_text, decided, judge
 from compare.evidence.words import label_of
+from compare.page.html import render_page
 from compare.page.text import terminal_report
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
@@ -66,7 +70,7 @@ def test_the_square_parts_engine_and_transport(square):
     assert "DDP over MPI trained 1.0" in of_ddp.sentence()
     assert "Horovod over MPI trained 0.9" in of_horovod.sentence()
     assert interaction.is_interaction
-    assert interaction.sentence().startswith("At 2 workers DDP / Horovod over MPI is 1.1")
+    assert interaction.sentence().startswith("At 2 workers the ratio DDP / Horovod over MPI is 1.1")
     assert all(verdict.measured_by == "turns" and verdict.family == 5 for verdict in verdicts)
     assert of_ddp.equal_weights  # of the full runs
     assert verdicts[0].first_in == (3, 6)
@@ -79,9 +83,69 @@ def test_a_noisy_square_says_how_much_longer_would_decide(tmp_path):
     assert re.fullmatch(
         r"At 2 workers not decided between DDP over Gloo and Horovod over Gloo: the difference is "
         r"at most \d+(\.\d)? % either way \(speed ratio [\d.]+, 95 % interval 0\.\d+ to 1\.\d+, 4 "
-        r"blocks\); about \d+ more minutes would decide 3 %\.",
+        r"blocks\); about \d+ more minutes would show a difference of 3 %\.",
         undecided.sentence(),
     )
+
+
+def judged(verdict: Verdict, low: float, high: float, number: int) -> list[Verdict]:
+    """So many verdicts of this interval, by six blocks, judged together."""
+    middle, reach = math.sqrt(low * high), math.log(high / low) / 2
+    speed = Estimate(middle, low, high, (), reach / student_quantile(0.95, 5), 5)
+    return decided([replace(verdict, speed=speed)] * number)
+
+
+@pytest.mark.parametrize(("low", "high", "words"), [
+    (1.004, 1.016, "a difference was shown between DDP over Gloo and itself: speed ratio 1.010"),
+    (0.72, 1.39, "no difference was shown between DDP over Gloo and itself, as it should be: it "
+     "differs from itself by at most 39 %"),
+    (0.98, 1.02, "as it should be: equal within 2.1 %"),
+])  # fmt: skip
+def test_a_null_test_shows_any_difference_that_its_interval_shows(square, low, high, words):
+    [verdict] = judged(replace(judge(square)[0], is_null_test=True), low, high, 1)
+    assert words in verdict.sentence()
+
+
+@pytest.mark.parametrize(("low", "high", "words"), [
+    (0.976, 1.025, "; by itself it would show that they are equal within 3 %, among 5 verdicts"),
+    (0.94, 0.995, "; by itself it would show a difference, among 5 verdicts it does not"),
+    (0.94, 1.01, "blocks)."),
+])  # fmt: skip
+def test_what_the_correction_leaves_undecided_is_explained(square, low, high, words):
+    first = replace(judge(square)[0], block_seconds=None)
+    for verdict in judged(first, low, high, 5):
+        assert verdict.decision == "undecided" and words in verdict.sentence()
+
+
+def test_an_interaction_needs_pairs_that_connect_the_square(square):
+    plan = {**square.plan, "pairs": [["ddp-mpi", "horovod-mpi"], ["ddp-mpi", "ddp-torchrun"]]}
+    assert not any(one.is_interaction for one in judge(replace(square, plan=plan)))
+    assert judge(square)[-1].cpu is None
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    ({"blocks": 8}, "6 of 8 blocks"),
+    ({"blocks": 6}, ""),
+    ({"blocks": None, "until_interval": 0.001, "minutes": 10}, "4.0 of 10 minutes are used"),
+    ({"blocks": None, "until_interval": 0.1, "minutes": 10}, ""),
+    ({"blocks": None, "until_interval": 0.001, "minutes": 4.5}, ""),
+])  # fmt: skip
+def test_an_unfinished_measurement_is_named(square, plan, words):
+    comparison = replace(square, plan={**square.plan, **plan})
+    told = "\n".join(dict(notices(comparison)).get(WARNINGS, []))
+    assert ("was not finished" in told) == bool(words) and words in told
+    assert {row.planned_blocks for row in speed_rows(comparison)} == {plan["blocks"]}
+
+
+def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path):
+    folder = by_turns(tmp_path / "compare-1", blocks=1)
+    path = folder / "turns/2-workers/block-1/block.json"
+    block = json.loads(path.read_text())
+    for turn in block["turns"]:
+        turn["other_load"] = 0.5 * (turn["side"] == "ddp-mpi")
+    path.write_text(json.dumps(block))
+    told = dict(notices(load_comparison(folder)))[WARNINGS]
+    assert any("up to 0.50 cores busy" in line for line in told)
 
 
 def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path):
@@ -101,7 +165,7 @@ def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
     edit(folder / "plan.json", extensions=[{"created_utc": "", "blocks": 6, "minutes": 5}] * 2)
     comparison = load_comparison(folder)
     verdicts = judge(comparison)
-    assert "98.33 % interval" in verdicts[1].sentence()
+    assert "98.75 % interval" in verdicts[1].sentence()
     assert verdicts[1].speed.reach > judge(square)[1].speed.reach
     assert "extended twice" in correction_text(comparison, verdicts)
 
@@ -158,8 +222,12 @@ def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
     for number in (1, 2, 3):
         side = folder / f"turns/2-workers/block-{number}/ddp-mpi/0/run"
         edit(side / "config.json", batch_size=16)
-    decided = [bool(verdict.differences) for verdict in judge(load_comparison(folder))]
-    assert decided == [False, True, True, False, True]
+    comparison = load_comparison(folder)
+    differences = [bool(verdict.differences) for verdict in judge(comparison)]
+    assert differences == [False, True, True, False, True]
+    page = render_page(comparison)
+    assert "1 thing differed that must be equal: batch_size" in page
+    assert "Everything that was recorded" not in page
 
 
 def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):

@@ -1,16 +1,19 @@
 """What a reader must know before trusting the figures: runs that are in none of them, and what
 disturbed the others."""
 
+from statistics import mean
+
 from compare.evidence import packed
 from compare.evidence.load import most_load
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import by_turns
-from compare.evidence.turns import QUIET_CORES
+from compare.evidence.stopping import Goal, reason_to_stop
+from compare.evidence.turns import QUIET_CORES, estimate
 from compare.evidence.words import count, run_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
-ASIDE = "Of runs that no verdict on speed uses"
+ASIDE = "Runs that do not affect the speed verdicts"
 
 
 def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
@@ -22,6 +25,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         return not by_turns(comparison) and run.block > 0 and run.configuration in judged
 
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan["warnings"]], MISSING: [], ASIDE: []}
+    found[WARNINGS] += filter(None, [unfinished_text(comparison)])
     found[MISSING] += [left_out_text(name) for name in comparison.plan["left_out"]]
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.reason or not run.is_complete:
@@ -35,8 +39,8 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
                 found[MISSING].append(f"turns, {where}: unreadable: {one.reason}")
             elif one.block.other_load > QUIET_CORES:
                 found[WARNINGS].append(
-                    f"turns, {where}, block {one.block.number}: others kept "
-                    f"{one.block.other_load:.1f} cores busy in the rounds that count"
+                    f"turns, {where}, block {one.block.number}: others kept up to "
+                    f"{one.block.other_load:.2f} cores busy in the rounds that count"
                 )
     found[ASIDE] += [
         f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
@@ -44,6 +48,38 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         for folder in comparison.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
+
+
+def unfinished_text(comparison: Comparison) -> str:
+    """Say it if a measurement by turns ended before its plan ends it; empty if not, or if that is
+    not known since a block cannot be read or has no times."""
+    plan = comparison.plan
+    groups = [[one.block for one in blocks] for blocks in comparison.turns.values()]
+    readable = [[block for block in blocks if block is not None] for blocks in groups]
+    if not by_turns(comparison) or not comparison.pairs or readable != groups:
+        return ""
+    fewest = min(len(blocks) for blocks in readable)
+    seconds = [[block.measuring_seconds for block in blocks] for blocks in readable]
+    text = "the measurement was not finished, and the same command of run.py continues it: "
+    if plan["blocks"] is not None:
+        done = reason_to_stop([], fewest, 0, 0, Goal(blocks=plan["blocks"]))
+        return "" if done else f"{text}{fewest} of {count(plan['blocks'], 'block')}"
+    if None in (plan["until_interval"], plan["minutes"]) or not all(map(all, seconds)):
+        return ""
+    estimates = [
+        estimate(blocks, *pair, confidence=comparison.confidence)
+        for blocks in readable
+        for pair in comparison.pairs
+        if blocks
+    ]
+    used, longest = sum(map(sum, seconds)), max((mean(one) for one in seconds if one), default=0.0)
+    goal = Goal(plan["until_interval"], plan["minutes"])
+    if fewest and reason_to_stop(estimates, fewest, used, longest, goal):
+        return ""
+    return (
+        f"{text}not every interval is within +-{100 * goal.until_interval:g} %, and "
+        f"{used / 60:.1f} of {goal.minutes:g} minutes are used"
+    )
 
 
 def trouble(run: RunRecord) -> str:

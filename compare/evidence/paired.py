@@ -31,9 +31,10 @@ REACH_OF_80_PERCENT = 1.5
 
 def confidence_after(extensions: int) -> float:
     """Return the confidence of each interval of a measurement that was extended so often after its
-    report could be read: each look gets its share of the error (Bonferroni), since whoever may look
-    and then measure on has more than one chance to stop where it suits."""
-    return 1 - (1 - CONFIDENCE) / (1 + extensions)
+    report could be read: 95 %, 97.5 %, 98.75 % and so on. Whoever may look and then measure on has
+    more than one chance to stop where it suits; as each look may err half as often as the one
+    before, all of them together err in less than 10 %, however many they are."""
+    return 1 - (1 - CONFIDENCE) / 2**extensions
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Estimate:
     error: float = 0.0  # standard error of the ratio's logarithm
     degrees: int = 0  # of freedom, of that error
     confidence: float = CONFIDENCE
+    is_shared: bool = False  # is a part of the variance that of all pairs of the blocks?
 
     @property
     def blocks(self) -> int:
@@ -60,11 +62,11 @@ class Estimate:
         """How the interval was computed, with its source; why there is none."""
         if self.blocks < MIN_BLOCKS:
             return f"no interval: it needs {MIN_BLOCKS} blocks"
-        shared = "" if self.degrees < self.blocks else (
+        shared = (
             ", the variance two thirds their own and one third that of all pairs of these "
             "blocks (after Smyth, Statistical Applications in Genetics and Molecular Biology 3, "
-            "2004)"
-        )  # fmt: skip
+            "2004)" * self.is_shared
+        )
         return f"Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908){shared}"
 
     @property
@@ -81,6 +83,10 @@ class Estimate:
         if self.low is None or self.high is None:
             return math.inf
         return math.sqrt(self.high / self.low) - 1
+
+    def half_width(self, confidence: float) -> float:
+        """What `reach` would be at this confidence."""
+        return math.expm1(student_quantile(confidence, self.degrees) * self.error)
 
     @property
     def bound(self) -> float:
@@ -144,13 +150,14 @@ def estimate_logs(
     if n < MIN_BLOCKS:
         return Estimate(ratio, None, None, ratios, confidence=confidence)
     own, degrees = variance(logs), n - 1
-    if pooled is not None and sides > 2:
+    is_shared = pooled is not None and sides > 2
+    if pooled is not None and is_shared:
         own = OWN_SHARE * own + (1 - OWN_SHARE) * pooled
         degrees = shared_degrees(sides, n - 1)
     error = math.sqrt(own / n)
     reach = student_quantile(confidence, degrees) * error
     low, high = math.exp(middle - reach), math.exp(middle + reach)
-    return Estimate(ratio, low, high, ratios, error, degrees, confidence)
+    return Estimate(ratio, low, high, ratios, error, degrees, confidence, is_shared)
 
 
 def variance(values: Sequence[float]) -> float:

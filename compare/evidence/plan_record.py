@@ -1,9 +1,10 @@
 """plan.json as the report reads it: what was planned, by whichever version of run.py."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare.evidence.run_folder import CONTROL, RecordError, read_object
+from compare.evidence.run_folder import CONTROL, RecordError, parse, read_object
 
 # Fields of plan.json, and of each run that it lists.
 PLAN_FIELDS = (
@@ -11,6 +12,19 @@ PLAN_FIELDS = (
     "environment", "runs",
 )  # fmt: skip
 PLANNED_FIELDS = ("block", "configuration", "engine", "launcher", "workers", "folder")
+
+
+@dataclass(frozen=True)
+class Judging:
+    """What decides how a comparison is judged."""
+
+    measure: str
+    blocks: int | None
+    until_interval: float | None
+    minutes: float | None
+    margin: float
+    extensions: list[dict[str, Any]]
+    null: bool
 
 
 def read_plan_record(path: Path) -> dict[str, Any]:
@@ -34,12 +48,18 @@ def read_plan_record(path: Path) -> dict[str, Any]:
         "null": False,
         "measure": "runs",
         "until_interval": None,
+        "minutes": None,
         "margin": 0.03,
         "extensions": [],
         "warnings": [],
         "phase_runs": [],
         **plan,
     }
+    judging = parse(plan, Judging, path)
+    if judging.measure not in ("turns", "runs"):
+        raise RecordError(f"{path}: measure is {judging.measure!r}: neither turns nor runs")
+    if judging.margin == 0:
+        raise RecordError(f"{path}: margin is 0, which is not above 0")
     cases = [require(case, "name", path) for case in plan["cases"]]
     for name in (*names, *cases, *plan["left_out"], *plan["warnings"], plan["question"] or ""):
         if not isinstance(name, str) or CONTROL.search(name):

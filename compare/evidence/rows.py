@@ -146,12 +146,13 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
                 scaling=estimate_ratio(
                     [own[block].images_per_second / cell[1] for block in common],
                     [base[block].images_per_second / fewest for block in common],
+                    confidence=comparison.confidence,
                 )
                 if common
                 else None,
                 cpu_ms_per_image=1000 * median(s.cpu_seconds_per_image for s in own.values()),
                 blocks=len(own),
-                planned_blocks=None if by_turns(comparison) else planned,
+                planned_blocks=comparison.plan["blocks"] if by_turns(comparison) else planned,
             )
         )
     return rows
@@ -214,7 +215,9 @@ def resource_rows(comparison: Comparison) -> list[ResourceRow]:
         rows.append(
             ResourceRow(
                 **place,
-                peak_memory_bytes=estimate_ratio(memory, [1.0] * len(memory)),
+                peak_memory_bytes=estimate_ratio(
+                    memory, [1.0] * len(memory), confidence=comparison.confidence
+                ),
                 straggler_ratio=spread,
                 straggler_phases=phases,
                 **medians([run.summary.energy for run in runs]),

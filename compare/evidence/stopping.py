@@ -26,7 +26,7 @@ of the noisier one cover in 92 to 93 of 100, of the quieter one in 98.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from compare.evidence.paired import (
@@ -107,7 +107,16 @@ def minutes_to_narrow(
     return None if blocks is None else (blocks - estimate.blocks) * block_seconds / 60
 
 
-def minutes_to_decide(estimate: Estimate, margin: float, block_seconds: float) -> float | None:
+def minutes_to_show(
+    estimate: Estimate, margin: float, block_seconds: float, family: int = 1
+) -> float | None:
     """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
-    80 % probability; None: not known."""
-    return minutes_to_narrow(estimate, margin / REACH_OF_80_PERCENT, block_seconds)
+    80 % probability, as one of a `family` of verdicts; None: not known."""
+    extended = at_next_look(estimate, family)
+    return minutes_to_narrow(extended, margin / REACH_OF_80_PERCENT, block_seconds)
+
+
+def at_next_look(estimate: Estimate, family: int = 1) -> Estimate:
+    """Return what is known with the confidence that it has once the measurement is extended; of a
+    `family` of verdicts, that of the first step of Holm's method."""
+    return replace(estimate, confidence=1 - (1 - estimate.confidence) / 2 / family)

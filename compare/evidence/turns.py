@@ -47,19 +47,31 @@ class Block:
     seconds: float = 0.0  # that all of it took, starts and ends included; 0: not written down
 
     @property
-    def quiet_rounds(self) -> set[int]:
-        """The rounds that count: those in which others were quiet, or the quietest third."""
+    def measuring_seconds(self) -> float:
+        """What it took, without the time in which others used the cores."""
+        return max(0.0, self.seconds - self.disturbed_seconds)
+
+    @property
+    def load_of_rounds(self) -> dict[int, float]:
+        """Cores that others kept busy in the most disturbed turn of each round."""
         load = dict[int, float]()
         for turn in self.turns:
             load[turn.round] = max(load.get(turn.round, 0.0), turn.other_load)
+        return load
+
+    @property
+    def quiet_rounds(self) -> set[int]:
+        """The rounds that count: those in which others were quiet, or the quietest third."""
+        load = self.load_of_rounds
         by_load = sorted(load, key=lambda round_: load[round_])
         quiet = sum(value <= QUIET_CORES for value in load.values())
         return set(by_load[: max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))])
 
     @property
     def other_load(self) -> float:
-        """Cores that others kept busy, in the mean turn that counts."""
-        return mean(turn.other_load for turn in self.turns if turn.round in self.quiet_rounds)
+        """Cores that others kept busy in the most disturbed turn that counts."""
+        load = self.load_of_rounds
+        return max(load[round_] for round_ in self.quiet_rounds)
 
     def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
         """The logarithm of the product of the sides' values, each to its power, over the rounds

@@ -9,7 +9,7 @@ from compare.evidence import turns
 from compare.evidence.equality import Fact, compare_facts, compared_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_logs
 from compare.evidence.records import ENGINES, Comparison, RunRecord
-from compare.evidence.stopping import minutes_to_decide
+from compare.evidence.stopping import minutes_to_show
 from compare.evidence.words import (
     bound_text,
     count,
@@ -56,7 +56,7 @@ class Verdict:
     family: int = 1  # verdicts of the report that Holm's correction is over
     margin: float = 0.03  # within which "equal" is said
     first_in: tuple[int, int] = (0, 0)  # in how many of how many blocks `first` began
-    more_minutes: float | None = None  # that would decide a difference of `margin`; None: not known
+    block_seconds: float | None = None  # that a block of turns usually takes; None: not known
 
     @property
     def place(self) -> str:
@@ -80,18 +80,15 @@ class Verdict:
             )
         if self.speed.low is None:
             return (
-                f"{at} {self.first_label} {self.did} {ratio_text(self.speed)} times as fast as "
-                f"{self.second_label} in {count(self.speed.blocks, 'block')}: too few for an "
-                f"interval, which needs {MIN_BLOCKS}, so nothing is decided."
+                f"{at} {self.claim(self.speed)} in {count(self.speed.blocks, 'block')}: too few "
+                f"for an interval, which needs {MIN_BLOCKS}, so nothing is decided."
             )
         if self.is_null_test:
             return f"{at} {self.null_text(self.speed)}"
         if self.decision in ("faster", "slower"):
-            return (
-                f"{at} {self.first_label} {self.did} {ratio_text(self.speed)} times as fast as "
-                f"{self.second_label}, {self.figures(self.speed)}."
-            )
-        ratio = f"speed ratio {ratio_text(self.speed)}, {self.figures(self.speed)}"
+            return f"{at} {self.claim(self.speed)}, {self.figures(self.speed)}."
+        what = "ratio" if self.is_interaction else "speed ratio"
+        ratio = f"{what} {ratio_text(self.speed)}, {self.figures(self.speed)}"
         if self.decision == "equal":
             return (
                 f"{at} {self.first_label} and {self.second_label} are equal within "
@@ -103,25 +100,45 @@ class Verdict:
             f"is at most {bound_text(self.speed)} either way ({ratio}){self.corrected_text}{more}."
         )
 
-    @property
-    def did(self) -> str:
-        return "is" if self.is_interaction else "trained"
+    def claim(self, speed: Estimate) -> str:
+        times = f"{ratio_text(speed)} times"
+        if self.is_interaction:
+            return f"{self.first_label} is {times} {self.second_label}"
+        return f"{self.first_label} trained {times} as fast as {self.second_label}"
 
     @property
     def more_text(self) -> str:
-        """Say how much longer a measurement would decide; empty if that is not known, or if the
-        interval is narrow and the truth close to the margin."""
-        if not self.more_minutes:
+        """Say how much longer a measurement would show a difference of the margin's size; empty if
+        that is not known, or if this one would have shown it."""
+        if self.speed is None or self.block_seconds is None:
             return ""
-        minutes = count(max(1, round(self.more_minutes)), "more minute")
-        return f"about {minutes} would decide {percent_text(self.margin)}"
+        more = minutes_to_show(self.speed, self.margin, self.block_seconds, self.family)
+        if not more:
+            return ""
+        minutes = count(max(1, round(more)), "more minute")
+        return f"about {minutes} would show a difference of {percent_text(self.margin)}"
+
+    @property
+    def corrected_reach(self) -> float:
+        """The half-width, in proportion, of the interval that the first step of Holm's method asks
+        for; infinite without an interval."""
+        if self.speed is None or self.speed.low is None:
+            return math.inf
+        return self.speed.half_width(1 - (1 - self.speed.confidence) / self.family)
 
     @property
     def corrected_text(self) -> str:
-        """Explain an interval that leaves out 1 where nothing is decided."""
-        if self.speed is None or not self.speed.shows_difference:
+        """Explain an interval that leaves out 1, or lies within the margin, where nothing is
+        decided."""
+        if self.speed is None:
             return ""
-        return f"; by itself it would show a difference, among {self.family} verdicts it does not"
+        alone = ["a difference"] if self.speed.shows_difference else []
+        if self.speed.bound <= self.margin:
+            alone.append(f"that they are equal within {percent_text(self.margin)}")
+        if not alone:
+            return ""
+        shown = " and ".join(alone)
+        return f"; by itself it would show {shown}, among {self.family} verdicts it does not"
 
     def figures(self, speed: Estimate) -> str:
         return f"{interval_text(speed)}, {count(speed.blocks, 'block')}"
@@ -130,10 +147,11 @@ class Verdict:
         """Say what a configuration's comparison with itself showed, which has an interval."""
         ratio = f"speed ratio {ratio_text(speed)}, {self.figures(speed)}"
         if self.decision not in ("faster", "slower"):
-            within = f"equal within {bound_text(speed)}"
+            is_equal = self.decision == "equal"
+            within = "equal within" if is_equal else "it differs from itself by at most"
             return (
                 f"no difference was shown between {self.first_label} and itself, as it should be: "
-                f"{within}, {ratio}."
+                f"{within} {bound_text(speed)}, {ratio}."
             )
         percent = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
         return (
@@ -184,7 +202,8 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
     Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) once over the hypotheses of
     no difference, and once over those of a difference of the margin or more. Both may be rejected,
-    where a difference is sure and too small to matter: then it is "equal".
+    where a difference is sure and too small to matter: then it is "equal", but not in a null test,
+    which asks for any difference.
     """
     judged = {
         index: verdict.speed
@@ -200,7 +219,7 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     found = []
     for index, verdict in enumerate(verdicts):
         decision = "undecided"
-        if index in equal:
+        if index in equal and not (verdict.is_null_test and index in unequal):
             decision = "equal"
         elif index in unequal:
             decision = "faster" if judged[index].ratio > 1 else "slower"
@@ -280,11 +299,11 @@ def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, in
     speed = turns.estimate_contrast(blocks, powers, turns.throughput, sure)
     used = turns.estimate_contrast(blocks, powers, lambda turn: turn.cpu_seconds_per_image, sure)
     first, second, *_ = powers
-    seconds = [block.seconds for block in both if block.seconds > 0]
-    more = minutes_to_decide(speed, verdict.margin, median(seconds)) if seconds else None
+    seconds = [block.measuring_seconds for block in both if block.seconds > 0]
     return replace(
         verdict, speed=speed, cpu=used, measured_by="turns",
-        first_in=first_count([block.order for block in both], first, second), more_minutes=more,
+        first_in=first_count([block.order for block in both], first, second),
+        block_seconds=median(seconds) if seconds else None,
     )  # fmt: skip
 
 
@@ -327,9 +346,15 @@ def first_count(orders: Iterable[Sequence[str]], first: str, second: str) -> tup
 def judge_interaction(
     comparison: Comparison, case: str, workers: int, pairs: Sequence[Verdict]
 ) -> list[Verdict]:
-    """Return the verdict on the interaction of engine and transport: nothing without a square."""
+    """Return the verdict on the interaction of engine and transport: nothing without a square whose
+    corners the judged pairs connect, since only of these it is known that nothing else differs."""
     corners = comparison.square
-    if not corners:
+    sides = [pair for pair in pairs if {pair.first, pair.second} <= {*corners.values()}]
+    reached = {pair.first for pair in sides[:1]}
+    for pair in sides * len(sides):
+        if reached & {pair.first, pair.second}:
+            reached |= {pair.first, pair.second}
+    if not corners or len(reached) < len(corners):
         return []
     a, b, c, d = corners.values()
     (engine, transport), (other_engine, _), (_, other_transport), _ = corners
@@ -339,11 +364,11 @@ def judge_interaction(
         workers=workers,
         first=f"{a}/{b}",
         second=f"{c}/{d}",
-        first_label=f"{ratio} over {transport}",
-        second_label=f"{ratio} over {other_transport}",
+        first_label=f"the ratio {ratio} over {transport}",
+        second_label=f"that over {other_transport}",
         speed=None,
         cpu=None,
-        differences=tuple({f.field: f for pair in pairs for f in pair.differences}.values()),
+        differences=tuple({f.field: f for pair in sides for f in pair.differences}.values()),
         missing_blocks=(),
         equal_weights=(),
         loss_gap=None,
@@ -354,25 +379,28 @@ def judge_interaction(
     )
     if verdict.differences:
         return [verdict]
-    return [with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})]
+    verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
+    return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
     """Say how this report corrects for its number of verdicts, and for having been extended."""
     parts = []
+    percent = f"{100 * (1 - comparison.confidence):.3g}"
     family = max((verdict.family for verdict in verdicts), default=0)
     if family > 1:
         parts.append(
             f"Decisions on {family} verdicts are corrected by Holm's method: in all of them "
-            "together a difference that is none is named with a probability of at most 5 %, and "
-            "so is “equal” said of what is not. Each interval is for its own ratio alone."
+            f"together a difference that is none is named with a probability of at most {percent} "
+            "%, and so is “equal” said of what is not. Each interval is for its own ratio alone."
         )
     if times := len(comparison.plan["extensions"]):
         often = {1: "once", 2: "twice"}.get(times, f"{times} times")
-        percent = f"{100 * comparison.confidence:.4g}"
         parts.append(
             f"This comparison was extended {often}, after its report could be read: its intervals "
-            f"are of {percent} % each, so that all {1 + times} looks together err in at most 5 %."
+            f"are of {100 * comparison.confidence:.4g} % each. Each look may err half as often as "
+            "the one before, so that all looks together err in less than 10 %, however often it "
+            "is extended."
         )
     return " ".join(parts)
 

@@ -108,14 +108,14 @@ def limits(comparison: Comparison, verdicts: list[Verdict]) -> list[str]:
         "own ratio of computing to communicating; a model with more weights, or a smaller batch, "
         "waits longer for its gradients."
     )
-    reaches = [v.speed.reach for v in verdicts if v.speed and v.speed.low is not None]
+    reaches = [v.corrected_reach for v in verdicts if v.speed and v.speed.low is not None]
     if reaches:
         least, most = (
             percent_text(REACH_OF_80_PERCENT * end) for end in (min(reaches), max(reaches))
         )
+        size = least if least == most else f"{least} to {most} (it depends on the verdict)"
         lines.append(
-            "Small differences. What four of five such comparisons would show is a difference of "
-            f"{least if least == most else f'{least} to {most}, depending on the verdict'}; what "
-            "half of them would show is one of two thirds of that."
+            f"Small differences. Such a comparison shows a difference of {size} in four cases of "
+            "five, and one of two thirds of that in half."
         )
     return lines

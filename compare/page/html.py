@@ -145,11 +145,16 @@ def fitting(groups: list[plots.PlotGroup]) -> tuple[list[plots.PlotGroup], int]:
 
 
 def facts_by_place(comparison: Comparison) -> Iterable[Fact]:
-    """Compare the runs of each case at each number of workers."""
+    """Compare the runs of each case at each number of workers, and the sides of turns there; of a
+    field that both have, what forbids a verdict."""
     for case in comparison.cases:
         for workers in comparison.workers:
             runs = [r for r in comparison.complete if (r.case, r.workers) == (case, workers)]
-            yield from compare_facts(comparison, runs)
+            facts = {fact.field: fact for fact in compare_facts(comparison, runs)}
+            for fact in compare_facts(comparison, comparison.turn_sides(case, workers)):
+                if fact.field not in facts or fact.forbids_verdict:
+                    facts[fact.field] = fact
+            yield from facts.values()
 
 
 def place_text(case: str, workers: int) -> str:

@@ -106,7 +106,8 @@ def plot_verdicts(verdicts: Sequence[Verdict], margin: float | None = None) -> P
     caption = "Diamond and line: point estimate and interval. Rings: the ratio of each block. "
     caption += "Dashed line: equal speed."
     if margin:
-        caption += f" Grey: within {100 * margin:g} %, which counts as equal."
+        caption += f" Grey: within {100 * margin:g} %; an interval inside is equal"
+        caption += ", unless the correction for several verdicts forbids it."
     return Plot(
         "verdict",
         "Speed ratios and their intervals",

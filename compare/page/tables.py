@@ -12,6 +12,7 @@ from compare.evidence.phases import PHASES, PhaseRow, phase_differences, phase_r
 from compare.evidence.records import ENGINES, Comparison
 from compare.evidence.rows import (
     BLOCKS_IN_DETAIL,
+    CellRow,
     ResourceRow,
     SpeedRow,
     by_turns,
@@ -100,7 +101,7 @@ def word(field: str) -> Callable[[Any], Cell]:
 
 def counted(number: int, planned: int | None) -> Cell:
     """Return how many there are, in red with the plan's number where some are missing."""
-    if planned in (None, number):
+    if planned is None or planned <= number:
         return Cell(str(number), number)
     return Cell(f"{number} of {planned}", number, is_alarm=True)
 
@@ -207,9 +208,12 @@ def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
         note += f", at {price:g} an hour for all workers"
     note += "."
     if SCALING in columns:
+        block = "the same block"
+        if by_turns(comparison):
+            block = "the block of the same number, measured at another time"
         note += (
-            " Scaling: images/s per worker, as a percentage of that with the fewest workers in the "
-            "same block, with its 95 % interval."
+            " Scaling: images/s per worker, as a percentage of that with the fewest workers in "
+            f"{block}, with its {100 * comparison.confidence:.4g} % interval."
         )
     title = "Speed, by turns" if by_turns(comparison) else "Speed, of whole runs"
     return cell_table(comparison, title, note, columns, rows)
@@ -239,12 +243,14 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
     rows = phase_rows(comparison)
     differences = phase_differences(rows, verdicts)
     ratios = {
-        f"{verdict.first} − {verdict.second}": verdict.speed.ratio
-        for verdict in verdicts
-        if verdict.speed is not None
+        (v.case, v.workers, f"{v.first} − {v.second}"): v.speed.ratio
+        for v in verdicts
+        if v.speed is not None
     }
     denied = [
-        row for row in differences if (row.step_seconds < 0) != (ratios[row.configuration] > 1)
+        row
+        for row in differences
+        if (row.step_seconds < 0) != (ratios[row.case, row.workers, row.configuration] > 1)
     ]
 
     def milliseconds(field: str) -> Callable[[PhaseRow], Cell]:
@@ -268,7 +274,7 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
         note += "what the first saves."
     if denied:
-        named = ", ".join(dict.fromkeys(row.configuration for row in denied))
+        named = ", ".join(f"{row.configuration} ({row_place(row)})" for row in denied)
         note += f" The runs that measured the phases do not show the verdict's difference: {named}."
     if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
         note += (
@@ -286,6 +292,10 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
     return cell_table(comparison, "A step's time by phase, ms", note, columns, both)
 
 
+def row_place(row: CellRow) -> str:
+    return ", ".join(filter(None, [row.case, count(row.workers, "worker")]))
+
+
 def resource_table(comparison: Comparison) -> Table:
     rows = resource_rows(comparison)
     energy = [
@@ -300,7 +310,10 @@ def resource_table(comparison: Comparison) -> Table:
         return figure(None if ratio is None else 100 * (ratio - 1), "{:.1f}", none)
 
     phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
-    note = "Memory: of the largest worker, with its 95 % interval from three runs on."
+    note = (
+        f"Memory: of the largest worker, with its {100 * comparison.confidence:.4g} % interval "
+        "from three runs on."
+    )
     if phases:
         note += (
             f" Straggler spread: how much longer the slowest rank's {' or '.join(phases)} takes "

@@ -341,7 +341,6 @@ def report_value(comparison: Comparison) -> dict[str, Any]:
             {
                 **asdict(verdict),
                 "sentence": verdict.sentence(),
-                "shows_difference": verdict.speed is not None and verdict.speed.shows_difference,
                 "interval_method": verdict.speed.method if verdict.speed else None,
             }
             for verdict in verdicts

@@ -6,12 +6,18 @@ functions decide and estimate as in the report (compare/evidence), so that both 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.evidence.paired import Estimate, confidence_after, estimate_ratio
 from compare.evidence.run_folder import read_block, read_summary
-from compare.evidence.stopping import Goal, is_enough, minutes_to_narrow, reason_to_stop
+from compare.evidence.stopping import (
+    Goal,
+    at_next_look,
+    is_enough,
+    minutes_to_narrow,
+    reason_to_stop,
+)
 from compare.evidence.turns import Block, estimate
 from compare.evidence.words import count, digits
 from compare.plan.plan import Case, Plan, percentage
@@ -226,7 +232,14 @@ def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
 def minutes_for_more(plan: Plan, groups: Sequence[Group]) -> int:
     """Return what --minutes would have to be for intervals as narrow as --until-interval asks for;
     0 if they are, if a number of blocks was given, or if that is not known."""
-    more = None if plan.blocks is not None else seconds_to_narrow(plan, groups)
+    estimates = [estimate for group in groups for estimate in group.estimates.values()]
+    if plan.blocks is not None or is_enough(estimates, plan.until_interval):
+        return 0
+    extended = [  # whose intervals are wider
+        replace(group, estimates={p: at_next_look(one) for p, one in group.estimates.items()})
+        for group in groups
+    ]
+    more = seconds_to_narrow(plan, extended)
     if not more:
         return 0
     return math.ceil((sum(group.seconds for group in groups) + more) / 60)
