@@ -1,6 +1,6 @@
 """plan.json as the report reads it: what was planned, by whichever version of run.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ class Judging:
     margin: float
     extensions: list[dict[str, Any]]
     null: bool
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The environment variables of all runs."""
+
+    set: dict[str, Any] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+    inherited: dict[str, Any] = field(default_factory=dict)
 
 
 def read_plan_record(path: Path) -> dict[str, Any]:
@@ -60,6 +69,7 @@ def read_plan_record(path: Path) -> dict[str, Any]:
         raise RecordError(f"{path}: measure is {judging.measure!r}: neither turns nor runs")
     if judging.margin == 0:
         raise RecordError(f"{path}: margin is 0, which is not above 0")
+    plan["environment"] |= vars(parse(plan["environment"], Variables, path))
     cases = [require(case, "name", path) for case in plan["cases"]]
     for name in (*names, *cases, *plan["left_out"], *plan["warnings"], plan["question"] or ""):
         if not isinstance(name, str) or CONTROL.search(name):
