@@ -123,16 +123,9 @@ def merge_runs(options: argparse.Namespace) -> int:
     if out.resolve().parent in [(run / "profile").resolve() for run in options.runs]:
         raise UserError(f"{out} would lie among the profiles; take another -o FILE")
     align = len(profiles) > 1 and options.align == "first-step"
-    exchanges = {
-        name: exchange
-        for run, name in zip(options.runs, names, strict=True)
-        if (exchange := read_exchange(run))
-    }
     write_whole(out, json.dumps(merge(profiles, align), separators=(",", ":")))
     for profile in profiles:
         print("\n".join(summary(profile)))
-        if profile.name in exchanges:
-            print(f"    {exchanges[profile.name].sentence()}")
     if align:
         print("The runs are shifted so that their first profiled steps begin together.")
         if unmarked := [profile.name for profile in profiles if not profile.steps]:
@@ -140,6 +133,13 @@ def merge_runs(options: argparse.Namespace) -> int:
                 f"No step is marked in {', '.join(unmarked)}: aligned at the first event instead."
             )
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
+    exchanges = {
+        name: exchange
+        for run, name in zip(options.runs, names, strict=True)
+        if (exchange := read_exchange(run))
+    }
+    for name, exchange in exchanges.items():
+        print(f"{name}: {exchange.sentence()}")
     if exchanges:
         picture = out.with_suffix(".svg")
         write_whole(picture, standalone(plot_exchanges(list(exchanges.items())).svg))

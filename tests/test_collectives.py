@@ -19,7 +19,7 @@ from launching import LAUNCHERS, marked, run, wait_until
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
 from compare.evidence.collectives import read_measurement, size_text
-from compare.evidence.paired import estimate_ratio
+from compare.evidence.paired import Estimate, estimate_ratio
 from compare.page.collectives import rate_text, table, time_text, unsteady, verdict
 from compare.plan.plan import UserError as PlanError
 from recipe import allreduce
@@ -269,8 +269,8 @@ def test_the_table_is_narrow_and_says_what_is_not_available(tmp_path):
     assert max(map(len, lines)) <= 100
     text = "\n".join(lines)
     assert text.count("not available") == 3  # mpi4py on the fp16 wire: a message each
-    assert "horovod-mpi takes 2.04 times as long" in text
-    assert "no difference shown for horovod-gloo" in text
+    assert "horovod-mpi is 0.49 times as fast (0.4" in text
+    assert "not decided for horovod-gloo" in text
     assert "warning: the machine is busy" in text
     assert "10.0 GB/s by one rank alone, 4.0 GB/s by each of 4 at once" in text.replace("\n ", "")
 
@@ -368,12 +368,13 @@ def test_sizes_are_read_as_they_are_written():
 
 def test_verdicts_say_which_is_faster():
     fast = estimate_ratio([2.0, 2.1, 2.2], [1.0, 1.0, 1.1])
-    assert verdict("x", fast).startswith("x is 2.0")
-    assert "times as fast (" in verdict("x", fast)
-    assert "x takes 2.0" in verdict("x", fast.inverse())
-    same = estimate_ratio([1.0, 1.1, 0.9], [1.1, 1.0, 1.0])
-    assert verdict("x", same).startswith("no difference shown for x")
-    assert verdict("x", estimate_ratio([2.0], [1.0])) == "x is 2.00 times as fast"
+    assert verdict("x", fast, True).startswith("x is 2.0")
+    assert "times as fast (" in verdict("x", fast, True)
+    assert "x is 0.4" in verdict("x", fast.inverse(), True)
+    assert verdict("x", fast, False).startswith("not decided for x (2.0")
+    barely = Estimate(1.02, 1.0004, 1.045, ())
+    assert verdict("x", barely, True) == "x is 1.0200 times as fast (1.0004 to 1.0450)"
+    assert verdict("x", estimate_ratio([2.0], [1.0]), False) == "x is 2.00 times as fast"
 
 
 @pytest.mark.parametrize(

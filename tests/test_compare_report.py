@@ -526,7 +526,7 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     speed, whole = text.index("Speed, by turns"), text.index("Whole trainings, one each")
     assert speed < whole < text.index("Engine and transport, 2 workers")
     assert re.search(r"ddp-torchrun +2 +\d+ \(\d+–\d+\) .* 6 +\d+\.?\d* +[\d,.]+\n", text)
-    assert re.search(r"engine: DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
+    assert re.search(r"DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
     assert "first in 3 of 6 blocks" in text
     assert text.rstrip().splitlines()[-3].startswith("Take DDP over MPI: 1.0")
     page = (square / "report.html").read_text()

@@ -20,8 +20,11 @@ from compare.evidence.records import Comparison, RunRecord, load_comparison
 from compare.evidence.rows import speed_rows
 from compare.evidence.verdicts import Verdict, correction_text, decided, judge
 from compare.evidence.words import label_of
-from compare.page.html import render_page
-from compare.page.text import terminal_report
+from compare.page.html import render_page, render_side_by_side
+from compare.page.plots import all_plots, plot_verdicts
+from compare.page.side_by_side import Difference, find_differences, match_cells
+from compare.page.tables import square_tables
+from compare.page.text import as_markdown, side_by_side_report, terminal_report
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
 PAIRS = (
@@ -91,7 +94,7 @@ def test_a_noisy_square_says_how_much_longer_would_decide(tmp_path):
 def judged(verdict: Verdict, low: float, high: float, number: int) -> list[Verdict]:
     """So many verdicts of this interval, by six blocks, judged together."""
     middle, reach = math.sqrt(low * high), math.log(high / low) / 2
-    speed = Estimate(middle, low, high, (), reach / student_quantile(0.95, 5), 5)
+    speed = Estimate(middle, low, high, (middle,) * 6, reach / student_quantile(0.95, 5), 5)
     return decided([replace(verdict, speed=speed)] * number)
 
 
@@ -158,6 +161,14 @@ def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path):
         path.write_text(json.dumps(block))
     [verdict] = judge(load_comparison(folder))
     assert verdict.decision == "equal" and "95 % interval 1.002 to" in verdict.sentence()
+    [barely] = judged(verdict, 1.0004, 1.045, 1)
+    assert "1.0004 to 1.0450" in plot_verdicts([barely]).table[1]
+
+
+def test_the_square_prints_no_bound_as_1(square):
+    [barely, *_] = judged(judge(square)[0], 1.0004, 1.045, 1)
+    [table] = square_tables(square, [barely, *judge(square)[1:]], "")
+    assert "(1.0004–1.0450)" in [cell.aside for cell in table.rows[-1]]
 
 
 def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
@@ -287,6 +298,22 @@ def test_a_report_of_many_runs_looks_at_each_a_few_times(tmp_path, monkeypatch):
     assert found[1] <= 15 * len(comparison.runs)
 
 
+def test_beside_whole_runs_there_is_no_ratio_and_all_that_a_verdict_rests_on(square, tmp_path):
+    plan = a_plan(configurations=SQUARE[:2], workers=(2,), phase_steps=0)
+    folder = make_comparison(tmp_path / "compare-2", plan)
+    for path in folder.glob("block-2/horovod-gloo-2/summary.json"):
+        fingerprint = json.loads(path.read_text())["fingerprint"]
+        edit(path, fingerprint={**fingerprint, "learning_rates_sha256": "c" * 64})
+    edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
+    both = [square, load_comparison(folder)]
+    assert find_differences(both)[0] == Difference("measured by", ("turns", "runs"))
+    ratios = [line.ratios(lambda row: row.images_per_second) for line in match_cells(both)]
+    assert ratios == [[None]] * len(SQUARE)
+    for text in (side_by_side_report(both), as_markdown(both), render_side_by_side(both)):
+        for words in ("corrected by Holm", "learning_rates_sha256: ", "was built without NCCL"):
+            assert words in text
+
+
 def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     """As `run.py --full-runs 0` leaves it."""
     folder = by_turns(tmp_path / "compare-1")
@@ -296,3 +323,13 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0, capsys.readouterr().err
     assert "DDP over MPI trained" in capsys.readouterr().out
+    assert {"throughput", "clock"} <= {plot.name for plot in all_plots(load_comparison(folder))}
+    other = Path(shutil.copytree(folder, tmp_path / "compare-2"))
+    for path in other.glob("turns/2-workers/*/*/0/run/environment.json"):
+        edit(path, torch="3.0")
+    both = [load_comparison(one) for one in (folder, other)]
+    assert [one.field for one in find_differences(both)] == ["torch"]
+    for path in folder.glob("turns/2-workers/*/block.json"):
+        edit(path, turns=[])
+    assert report.main([str(folder)]) == 1
+    assert "block.json: it holds no turn" in capsys.readouterr().err

@@ -133,6 +133,26 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
         read_exchange(tmp_path)
 
 
+@pytest.mark.parametrize("damaged", [
+    {"elements": {}, "steps": [{}]}, {"elements": 3, "steps": []}, {"elements": SIZES},
+    {"elements": SIZES, "steps": [{"backward": 1, "end": "x", "ready": {"fc": 1}}]}, [1], None,
+])  # fmt: skip
+def test_damaged_times_are_one_message(tmp_path: Path, damaged: Any) -> None:
+    run = a_horovod_run(tmp_path)
+    (run / "profile" / "gradients-rank-0.json").write_text(json.dumps(damaged))
+    with pytest.raises(UserError, match="profile again"):
+        read_exchange(run)
+
+
+def test_a_timeline_cut_off_within_a_message_is_one_message(tmp_path: Path) -> None:
+    timeline_path = a_horovod_run(tmp_path) / "profile" / "horovod-timeline.json"
+    events = json.loads(timeline_path.read_text())
+    cut = [event for event in events if (event["pid"], event["ph"]) != (3, "E")]
+    timeline_path.write_text(json.dumps(cut))
+    with pytest.raises(UserError, match="profile again"):
+        read_exchange(tmp_path)
+
+
 def test_one_picture_with_the_same_axes_for_all_runs(tmp_path: Path) -> None:
     runs = {"DDP": a_ddp_run(tmp_path / "a"), "Horovod": a_horovod_run(tmp_path / "b")}
     plot = plot_exchanges([(name, read_exchange(run)) for name, run in runs.items()])

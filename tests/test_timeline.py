@@ -293,6 +293,15 @@ def test_where_the_merged_file_lies(tmp_path, capsys):
     assert "https://ui.perfetto.dev" in capsys.readouterr().out
 
 
+def test_damaged_times_of_gradients_keep_back_the_picture_alone(tmp_path, capsys):
+    run = make_run(tmp_path / "hvd", 5000, horovod=True)
+    (run / "profile/gradients-rank-0.json").write_text('{"elements": {}, "steps": [{}]}')
+    assert main([str(run)]) != 0
+    assert (run / "timeline.json").exists()
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.endswith("profile again")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     runs = [make_run(tmp_path / block / "ddp-2", 5000, ranks=1) for block in ("b-1", "b-2")]
     assert list(processes(merged(runs))) == ["b-1/ddp-2, rank 0, CPU", "b-2/ddp-2, rank 0, CPU"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from compare.evidence.records import Comparison, RunRecord
@@ -156,52 +157,62 @@ def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fac
         return []
     if len(cells) > 1:
         raise ValueError(f"runs of several cases or numbers of workers: {sorted(cells)}")
-    case, workers = cells.pop()
     varied = {pair: varied_fields(comparison, *pair) for pair in comparison.pairs}
     own = OF_BLOCK | (OF_JOB if comparison.plan["hosts"] == "slurm" else set())
-    compared = []
-    for field in dict.fromkeys(field for facts in told.values() for field in facts):
-        values: dict[int, dict[str, Any]] = {}
-        first_fact = next(iter(told.values())).get(field)
-        is_same = first_fact is not None and all(f.get(field) == first_fact for f in told.values())
-        # Most are the same in all runs: then the first block's say all.
-        for block, members in [*blocks.items()][: 1 if is_same else None]:
-            values[block] = {
-                run.configuration: told[run.folder].get(field, (ABSENT, False))[0]
-                for run in members
-                if field in told[run.folder] or field not in EQUAL_WHERE_USED
-            }
-        values = {block: by_name for block, by_name in values.items() if by_name}
-        firsts = {block: next(iter(by_name.values())) for block, by_name in values.items()}
-        first_of_all = firsts[min(firsts)]
-        unequal = tuple(
-            block
-            for block, by_name in values.items()
-            if any(value != firsts[block] for value in by_name.values())
-        )
-        is_varied = all(
-            field in fields or by_name.get(first) == by_name.get(second)
-            for (first, second), fields in varied.items()
-            for by_name in values.values()
-            if first in by_name and second in by_name
-        )
-        if field in START and is_varied:
-            continue  # the labels tell it
-        shown = unequal[0] if unequal else min(values)
-        compared.append(
-            Fact(
-                field=field,
-                case=case,
-                workers=workers,
-                is_flag=all(facts[field][1] for facts in told.values() if field in facts),
-                is_varied=bool(unequal) and is_varied,
-                unequal_blocks=unequal,
-                values=tuple(values[shown].items()),
-                varies_over_blocks=any(one != first_of_all for one in firsts.values()),
-                changed=() if field in own else change_over(values),
-            )
-        )
-    return compared
+    fields = dict.fromkeys(field for facts in told.values() for field in facts)
+    compared = (compare_field(field, blocks, told, varied, own) for field in fields)
+    return [fact for fact in compared if fact is not None]
+
+
+def compare_field(
+    field: str,
+    blocks: dict[int, list[RunRecord]],
+    told: dict[Path, dict[str, tuple[Any, bool]]],
+    varied: dict[tuple[str, str], set[str]],
+    own: set[str],
+) -> Fact | None:
+    """Compare what runs, by block, say of one field: `told` is all that they say, by folder,
+    `varied` what the plan has differ between each pair, `own` what each block has of its own. None
+    where the labels tell the difference."""
+    values: dict[int, dict[str, Any]] = {}
+    first_fact = next(iter(told.values())).get(field)
+    is_same = first_fact is not None and all(f.get(field) == first_fact for f in told.values())
+    # Most are the same in all runs: then the first block's say all.
+    for block, members in [*blocks.items()][: 1 if is_same else None]:
+        values[block] = {
+            run.configuration: told[run.folder].get(field, (ABSENT, False))[0]
+            for run in members
+            if field in told[run.folder] or field not in EQUAL_WHERE_USED
+        }
+    values = {block: by_name for block, by_name in values.items() if by_name}
+    firsts = {block: next(iter(by_name.values())) for block, by_name in values.items()}
+    first_of_all = firsts[min(firsts)]
+    unequal = tuple(
+        block
+        for block, by_name in values.items()
+        if any(value != firsts[block] for value in by_name.values())
+    )
+    is_varied = all(
+        field in fields or by_name.get(first) == by_name.get(second)
+        for (first, second), fields in varied.items()
+        for by_name in values.values()
+        if first in by_name and second in by_name
+    )
+    if field in START and is_varied:
+        return None
+    one = next(iter(blocks.values()))[0]
+    shown = unequal[0] if unequal else min(values)
+    return Fact(
+        field=field,
+        case=one.case,
+        workers=one.workers,
+        is_flag=all(facts[field][1] for facts in told.values() if field in facts),
+        is_varied=bool(unequal) and is_varied,
+        unequal_blocks=unequal,
+        values=tuple(values[shown].items()),
+        varies_over_blocks=any(value != first_of_all for value in firsts.values()),
+        changed=() if field in own else change_over(values),
+    )
 
 
 def change_over(values: dict[int, dict[str, Any]]) -> tuple[tuple[int, Any], ...]:

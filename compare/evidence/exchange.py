@@ -90,14 +90,26 @@ class Exchange:
         return (
             f"{megabytes:.1f} MB of gradients in {messages:g} messages a step; backward takes "
             f"{middle('computed')}, all-reduce {middle('hidden')} of it, hidden, and "
-            f"{middle('exposed')} after it, exposed (in {middle('late')} another rank computed)"
+            f"{middle('exposed')} after it, exposed (for {middle('late')} of it another rank was "
+            "still computing)"
         )
 
 
 def read_exchange(run: Path) -> Exchange | None:
     """Read a profiled run; None where it did not record this: it ran on GPUs, whose times the CPU
-    does not see, or with one worker, or it is older than this record."""
-    folder = run / "profile"
+    does not see, or with one worker, or it is older than this record. UserError if its files are
+    damaged."""
+    try:
+        return exchange_in(run / "profile")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{run / 'profile'}: the gradients' times or the engine's timeline are damaged "
+            f"({error!r}): profile again"
+        ) from None
+
+
+def exchange_in(folder: Path) -> Exchange | None:
+    """Read a run's profile; any error that a damaged file may cause."""
     times = {
         int(path.stem.rpartition("-")[2]): read_times(path)
         for path in folder.glob("gradients-rank-*.json")
@@ -111,7 +123,7 @@ def read_exchange(run: Path) -> Exchange | None:
     for number, step in enumerate(own["steps"]):
         others = [t["steps"][number]["ready"] for t in times.values() if len(t["steps"]) > number]
         met = {name: max(other[name] for other in others) for name in step["ready"]}
-        if messages := messages_of(lane, own["elements"], step, met):
+        if step["ready"] and (messages := messages_of(lane, own["elements"], step, met)):
             ready, last = (
                 sorted(
                     (ms(ns, step), own["elements"][name] * BYTES / 1e6) for name, ns in of.items()
@@ -130,11 +142,9 @@ def ms(ns: int, step: dict[str, Any]) -> float:
 def read_times(path: Path) -> dict[str, Any]:
     """Read one rank's times (`GradientTimes` in recipe/record/probes.py)."""
     try:
-        times = json.loads(path.read_text())
-        assert isinstance(times["elements"], dict) and isinstance(times["steps"], list)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error!r}): profile again") from None
-    return dict(times)
 
 
 def messages_of(

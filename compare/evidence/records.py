@@ -316,8 +316,9 @@ def load_comparison(folder: Path) -> Comparison:
     }
     comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns)
     if not comparison.written:
-        if unreadable := [run for run in runs if run.reason]:
-            raise RecordError(unreadable[0].reason)
+        of_turns = [one for blocks in turns.values() for one in blocks]
+        if reasons := [one.reason for one in (*runs, *of_turns) if one.reason]:
+            raise RecordError(reasons[0])
         ended = [run for run in runs if run.status != "not run"]
         reason = f"{len(ended)} failed" if ended else "none was started"
         where = f"; see {ended[0].folder / 'output.log'}" if ended else ""

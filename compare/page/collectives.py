@@ -8,7 +8,9 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence.collectives import Cell, Measurement, size_text
 from compare.evidence.load import least_load
-from compare.evidence.paired import MIN_BLOCKS, Estimate
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate
+from compare.evidence.verdicts import holm
+from compare.evidence.words import digits
 from compare.page.chart import (
     FONT_SIZE,
     MARKERS,
@@ -80,7 +82,9 @@ def sentences(measurement: Measurement) -> list[str]:
     for name, world in measurement.worlds.items():
         versions = ", ".join(f"{key} {value}" for key, value in world["versions"].items())
         lines.append(f"{name}: {world['transport']} on the {world['device'].upper()} ({versions}).")
-    interval = "95 % interval" if blocks >= MIN_BLOCKS else f"no interval below {MIN_BLOCKS} blocks"
+    interval = f"no interval below {MIN_BLOCKS} blocks"
+    if blocks >= MIN_BLOCKS:
+        interval = "95 % interval; decided by Holm's method over these"
     for wire in plan["wires"]:
         found = verdicts(measurement, wire, "speed_against_first")
         if found:
@@ -108,15 +112,21 @@ def sentences(measurement: Measurement) -> list[str]:
 
 
 def verdicts(measurement: Measurement, wire: str, against: str) -> list[str]:
-    """Return a sentence for each backend, for each of the messages that tell the most."""
-    lines = []
+    """Return a sentence for each backend, for each of the messages that tell the most, decided by
+    Holm's method over all of them."""
+    found: list[tuple[str, str, Estimate]] = []
     for message in telling_messages(measurement):
-        label = next(c.label for c in measurement.cells if c.message == message)
         for name in measurement.backends:
             cell = measurement.cell(name, message, wire)
             if cell is not None and (speed := getattr(cell, against)) is not None:
-                lines.append(f"  {label:12}  {verdict(name, speed)}")
-                label = ""
+                found.append((cell.label, name, speed))
+    p_values = {i: speed.p_difference() for i, (*_, speed) in enumerate(found)}
+    decided = holm(p_values, 1 - CONFIDENCE)
+    lines, above = [], ""
+    for i, (label, name, speed) in enumerate(found):
+        shown = "" if label == above else label
+        lines.append(f"  {shown:12}  {verdict(name, speed, i in decided)}")
+        above = label
     return lines
 
 
@@ -170,23 +180,23 @@ def telling_messages(measurement: Measurement) -> list[str]:
     return list(dict.fromkeys([*sizes[:1], *sizes[-1:], *models]))
 
 
-def verdict(name: str, speed: Estimate) -> str:
-    """Return how a backend's speed compares, as hyperfine would say it."""
-    if speed.low is not None and speed.high is not None and not speed.shows_difference:
-        low, high = factor_text(speed.low), factor_text(speed.high)
-        return f"no difference shown for {name} ({factor_text(speed.ratio)}, {low} to {high})"
-    shown = speed if speed.ratio >= 1 else speed.inverse()
-    words = "is {} times as fast" if speed.ratio >= 1 else "takes {} times as long"
-    text = f"{name} {words.format(factor_text(shown.ratio))}"
-    if shown.low is not None and shown.high is not None:
-        text += f" ({factor_text(shown.low)} to {factor_text(shown.high)})"
-    return text
+def verdict(name: str, speed: Estimate, is_decided: bool) -> str:
+    """Return how fast a backend is, as a ratio to what it is compared with."""
+    if speed.low is None or speed.high is None:
+        return f"{name} is {factor_text(speed.ratio)} times as fast"
+    places = digits(speed)
+    ratio, low, high = (factor_text(x, places) for x in (speed.ratio, speed.low, speed.high))
+    if not is_decided:
+        return f"not decided for {name} ({ratio}, {low} to {high})"
+    return f"{name} is {ratio} times as fast ({low} to {high})"
 
 
-def factor_text(value: float) -> str:
+def factor_text(value: float, places: int = 2) -> str:
     if value < 0.095:
         return f"{value:.2g}"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    if value < 10:
+        return f"{value:.{places}f}"
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def time_text(seconds: float) -> str:

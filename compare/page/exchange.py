@@ -55,9 +55,10 @@ def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
         "One step on rank 0. Lines: gradients, as backward makes them ready. Bars: all-reduces, "
         "from begin to end, as high as their gradients are large (in fp32): DDP's buckets, or what "
         "Horovod fused. Dashes: rank 0's last gradient is ready; what travels later is exposed. "
-        "Horovod begins an all-reduce when all ranks have its gradients; DDP's begins when rank 0 "
-        "has them, and waits for the others. Figures: medians of some profiled steps, which take "
-        "longer than others.",
+        "Horovod begins an all-reduce when all ranks have its gradients; DDP's, whose begin is "
+        "inferred, as soon as rank 0 has them and one of Gloo's two threads (MPI's one) is free; "
+        "it waits for the other ranks. Figures: medians of the profiled steps; profiling slows "
+        "them.",
         Axis("ms since the backward pass began", linear([0, reach], zero=True)),
         Axis("", Scale(0, panels * total, tuple(ticks))),
         series,

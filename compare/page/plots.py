@@ -12,7 +12,7 @@ from compare.evidence.phases import ALONE, PHASES, PhaseRow, phase_rows
 from compare.evidence.records import Comparison
 from compare.evidence.rows import by_turns, in_detail, speeds
 from compare.evidence.verdicts import Verdict, judge
-from compare.evidence.words import count
+from compare.evidence.words import count, digits
 from compare.page import learning
 from compare.page.chart import INK, MUTED, Key, Scale, categories, linear, whole
 from compare.page.exchange import plot_exchange
@@ -49,16 +49,17 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
     several = len(comparison.cases) > 1
     order = comparison.plan["configurations"].index
     for case in comparison.cases:
-        runs = [run for run in comparison.complete if run.case == case]
-        if not runs:
+        if not any(run.case == case for run in comparison.written):
             continue
+        runs = [run for run in comparison.complete if run.case == case]
         runs.sort(key=lambda run: order(run.configuration))
         selection = Selection(comparison, case, runs)
         speed = present(draw(selection) for draw in SPEED_PLOTS)
         groups.append(PlotGroup(selection.title("Speed"), speed))
         numbers = sorted({run.workers for run in runs}, reverse=True)
-        most = [run for run in runs if run.workers == numbers[0]]
-        speed += present([plot_exchange(Selection(comparison, case, most, numbers[0]))])
+        for workers in numbers[:1]:
+            most = [run for run in runs if run.workers == workers]
+            speed += present([plot_exchange(Selection(comparison, case, most, workers))])
         for workers in numbers:
             chosen = in_detail([run for run in runs if run.workers == workers])
             selection = Selection(comparison, case, chosen, workers)
@@ -135,31 +136,34 @@ def verdict_name(verdict: Verdict, with_pair: bool) -> str:
 
 
 def verdict_series(y: int, name: str, decision: str, speed: Estimate) -> Series:
-    layers, interval = [], "none"
+    layers, interval, places = [], "none", max(3, digits(speed))
     if speed.low is not None and speed.high is not None:
         layers.append(Layer("line", [(speed.low, y), (speed.high, y)], INK, 1.6))
-        interval = f"{speed.low:.3f} to {speed.high:.3f}"
-    told = f"{name}: ratio {speed.ratio:.3f}, interval {interval}, {decision}"
+        interval = f"{speed.low:.{places}f} to {speed.high:.{places}f}"
+    ratio = f"{speed.ratio:.{places}f}"
+    told = f"{name}: ratio {ratio}, interval {interval}, {decision}"
     layers.append(Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[told]))
     ratios = speed.ratios[:: -(-len(speed.ratios) // MAX_MARKS)]
     rings = [(ratio, y + 0.26) for ratio in ratios]
     blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio in ratios]
     layers.append(Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks))
-    cells = (name, f"{speed.ratio:.3f}", interval, decision, str(speed.blocks))
+    cells = (name, ratio, interval, decision, str(speed.blocks))
     return Series(layers, cells, name)
 
 
 # ------------------------------------------------------------------------------- against workers
 
 
-def plot_throughput(selection: Selection) -> Plot:
-    """Show the speed of each block and its median for each configuration."""
+def plot_throughput(selection: Selection) -> Plot | None:
+    """Show the speed of each block and its median for each configuration; None without any."""
     lines: dict[str, dict[int, list[float]]] = {}
     for cell in selection.comparison.cells:
         measured = speeds(selection.comparison, cell) if cell[0] == selection.case else {}
         if measured:
             rates = [speed.images_per_second for speed in measured.values()]
             lines.setdefault(cell[2], {})[cell[1]] = rates
+    if not lines:
+        return None
     numbers = sorted({n for line in lines.values() for n in line})
     ideal = []
     for line in lines.values():

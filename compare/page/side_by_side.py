@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compare.evidence.records import Comparison
-from compare.evidence.rows import SpeedRow, speed_rows
+from compare.evidence.rows import SpeedRow, by_turns, speed_rows
 from compare.evidence.run_folder import recorded
 from compare.evidence.words import short
 
@@ -28,10 +28,14 @@ class Line:
     workers: int
     configuration: str
     rows: tuple[SpeedRow | None, ...]
+    is_alike: tuple[bool, ...]  # is the comparison measured as the first is: by turns, or in runs?
 
     def ratios(self, value_of: Callable[[SpeedRow], float]) -> list[float | None]:
-        """Return the medians of the second and all others over the first's: unpaired ratios."""
-        first, *others = self.rows
+        """Return the medians of the second and all others over the first's: unpaired ratios; None
+        where one lacks it, and between a speed by turns and one of whole runs."""
+        first, *others = [
+            row if alike else None for row, alike in zip(self.rows, self.is_alike, strict=True)
+        ]
         return [
             None if first is None or other is None else value_of(other) / value_of(first)
             for other in others
@@ -63,7 +67,13 @@ def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
         for row in speed_rows(comparison):
             cell = (row.case, row.workers, row.configuration)
             found.setdefault(cell, [None] * len(comparisons))[at] = row
-    return [Line(*cell, tuple(rows)) for cell, rows in found.items()]
+    alike = have_one_method(comparisons)
+    return [Line(*cell, tuple(rows), alike) for cell, rows in found.items()]
+
+
+def have_one_method(comparisons: Sequence[Comparison]) -> tuple[bool, ...]:
+    """Tell of each comparison whether it is measured as the first one is."""
+    return tuple(by_turns(one) == by_turns(comparisons[0]) for one in comparisons)
 
 
 def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
@@ -71,12 +81,15 @@ def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
     settings = dict.fromkeys(
         field
         for comparison in comparisons
-        for run in comparison.complete
+        for run in comparison.written
         for field in run.config.flags
     )
     told = [("environment", field) for field in ENVIRONMENT]
     told += [("config", field) for field in settings if field not in (*NOT_SETTINGS, *ENVIRONMENT)]
     differences = []
+    if not all(have_one_method(comparisons)):
+        how = tuple(comparison.plan["measure"] for comparison in comparisons)
+        differences.append(Difference("measured by", how))
     for record, field in told:
         values = tuple(values_text(comparison, record, field) for comparison in comparisons)
         if len(set(values)) > 1:
@@ -86,7 +99,7 @@ def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
 
 def values_text(comparison: Comparison, record: str, field: str) -> str:
     """Return the values that a field has in a comparison, in the order of the cells."""
-    runs = sorted(comparison.complete, key=lambda run: run.cell)
+    runs = sorted(comparison.written, key=lambda run: run.cell)
     told = (
         recorded(run.environment) if record == "environment" else run.config.flags for run in runs
     )

@@ -23,7 +23,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.verdicts import Verdict
-from compare.evidence.words import count, loss_text, three_digits
+from compare.evidence.words import count, digits, loss_text, three_digits
 from compare.page.chart import COLOURS
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
@@ -64,6 +64,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     starts_group: tuple[bool, ...] = ()  # row by row: is it parted from the one before?
+    is_sortable: bool = True
 
 
 def figure(value: float | None, pattern: str = "", none: str = "–", aside: str = "") -> Cell:
@@ -386,24 +387,27 @@ def square_table(
     engines = list(dict.fromkeys(engine for engine, _ in corners))
     new, base = dict.fromkeys(transport for _, transport in corners)
 
+    def cell(found: Estimate | None) -> Cell:
+        return estimated(found, 1, f"{{:.{max(3, digits(found))}f}}" if found else "")
+
     def ratio(first: str, second: str) -> Cell:
         found = ratios.get((first, second))
         if found is None and (inverse := ratios.get((second, first))):
             found = inverse.inverse()
-        return estimated(found, 1, "{:.3f}")
+        return cell(found)
+
+    def speed(configuration: str) -> Cell:
+        rate = rates.get(configuration)
+        return Cell("–") if rate is None else Cell(f"{three_digits(rate)} images/s", rate)
 
     lines = []
     for engine in engines:
         names = [corners[engine, transport] for transport in (base, new)]
-        speed = (figure(rates.get(name)) for name in names)
-        lines.append(
-            [Cell(f"{ENGINES[engine]}, images/s", series=-1), *speed, ratio(names[1], names[0])]
-        )
+        speeds = map(speed, names)
+        lines.append([Cell(ENGINES[engine], series=-1), *speeds, ratio(names[1], names[0])])
     effects = [ratio(*(corners[engine, over] for engine in engines)) for over in (base, new)]
     named = " / ".join(ENGINES[engine] for engine in engines)
-    lines.append(
-        [Cell(f"engine: {named}", series=-1), *effects, estimated(interaction, 1, "{:.3f}")]
-    )
+    lines.append([Cell(named, series=-1), *effects, cell(interaction)])
     place = f"{case}, {count(workers, 'worker')}" if case else count(workers, "worker")
     return Table(
         f"Engine and transport, {place}",
@@ -411,11 +415,12 @@ def square_table(
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
         "on each other.",
         tuple(
-            Column(head, lambda row: row, bool(head))
-            for head in ("", f"over {base}", f"over {new}", f"transport: {new} / {base}")
+            Column(head, lambda row: row, head != "engine")
+            for head in ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
         ),
         tuple(map(tuple, lines)),
         (False, False, True),
+        is_sortable=False,
     )
 
 

@@ -89,7 +89,9 @@ def side_by_side_report(comparisons: Sequence[Comparison]) -> str:
         told = [[d.field, *map(shortened, d.values)] for d in differences]
         parts.append(grid(told, ["differs", *letters], ["left"] * (1 + len(letters))))
     for letter, comparison in zip(letters, comparisons, strict=True):
-        lines = [f"{letter}: {verdict.sentence()}" for verdict in judge(comparison)]
+        verdicts = judge(comparison)
+        lines = [f"{letter}: {verdict_text(verdict)}" for verdict in verdicts]
+        lines += filter(None, [correction_text(comparison, verdicts)])
         for title, told_lines in notices(comparison):
             lines += [f"{letter}: {title}:", *(f"  {line}" for line in told_lines)]
         parts.append("\n".join(lines))
@@ -152,19 +154,26 @@ def as_markdown(comparisons: Sequence[Comparison], price_per_hour: float | None 
         if case:
             parts.append(f"#### {escaped(case)}")
         parts += [markdown_table(t) for t in square_tables(comparison, verdicts, case)]
-        for verdict in verdicts:
-            if verdict.case == case:
-                lines = [f"  - {escaped(line)}" for line in evidence(verdict)]
-                parts.append("\n".join([f"- {escaped(verdict.sentence())}", *lines]))
+        parts += [markdown_verdict(verdict) for verdict in verdicts if verdict.case == case]
         parts += [markdown_table(of_case(table, case)) for table in tables]
-    parts.append(correction_text(comparison, verdicts))
-    for title, lines in notices(comparison):
-        parts.append("\n".join([f"**{title}**", "", *(f"- {escaped(line)}" for line in lines)]))
+    parts += [correction_text(comparison, verdicts), *markdown_notices(comparison)]
     reproduce = "\n".join(reproduce_lines(comparison))
     parts.append(folded("How to reproduce", f"```bash\n{reproduce}\n```"))
     not_shown = "\n".join(f"- {escaped(line)}" for line in limits(comparison, verdicts))
     parts.append(folded("What this does not show", not_shown))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown_verdict(verdict: Verdict, letter: str = "") -> str:
+    lines = [f"  - {escaped(line)}" for line in evidence(verdict)]
+    return "\n".join([f"- {letter}{escaped(verdict.sentence())}", *lines])
+
+
+def markdown_notices(comparison: Comparison, letter: str = "") -> list[str]:
+    return [
+        "\n".join([f"**{letter}{title}**", "", *(f"- {escaped(line)}" for line in lines)])
+        for title, lines in notices(comparison)
+    ]
 
 
 def markdown_table(table: Table) -> str:
@@ -187,7 +196,9 @@ def markdown_side_by_side(comparisons: Sequence[Comparison]) -> str:
         align = ["left"] * (1 + len(letters))
         parts.append(grid(told, ["differs", *letters], align, markdown=True))
     for letter, comparison in zip(letters, comparisons, strict=True):
-        parts.append("\n".join(f"- {letter}: {escaped(v.sentence())}" for v in judge(comparison)))
+        verdicts, of = judge(comparison), f"{letter}: "
+        parts += [markdown_verdict(verdict, of) for verdict in verdicts]
+        parts += [correction_text(comparison, verdicts), *markdown_notices(comparison, of)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
