@@ -134,7 +134,7 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [
-    {"elements": {}, "steps": [{}]}, {"elements": 3, "steps": []}, {"elements": SIZES},
+    {"elements": {}, "steps": [{}]}, {"elements": SIZES},
     {"elements": SIZES, "steps": [{"backward": 1, "end": "x", "ready": {"fc": 1}}]}, [1], None,
 ])  # fmt: skip
 def test_damaged_times_are_one_message(tmp_path: Path, damaged: Any) -> None:
