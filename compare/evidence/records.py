@@ -316,9 +316,10 @@ def load_comparison(folder: Path) -> Comparison:
     }
     comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns)
     if not comparison.written:
-        of_turns = [one for blocks in turns.values() for one in blocks]
-        if reasons := [one.reason for one in (*runs, *of_turns) if one.reason]:
-            raise RecordError(reasons[0])
+        reasons = [run.reason for run in runs]
+        reasons += [one.reason for blocks in turns.values() for one in blocks]
+        if any(reasons):
+            raise RecordError(next(filter(None, reasons)))
         ended = [run for run in runs if run.status != "not run"]
         reason = f"{len(ended)} failed" if ended else "none was started"
         where = f"; see {ended[0].folder / 'output.log'}" if ended else ""
