@@ -283,11 +283,12 @@ def measure(plan: Plan, folder: Path, sources: str) -> tuple[Plan, bool, list[Ru
         if plan.measure == "turns":
             try:
                 measure_block(plan, folder, groups)
-            except NoTurns as error:
-                plan = give_up_turns(plan, folder, str(error))
             except MeasurementError as error:
-                print_line(f"a block of turns failed: {error}")
-                return plan, False, []
+                # What could take turns before has failed for another reason.
+                if not isinstance(error, NoTurns) or all(group.blocks for group in groups):
+                    print_line(f"a block of turns failed: {error}")
+                    return plan, False, []
+                plan = give_up_turns(plan, folder, str(error))
         else:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
             write_json(folder / "plan.json", checked_record(plan, folder))
@@ -307,7 +308,7 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
     warning = (
         f"{NO_TURNS}{reason}. Whole runs are measured instead, one after the other. Where others "
         "use the machine, too, their intervals are several times as wide: on two cores +-39 % in "
-        "place of +-5 %, after as many minutes"
+        "place of +-5 %, after as many minutes. Another comparison, with --new, tries turns again"
     )
     print_line(f"warning: {warning}")
     path, new = folder / "plan.json", in_whole_runs(plan)

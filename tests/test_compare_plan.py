@@ -26,6 +26,9 @@ from compare.plan.plan import Plan, varied_fields
 from compare.plan.plan_file import PLANS, read_percentage
 from compare.plan.record import plan_record, read_plan, run_record
 from compare.run import main
+from compare.running import slurm
+from compare.running.progress import in_whole_runs
+from compare.running.sides import training_side
 from recipe.config import parse_args
 from recipe.flags import flag_name, without_flag
 from recipe.training.schedule import learning_rate
@@ -380,6 +383,10 @@ def test_no_two_runs_share_a_rendezvous(here):
     for part in zip(*told, strict=True):
         assert len(set(part)) == 4
     assert first == dry_run(*words, "first"), "tune.py knows a run by its command"
+    run = plan_of(*words, "first").runs()[0]
+    sides = [training_side(run, Path(out) / "block-1") for out in ("first", "second", "first")]
+    one, two, again = (rendezvous(list(side.launcher)) for side in sides)
+    assert one == again and not set(one).intersection(two)
 
 
 def test_the_port_of_a_rendezvous_is_free(here):
@@ -505,6 +512,22 @@ def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
 def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypatch):
     words = submission(capsys, monkeypatch, "--slurm", "", "--measure", "runs")
     assert "--array" not in words
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_slurm_follows_a_job_that_could_not_take_turns(
+    capsys, monkeypatch, tmp_path, is_done
+):
+    words = ["--blocks", "2", "--out", str(tmp_path / "c")]
+    plan = in_whole_runs(plan_of(*words))
+    (tmp_path / "c").mkdir()
+    record = plan_record(plan, "", ["not by turns: processes cannot be stopped here"])
+    (tmp_path / "c/plan.json").write_text(json.dumps(record))
+    assert "--array" not in submission(capsys, monkeypatch, "--slurm", "", *words)
+    # Its job has ended.
+    monkeypatch.setattr(slurm, "is_finished", lambda plan, folder: is_done)
+    assert slurm.show_ending(plan, tmp_path / "c", "again") == (0 if is_done else 1)
+    assert ("To try again:\n    again" in capsys.readouterr().out) != is_done
 
 
 def test_slurm_is_told_where_it_is_missing(capsys, monkeypatch):

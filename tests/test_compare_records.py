@@ -118,8 +118,9 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
                       })  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
+    launcher = "mpirun" if run.configuration.controller == "mpi" else run.configuration.launcher
     started: dict[str, Any] = {
-        "engine": engine, "launcher": run.configuration.launcher, "transport": transport,
+        "engine": engine, "launcher": launcher, "transport": transport,
         "world_size": run.workers, "threads": 2 // run.workers,
     }  # fmt: skip
     write(folder / "environment.json", asdict(an_environment(

@@ -106,6 +106,22 @@ def test_training_batches(data: Data, folders: Config) -> None:
     assert seen.bincount().tolist() == [12, 12, 12]  # four epochs of three images a class
 
 
+def test_who_measures_steps_gets_none_of_the_first_epoch(
+    data: Data, folders: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which each file is decoded whole, to look for damage."""
+    keys: list[tuple[int, int]] = []
+    read = data_module.TrainImages.__getitems__
+    monkeypatch.setattr(
+        data_module.TrainImages,
+        "__getitems__",
+        lambda self, wanted: read(self, keys.extend(wanted) or wanted),
+    )
+    monkeypatch.setattr(data_module, "IS_ENDLESS", True)
+    read_training(data, folders, 1, 0, 18)
+    assert sorted(keys) == sorted((epoch, index) for epoch in (1, 2) for index in range(9))
+
+
 def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:
     """Augmentation draws from (seed, epoch, index) alone: any split sees the same images."""
 

@@ -18,7 +18,7 @@ from compare.plan.options import parse_options
 from compare.plan.plan import Case, Plan
 from compare.plan.record import plan_record
 from compare.running import measurement
-from compare.running.measurement import is_finished, measured, minutes_for_more
+from compare.running.measurement import block_line, is_finished, measured, minutes_for_more
 from compare.running.progress import resumed
 from compare.running.sides import MeasurementError, NoTurns, Side
 from recipe.files import write_json
@@ -63,7 +63,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(measurement, "run_block", bench)
     sides = {"launcher": (), "program": (), "images_per_step": 64}
     monkeypatch.setattr(
-        measurement, "training_side", lambda run: Side(run.configuration.name, **sides)
+        measurement, "training_side", lambda run, folder: Side(run.configuration.name, **sides)
     )
     monkeypatch.setattr(run_module, "trainers_sha256", lambda: "a")
     return bench
@@ -83,8 +83,9 @@ PLAN = Plan(full_runs=0, phase_steps=0, order_seed=1)
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     bench.scatter = 0.05
     plan, is_measured = measure(PLAN, tmp_path)
-    assert is_measured and is_finished(plan, tmp_path) and minutes_for_more(plan, []) == 0
-    [group] = measured(plan, tmp_path)
+    assert is_measured and is_finished(plan, tmp_path)
+    [group] = groups = measured(plan, tmp_path)
+    assert minutes_for_more(plan, groups) == 0 and block_line(plan, groups, groups) == ""
     estimate = group.estimates[FIRST, SECOND]
     assert estimate.blocks == len(bench.blocks) > 3 and estimate.reach <= 0.03
     told = capsys.readouterr().out.splitlines()
@@ -165,6 +166,14 @@ def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["measure"] == "runs" and len(record["warnings"]) == 1
     assert resumed(PLAN, tmp_path).measure == "runs"  # the same command goes on
+
+
+def test_blocks_of_turns_that_are_there_are_not_thrown_away(bench, tmp_path, capsys):
+    measure(replace(PLAN, blocks=1), tmp_path)
+    bench.error = NoTurns("the sides do not fit into the GPU's memory at once")
+    plan, is_measured = measure(replace(PLAN, blocks=2), tmp_path)
+    assert plan.measure == resumed(PLAN, tmp_path).measure == "turns" and not is_measured
+    assert "a block of turns failed: the sides do not fit" in capsys.readouterr().out
 
 
 def test_one_configuration_alone_takes_no_turns(bench, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,7 +31,7 @@ from compare.running.knobs_to_try import (
     with_knobs,
 )
 from compare.running.search import SearchError, Trial, Value, is_gain, search, try_knob
-from compare.running.sides import NoTurns, Side
+from compare.running.sides import MeasurementError, NoTurns, Side
 from compare.running.tune import comparison_command, tuning_plan
 from compare.running.turns import origin
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
@@ -284,12 +285,16 @@ class Starts:
         self.commands: list[str] = []
         self.interrupt_after: int | None = None
         self.by_turns = True
+        self.fails: str | None = None  # the name of a side
 
     def __call__(self, sides: Sequence[Side], rounds: int, folder: Path, *_: Any) -> Block:
         if self.interrupt_after is not None and len(self.commands) >= self.interrupt_after:
             raise KeyboardInterrupt
+        shutil.rmtree(folder, ignore_errors=True)
         if len(sides) > 1 and not self.by_turns:
             raise NoTurns("the sides do not fit into the GPU's memory at once", sides[0].name)
+        if self.fails in [one.name for one in sides]:
+            raise MeasurementError(f"{self.fails} ended with exit code 1", self.fails)
         turns = [Turn(one.name, n, 1.0, self.speed(one), 0.1, 1.5) for n in (0, 1) for one in sides]
         block = Block(1, tuple(one.name for one in sides), 0.0, tuple(turns))
         for one in sides:
@@ -368,12 +373,13 @@ def test_sides_that_cannot_take_turns_are_measured_one_after_the_other(
     assert capsys.readouterr().out.count("one after the other, because the sides do not fit") == 2
 
 
+@pytest.mark.parametrize("by_turns", [True, False])
 @pytest.mark.parametrize("after", [rarely(1), rarely(4), 9, rarely(20)])
 def test_an_interrupted_search_goes_on_without_repeating_a_block(
-    starts: Starts, capsys: pytest.CaptureFixture[str], after: int
+    starts: Starts, capsys: pytest.CaptureFixture[str], after: int, by_turns: bool
 ) -> None:
     words = ["--tune", "k.toml", "--rounds", "3"]
-    starts.interrupt_after = after
+    starts.interrupt_after, starts.by_turns, starts.fails = after, by_turns, "100"
     assert main(words) == 130
     assert "--out runs/tune-k --tune k.toml" in capsys.readouterr().out
     assert not Path("k.toml").exists()

@@ -4,25 +4,29 @@ No test asserts a speed.
 """
 
 import signal
-import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Pipe
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 
 import psutil
 import pytest
 
 from compare.evidence import turns
+from compare.evidence.load import quiet_load
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
+from compare.running.agent import tell
 from compare.running.launch import marked_processes
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.stage import Performer, Stage, Told, make_turn
-from compare.running.tools import has_horovod
+from compare.running.tools import missing_for
 from compare.running.turns import finished_block, run_block, with_steps
 
 
@@ -60,8 +64,22 @@ def test_loud_rounds_do_not_count() -> None:
     assert loud.quiet_rounds == {0, 2}
     assert loud.ratio("a", "b", turns.throughput) == pytest.approx(0.9)
     assert loud.other_load == pytest.approx(0.05)
+    # A machine with many cores always does something.
+    assert replace(loud, quiet_cores=quiet_load(20)).quiet_rounds == {0, 1, 2, 3}
     # Where all are loud, the quietest third counts.
     assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
+
+
+def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
+    pace = {"quick": 0.02, "slow": 1.0, "usual": 0.1}  # seconds a step
+
+    class MadeUp:
+        def take_turn(self, side: Side, round_: int) -> Turn:
+            return Turn(side.name, round_, pace[side.name] * side.steps, 1.0, 1.0)
+
+    sides = [side(name="quick", steps=0), side(name="slow", steps=0), side(name="usual", steps=7)]
+    made = with_steps(MadeUp(), sides)  # type: ignore[arg-type]
+    assert [one.steps for one in made] == [15, 15, 7]
 
 
 def told(
@@ -69,7 +87,7 @@ def told(
 ) -> Told:
     """What a process says at a turn's end."""
     values = {"start": start, "end": end, "cpu_seconds": cpu, "busy": busy, "window": end - start}
-    return Performer("x", copy, 0, machine, machine, Pipe()[0]), values
+    return Performer("x", copy, 0, machine, machine, 2, Pipe()[0]), values
 
 
 def test_ranks_that_train_together_are_as_fast_as_the_slowest() -> None:
@@ -128,11 +146,16 @@ def test_sides_take_turns_and_leave_nothing(
         script_side(tmp_path, "pair", steps=4, copies=2),
     ]
     lines: list[str] = []
+    stages: list[Stage] = []
+    monkeypatch.setattr(
+        "compare.running.turns.Stage", lambda *given: stages.append(Stage(*given)) or stages[0]
+    )
     folder = tmp_path / "block-1"
     found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
+    assert not marked_processes(stages[0].mark) and not Path(stages[0].temporary.name).exists()
     assert [turn.side for turn in found.turns] == ["one", "pair", "pair", "one"]
     assert [turn.round for turn in found.turns] == [0, 0, 1, 1]
-    assert found.steps["pair"] == 4 and found.steps["one"] > 4
+    assert found.steps["pair"] == 4 and found.steps["one"] >= 1
     for turn in found.turns:
         assert turn.seconds >= found.steps[turn.side] * 0.01
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
@@ -145,15 +168,17 @@ def test_sides_take_turns_and_leave_nothing(
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
+    hello = {"side": "x", "copy": 0, "rank": 0, "host": "a", "machine": "a", "cores": 2}
     with Stage(tmp_path / "block-1", [side(over_hosts=True)]) as stage:
         address, _, port = stage.place.rpartition(":")
         host = (address.split(",")[0], int(port))
-        stranger = socket.create_connection(host)
-        stranger.sendall(b'{"kind": "hello"}')
-        stranger.shutdown(socket.SHUT_WR)
-        stage.accept()
-        assert stage.performers == [] and stage.key
-        stranger.close()
+        for key, is_let_in in ((b"", False), (b"another", False), (stage.key, True)):
+            with ThreadPoolExecutor(1) as pool:
+                accepted = pool.submit(stage.accept)
+                with suppress(AuthenticationError), Client(host, authkey=key or None) as who:
+                    tell(who, "hello", **hello)
+                    accepted.result(60)
+            assert bool(stage.performers) == is_let_in
 
 
 def test_a_side_that_dies_at_its_start_is_reported(tmp_path: Path) -> None:
@@ -204,20 +229,27 @@ def test_ranks_end_if_who_measures_is_killed(tmp_path: Path) -> None:
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
-    text = "exit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.')"
+    text = (  # its launcher says much more
+        "print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.')\n"
+        "exit('not now\\n' * 40)"
+    )
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
-    with pytest.raises(NoTurns, match="do not fit into the GPU's memory at once: large ended"):
-        run_block(sides, 1, tmp_path / "block-1", 1, "block 1", 0.0)
+    for attempt in (1, 2):
+        said = "do not fit into the GPU's memory at once: large ended(.|\n)*not now\n  all of it: "
+        with pytest.raises(NoTurns, match=said) as raised:
+            run_block(sides, 1, tmp_path / "block-1", 1, "block 1", 0.0)
+        log = Path(str(raised.value).rpartition("all of it: ")[2])
+        assert log == tmp_path / f"block-1.failed-{attempt}/large/0/output.log" and log.exists()
 
 
 def test_a_planned_run_as_a_side() -> None:
     arguments = ("--arch", "resnet18", "--batch-size", "8", "--batches-per-allreduce", "2")
     run = Run(1, CONFIGURATIONS["ddp-mpirun"], 2, 7, arguments=(*arguments, "--max-steps", "9"))
-    made = training_side(run)
+    made = training_side(run, Path("/a/block-1"))
     assert (made.name, made.ranks, made.images_per_step) == ("ddp-mpirun", 2, 32)
     assert made.launcher[0] == "mpirun" and not made.over_hosts
     assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
-    elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"))
+    elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
     assert elsewhere.over_hosts
     command = elsewhere.command(Path("/f"), 0, by_turns=True)
     assert command[:5] == ["mpirun", "-x", "COMPARE_RUN", "-x", "COMPARE_STAGE"]
@@ -238,11 +270,12 @@ def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
         "--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
         "--workers", "1", "--max-steps", "5",
     )  # fmt: skip
-    names = ("ddp-torchrun", "horovod-mpi", "horovod-gloo")
+    names = ("ddp-torchrun", "horovod-mpi", "horovod-gloo", "mpi4py-mpirun")
     known = [CONFIGURATIONS[name] for name in names]
-    known = [one for one in known if one.engine == "ddp" or has_horovod()]
-    sides = [training_side(Run(1, one, 2, 1, arguments=training)) for one in known]
-    with Stage(tmp_path / "block-1") as stage:
+    known = [one for one in known if missing_for(one) is None]
+    folder = tmp_path / "block-1"
+    sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
+    with Stage(folder) as stage:
         for one in sides:
             stage.start(one)
         stage.warm_up()

@@ -18,7 +18,7 @@ from benchmarks.harness.blocks import Options
 from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.paired import CONFIDENCE, Estimate
-from compare.evidence.turns import QUIET_CORES, Block, Turn, estimate, throughput
+from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.sides import MeasurementError, Side
@@ -86,9 +86,8 @@ class Row:
     ) -> "Row":
         """The row with the ratio first / second of two sides in it."""
         load = max(block.other_load for block in blocks)
-        noise = (
-            [] if load <= QUIET_CORES else [f"others kept up to {load:.1f} cores busy meanwhile"]
-        )
+        is_quiet = all(block.other_load <= block.quiet_cores for block in blocks)
+        noise = [] if is_quiet else [f"others kept up to {load:.1f} cores busy meanwhile"]
         return self.measured(estimate(blocks, first, second, value, confidence), *noise)
 
 

@@ -8,7 +8,7 @@ from compare.evidence.load import most_load
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import by_turns
 from compare.evidence.stopping import Goal, reason_to_stop
-from compare.evidence.turns import QUIET_CORES, estimate
+from compare.evidence.turns import estimate
 from compare.evidence.words import count, run_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -37,7 +37,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
             where = ", ".join(filter(None, [case, count(workers, "worker")]))
             if one.block is None:
                 found[MISSING].append(f"turns, {where}: unreadable: {one.reason}")
-            elif one.block.other_load > QUIET_CORES:
+            elif one.block.other_load > one.block.quiet_cores:
                 found[WARNINGS].append(
                     f"turns, {where}, block {one.block.number}: others kept up to "
                     f"{one.block.other_load:.2f} cores busy in the rounds that count"

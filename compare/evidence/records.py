@@ -305,7 +305,7 @@ def load_comparison(folder: Path) -> Comparison:
     earlier = {
         path
         for pattern in ("block-*/*.failed-*", "block-*/*/*.failed-*", "phases/*.failed-*",
-                        "phases/*/*.failed-*")
+                        "phases/*/*.failed-*", "turns/*/*.failed-*", "turns/*/*/*.failed-*")
         for path in folder.glob(pattern)
     }  # fmt: skip
     earlier |= {folder / name for name in packed.folders(folder) if ".failed-" in name}
@@ -432,8 +432,9 @@ def load_side(
                 f"{folder / name / '0/run/environment.json'}: {field_} is "
                 f"{getattr(environment, field_)!r}, but the plan has {planned!r} there"
             )
+    launcher = details.get("launcher", environment.launcher)  # as whole runs have it
     return RunRecord(
-        folder / name, number, case, name, environment.engine, environment.launcher, workers,
+        folder / name, number, case, name, environment.engine, launcher, workers,
         "completed", exit_code=0, other_load=None, seconds=None, command="", written=written,
     )  # fmt: skip
 

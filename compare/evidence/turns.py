@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import mean, median
 
+from compare.evidence.load import QUIET_CORES
 from compare.evidence.paired import (
     CONFIDENCE,
     MIN_BLOCKS,
@@ -15,7 +16,6 @@ from compare.evidence.paired import (
     variance,
 )
 
-QUIET_CORES = 0.15  # that others may keep busy in a round that counts
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
 
 
@@ -45,6 +45,7 @@ class Block:
     # unless others were never quiet for long.
     disturbed_seconds: float = 0.0
     seconds: float = 0.0  # that all of it took, starts and ends included; 0: not written down
+    quiet_cores: float = QUIET_CORES  # that others may keep busy in a round that counts
 
     @property
     def measuring_seconds(self) -> float:
@@ -64,7 +65,7 @@ class Block:
         """The rounds that count: those in which others were quiet, or the quietest third."""
         load = self.load_of_rounds
         by_load = sorted(load, key=lambda round_: load[round_])
-        quiet = sum(value <= QUIET_CORES for value in load.values())
+        quiet = sum(value <= self.quiet_cores for value in load.values())
         return set(by_load[: max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))])
 
     @property

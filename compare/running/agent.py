@@ -1,12 +1,11 @@
 """The agent of a measured process: a small process beside each rank, on whichever host that is.
 
 It holds the connection to who measures (stage.py), stops its rank with all that the rank has
-started, lets it go on, and hands messages on to it and from it. To what the rank measures it adds
-what the host's cores did meanwhile, and it reports the rank's end. Launchers are never stopped:
-they only wait.
+started, lets it go on, and hands messages on to it and from it. It reports the rank's end.
+Launchers are never stopped: they only wait.
 
-The rank forks it before it loads anything large. If who measures is gone, the agent ends the rank;
-if the agent is gone, the rank ends itself.
+The rank forks it before it loads anything large. If who measures is gone, or its host, the agent
+ends the rank; if the agent is gone, a rank that is not stopped ends itself.
 
 Messages are JSON, one a message of multiprocessing.connection, never pickled. To who measures:
 hello, ready (warmed up), turn (its measurements), held, stopped, end (the rank has ended). From it:
@@ -34,7 +33,12 @@ from recipe.world import read_world
 STAGE = "COMPARE_STAGE"  # the variable that says where who measures listens, and with which key
 UNREACHABLE = "who measures by turns cannot be reached"  # by which stage.py knows this error
 CONNECT_SECONDS = 5.0  # for each address
-END_SECONDS = 3.0  # that a rank may take to end
+KEEPALIVE = {  # for a host that has vanished to be missed within a minute or so
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+}
+RANK_END_SECONDS = 3.0  # that a rank may take to end
 MOST_BYTES = 1 << 16  # of a message
 
 
@@ -64,7 +68,7 @@ def start_agent(side: str, copy: int) -> Connection:
         host = socket.gethostname()
         tell(
             stage, "hello", side=side, copy=copy, rank=read_world().rank, host=host,
-            machine=machine_id() or host,
+            machine=machine_id() or host, cores=os.cpu_count() or 1,
         )  # fmt: skip
         try:
             attend(stage, there, rank)
@@ -87,10 +91,20 @@ def connect(place: str) -> Connection:
         try:
             # A Client would wait for minutes where packets vanish.
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-            return Client((host, int(port)), authkey=bytes.fromhex(key))
+            connection = Client((host, int(port)), authkey=bytes.fromhex(key))
+            keep_alive(connection)
+            return connection
         except (OSError, EOFError, AuthenticationError) as error:
             problems.append(f"{host}: {error or type(error).__name__}")
     sys.exit(f"{socket.gethostname()}: {UNREACHABLE} at port {port} ({'; '.join(problems)})")
+
+
+def keep_alive(connection: Connection) -> None:
+    """Have the system find out, over TCP, whether the other end's host is still there."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            same.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def leave_the_ranks_session() -> None:
@@ -122,8 +136,8 @@ def attend(stage: Connection, rank: Connection, process: psutil.Process) -> None
                     return end(stage, rank, process, tree_of(process) or tree)
                 if speaker is rank:
                     if kind in ("turn", "held"):
-                        message["busy"] = busy_cpu_seconds() - busy
-                        message["window"] = time.monotonic() - began
+                        message["busy"] -= busy
+                        message["window"] = message.pop("until") - began
                     tell(stage, kind, **message)
                 elif kind == "stop":
                     tree = stop(process)
@@ -143,7 +157,7 @@ def end(
     """Let the rank end itself, and kill what it leaves; say when it is done."""
     send_signal(tree, signal.SIGCONT)
     tell(rank, "end")
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + RANK_END_SECONDS
     while os.getppid() == process.pid and time.monotonic() < deadline:
         time.sleep(0.005)
     send_signal(tree, signal.SIGKILL)

@@ -173,12 +173,17 @@ def watch(mark: str, grace_seconds: float) -> None:
 def clear_folder(folder: Path, keep_failure: bool) -> None:
     """Make an empty folder; what an interruption left is deleted, what failed is put aside."""
     if keep_failure and (folder / "outcome.json").exists():
-        attempt = 1
-        while (aside := folder.with_name(f"{folder.name}.failed-{attempt}")).exists():
-            attempt += 1
-        folder.rename(aside)
+        folder.rename(failed_folder(folder))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def failed_folder(folder: Path) -> Path:
+    """Return where what failed in this folder is put aside."""
+    attempt = 1
+    while (aside := folder.with_name(f"{folder.name}.failed-{attempt}")).exists():
+        attempt += 1
+    return aside
 
 
 @dataclass

@@ -141,14 +141,16 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     order = plan.in_order(number, group.case, group.workers)
     runs = [plan.run(number, group.case, member, group.workers) for member in order]
     told = [*ratio_texts(group), left_text(plan, groups)]
+    place = block_folder(folder, group.case, group.workers, number)
     run_block(
-        [training_side(run) for run in runs],
+        [training_side(run, place) for run in runs],
         ROUNDS,
-        block_folder(folder, group.case, group.workers, number),
+        place,
         number,
         block_label(plan, group, number),
         PATIENCE,
         report=lambda text: print_live([text.partition(": ")[0], *told]),
+        timeout=plan.timeout,
     )
 
 
@@ -205,8 +207,10 @@ def left_text(plan: Plan, groups: Sequence[Group]) -> str:
 
 
 def block_line(plan: Plan, before: Sequence[Group], groups: Sequence[Group]) -> str:
-    """Say what the block that was measured since `before` has changed."""
+    """Say what the block that was measured since `before` has changed; empty if there is none."""
     new = [after for old, after in zip(before, groups, strict=True) if after.blocks > old.blocks]
+    if not new:
+        return ""
     told = [
         f"{block_label(plan, group, group.blocks)}: {', '.join(ratio_texts(group))}"
         for group in new

@@ -70,16 +70,17 @@ class Side:
     def shown(self) -> str:
         """The command for a reader, who may paste it."""
         words = [f"{name}={value}" for name, value in self.environment.items()]
-        text = shlex.join([*words, *self.command(Path("runs/bench-by-hand"), 0)])
+        text = shlex.join([*words, *self.command(Path("runs/by-hand"), 0)])
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
 
 
-def training_side(run: Run, **others: Any) -> Side:
-    """A planned run as a side, named as its configuration is. Its training never comes to an
-    epoch's end, nor to --max-steps (take_turns.py sees to that)."""
+def training_side(run: Run, folder: Path, **others: Any) -> Side:
+    """A planned run as a side of the block that is written into `folder`, named as its
+    configuration is. Its training never comes to an epoch's end, nor to --max-steps (take_turns.py
+    sees to that)."""
     configuration = run.configuration
-    place = (str(Path.cwd()), run.folder, run.seed)
-    job = hashlib.sha256(repr(place).encode()).hexdigest()[:12]
+    place = folder.resolve() / configuration.name
+    job = hashlib.sha256(str(place).encode()).hexdigest()[:12]
     program = [str(ROOT / TRAINERS[configuration.engine]), "--log-dir", "{folder}", "--name", "run"]
     if run.seed is not None:
         program += ["--seed", str(run.seed)]

@@ -59,6 +59,8 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
     folder = folder or new_folder(options.runs)
     if differences := differences_there(plan, folder, options):
         raise another_plan(folder, differences)
+    # Where turns were not possible the plan is of whole runs, but its words still mean turns.
+    is_array = plan.measure == "runs" and plan.blocks is not None
     plan = resumed(plan, folder)
     job = queued_job(folder)
     if job is not None:
@@ -66,7 +68,7 @@ def submit_and_follow(plan: Plan, options: argparse.Namespace, argv: list[str]) 
     elif is_finished(plan, folder):
         print(f"nothing is missing in {folder}")
     else:
-        command = sbatch_command(plan, folder, options.slurm, argv)
+        command = sbatch_command(plan, folder, options.slurm, argv, is_array)
         if options.dry_run:
             print(f"mkdir -p {shlex.quote(str(folder / SLURM_FOLDER))}\n{shlex.join(command)}")
             return 0
@@ -98,19 +100,21 @@ def differences_there(plan: Plan, folder: Path, options: argparse.Namespace) -> 
     the job, from its own cores, unless the user gave them."""
     if not (folder / "plan.json").exists():
         return []
-    old, new = read_json(folder / "plan.json"), plan_record(plan, "")
+    old, new = read_json(folder / "plan.json"), plan_record(resumed(plan, folder), "")
     if "--threads" not in map(flag_name, options.arguments_after_dashes):
         for record in (old, new):
             record["trainer_arguments"] = without_flag(record["trainer_arguments"], "--threads")
     return asked_differences(old, new)
 
 
-def sbatch_command(plan: Plan, folder: Path, flags: str, argv: list[str]) -> list[str]:
+def sbatch_command(
+    plan: Plan, folder: Path, flags: str, argv: list[str], is_array: bool
+) -> list[str]:
     """Return what submits the blocks that are missing; of the user's own words those that make the
     plan go on to run.py."""
     words = ["sbatch", "--parsable"]
     log = "job"
-    if plan.measure == "runs" and plan.blocks is not None:
+    if is_array:
         # The runs for the phases of a step come after the last block.
         waiting = missing([*plan.runs(), *plan.phase_runs()], folder)
         blocks = sorted({run.block or plan.run_blocks for run in waiting})
@@ -238,11 +242,13 @@ def show_ending(plan: Plan, folder: Path, again: str) -> int:
     """Say what came of the plan and return the exit code."""
     runs = [*plan.runs(), *plan.phase_runs()]
     waiting = missing(runs, folder)
-    if waiting:
-        print(f"{len(waiting)} of {number_of(runs, 'run')} are missing. What the last job printed:")
+    is_done = is_finished(plan, folder)
+    if not is_done:
+        what = f"{len(waiting)} of {number_of(runs, 'run')}" if waiting else "Blocks"
+        print(f"{what} are missing. What the last job printed:")
         logs = sorted((folder / SLURM_FOLDER).glob("*.log"), key=os.path.getmtime)
         if logs:
             print_tail(logs[-1])
         print(f"To try again:\n    {again}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
-    return 1 if waiting else 0
+    return 0 if is_done else 1

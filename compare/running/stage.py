@@ -19,16 +19,22 @@ from typing import Any
 
 import psutil
 
+from compare.evidence.load import quiet_load
 from compare.evidence.turns import Turn
 from compare.plan.environment import RUN_MARK, run_environment
 from compare.plan.sources import ROOT
 from compare.running import launch
 from compare.running.agent import STAGE, UNREACHABLE, hear, tell
-from compare.running.launch import clear_folder, end_processes, kill_marked, start_watchdog
+from compare.running.launch import (
+    clear_folder,
+    end_processes,
+    failed_folder,
+    kill_marked,
+    start_watchdog,
+)
 from compare.running.sides import MeasurementError, NoTurns, Side
 
-START_SECONDS = 300.0  # for a side to import, compile kernels, and warm up
-TURN_SECONDS = 600.0
+LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
 # What a side writes that cannot be on a GPU together with others, and what that means.
@@ -48,6 +54,7 @@ class Performer:
     rank: int
     host: str
     machine: str  # hosts that share a kernel share its cores
+    cores: int  # of the machine
     connection: Connection
 
 
@@ -56,14 +63,17 @@ Told = tuple[Performer, dict[str, Any]]  # a message, and whose
 
 class Stage:
     """The sides of a block, their processes and connections; used as a context, it leaves no
-    process behind whatever ends it.
+    process behind whatever ends it. If a side fails, the folder is put aside, with all output.
 
     `sides` are those that will be started; they need only be named if one of them has processes on
-    other hosts.
+    other hosts. `timeout`: seconds for all to start and warm up, and for a turn.
     """
 
-    def __init__(self, folder: Path, sides: Sequence[Side] = ()) -> None:
-        self.folder, self.expected = folder, sides
+    def __init__(
+        self, folder: Path, sides: Sequence[Side] = (), timeout: float = LIMIT_SECONDS
+    ) -> None:
+        self.folder, self.expected, self.timeout = folder, sides, timeout
+        self.aside = failed_folder(folder)
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.sides: list[Side] = []
         self.processes: list[tuple[Side, subprocess.Popen[bytes], Path]] = []
@@ -98,6 +108,14 @@ class Stage:
         if self.watchdog.stdin is not None:
             self.watchdog.stdin.close()
         self.watchdog.wait()
+        if isinstance(exception[1], MeasurementError):
+            (self.folder / "output.log").write_text(f"{exception[1]}\n")
+            self.folder.rename(self.aside)
+
+    @property
+    def quiet_cores(self) -> float:
+        """What others may keep busy in a turn that counts: on the smallest machine."""
+        return quiet_load(min(performer.cores for performer in self.performers))
 
     def start(self, side: Side) -> None:
         """Start a side's copies."""
@@ -118,9 +136,9 @@ class Stage:
             for side in sides or self.sides
             for kind in ("ready", "stopped")
         }
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.timeout
         while pending:
-            performer, message = self.receive(deadline, START_SECONDS)
+            performer, message = self.receive(deadline)
             name, kind = key = performer.side, message["kind"]
             pending[key] -= 1
             if not pending[key]:
@@ -171,20 +189,20 @@ class Stage:
 
     def collect(self, kind: str, side: Side) -> list[Told]:
         """Wait for one message of this kind from each process of a side."""
-        deadline = time.monotonic() + TURN_SECONDS
+        deadline = time.monotonic() + self.timeout
         told: list[Told] = []
         while len(told) < side.ranks * side.copies:
-            performer, message = self.receive(deadline, TURN_SECONDS)
+            performer, message = self.receive(deadline)
             if (performer.side, message["kind"]) != (side.name, kind):
                 raise MeasurementError(f"{performer.side}: {message['kind']}, not {kind}")
             told.append((performer, message))
         return told
 
-    def receive(self, deadline: float, seconds: float) -> Told:
+    def receive(self, deadline: float) -> Told:
         """Wait for the next message of any process; MeasurementError when one has ended, or when it
         takes too long."""
         while not self.unread:
-            self.look_after(deadline, seconds)
+            self.look_after(deadline)
             by_connection = {one.connection: one for one in self.performers}
             for ready in wait([self.listener, *by_connection], timeout=0.5):
                 if ready is self.listener:
@@ -224,28 +242,38 @@ class Stage:
                     raise self.failure(side, f"ended with exit code {process.returncode}", folder)
                 raise self.failure(side, f"rank {performer.rank} on {performer.host} ended", folder)
 
-    def look_after(self, deadline: float, seconds: float) -> None:
+    def look_after(self, deadline: float) -> None:
         """Raise MeasurementError if a side has ended, or if the time is over."""
         for side, process, folder in self.processes:
             if process.poll() is not None:
                 raise self.failure(side, f"ended with exit code {process.returncode}", folder)
         if time.monotonic() > deadline:
-            told = "\n".join(f"{side.name}:\n{tail(path)}" for side, _, path in self.processes)
+            told = "\n".join(
+                f"{side.name}:\n{self.output(path)}" for side, _, path in self.processes
+            )
             raise MeasurementError(
-                f"nothing came for {seconds:.0f} s; the sides last wrote\n{told}"
+                f"not ready after the {self.timeout:.0f} s that --timeout allows; the sides last "
+                f"wrote\n{told}"
             )
 
     def failure(self, side: Side, what: str, folder: Path) -> MeasurementError:
         """The error of a side that has ended: with the end of what it wrote."""
         when = "" if self.on_turn in ("", side.name) else " while it stood still"
-        text = f"{side.name} {what}{when}:\n{tail(folder)}"
-        if UNREACHABLE in text:
+        text = f"{side.name} {what}{when}:\n{self.output(folder)}"
+        # A launcher may have said much since.
+        whole = (folder / "output.log").read_text(errors="replace")
+        if UNREACHABLE in whole:
             return NoTurns(f"a host does not reach this one: {text}", side.name)
         if len(self.sides) > 1:
             for sign, meaning in NO_ROOM.items():
-                if sign in text:
+                if sign in whole:
                     return NoTurns(f"{meaning}: {text}", side.name)
         return MeasurementError(text, side.name)
+
+    def output(self, folder: Path) -> str:
+        """The end of what a side wrote, and where all of it will be."""
+        log = self.aside / folder.relative_to(self.folder) / "output.log"
+        return f"{tail(folder)}\n  all of it: {log}"
 
 
 def listen(folder: Path, sides: Sequence[Side]) -> tuple[socket.socket, str, bytes]:

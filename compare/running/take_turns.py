@@ -38,7 +38,7 @@ def main() -> None:
     agent = start_agent(options.side, options.copy)
     turn_client.CLIENT = turn_client.Client(agent, options.warm_up, options.overruns)
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
-    if Path(program[0]).name == "train.py":
+    if program[0].endswith("train.py"):  # the baselines' are *_train.py
         hook_trainer()
     sys.argv = program
     sys.path[0] = str(Path(program[0]).resolve().parent)  # as `python SCRIPT` has it

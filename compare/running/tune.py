@@ -27,7 +27,7 @@ from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.hosts import is_only_here
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
-from compare.plan.plan import Plan
+from compare.plan.plan import Plan, Run
 from compare.plan.record import plan_differences, plan_record
 from compare.plan.sources import trainers_sha256
 from compare.running import preflight
@@ -143,7 +143,7 @@ class Runner:
             for shown, one in candidates.items()
         ]
         began, made = time.monotonic(), self.made
-        blocks = self.blocks([training_side(run) for run in runs], place)
+        blocks = self.blocks(runs, place)
         self.most -= 1
         speeds = {
             names[name]: block.median(name, throughput) for block in blocks for name in block.order
@@ -160,9 +160,12 @@ class Runner:
             print_line(line)
         return speeds
 
-    def blocks(self, sides: Sequence[Side], place: str) -> list[Block]:
-        """Return the block of these sides; where they cannot take turns, one of each."""
+    def blocks(self, runs: Sequence[Run], place: str) -> list[Block]:
+        """Return the block of these runs as sides; where they cannot take turns, one of each."""
         folder = self.folder / folder_name(place)
+        sides = [training_side(run, folder) for run in runs]
+        if any((folder / side.name / "block.json").exists() for side in sides):
+            self.by_turns = False  # as an earlier start of the search has found
         if self.by_turns:
             try:
                 return self.block(sides, folder, place)
@@ -173,12 +176,17 @@ class Runner:
 
     def block(self, sides: Sequence[Side], folder: Path, place: str) -> list[Block]:
         """Return the block of those of these sides that do not fail; none if all do."""
+        path = folder / "block.json"
+        there = read_json(path)["order"] if path.exists() else []
+        kept = finished_block([side for side in sides if side.name in there], TURNS, folder)
+        if kept is not None:
+            self.taken += 1
+            return [kept]
         while sides:
-            if kept := finished_block(sides, TURNS, folder):
-                self.taken += 1
-                return [kept]
             try:
-                block = run_block(sides, TURNS, folder, 1, place, PATIENCE, lambda text: None)
+                block = run_block(
+                    sides, TURNS, folder, 1, place, PATIENCE, lambda text: None, self.plan.timeout
+                )
                 self.made += 1
                 return [block]
             except NoTurns:

@@ -14,6 +14,7 @@ from typing import NoReturn
 import psutil
 
 from compare.running.agent import hear, tell
+from compare.running.launch import busy_cpu_seconds
 
 
 class Client:
@@ -34,18 +35,23 @@ class Client:
         self.steps_left -= 1
         if self.steps_left == 0:
             synchronize()
-            end, cpu_end = time.monotonic(), cpu_seconds()
+            end = time.monotonic()
             if not self.is_warm:
                 self.is_warm = True
                 tell(self.agent, "ready")
                 self.wait()
                 return
-            spent = cpu_end - self.cpu_start
-            tell(self.agent, "turn", start=self.start, end=end, cpu_seconds=spent)
+            tell(self.agent, "turn", start=self.start, end=end, **self.spent())
             if not self.overruns:
                 self.wait()
         elif self.steps_left < 0 and self.agent.poll():
             self.wait()
+
+    def spent(self) -> dict[str, float]:
+        """CPU time since the turn began, and until when; and by then that of the whole machine,
+        read before this process looks at all others, which would count as theirs."""
+        now, busy = time.monotonic(), busy_cpu_seconds()
+        return {"cpu_seconds": cpu_seconds() - self.cpu_start, "until": now, "busy": busy}
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
@@ -53,7 +59,7 @@ class Client:
             message = hear(self.agent)
             if message["kind"] == "hold":
                 synchronize()
-                tell(self.agent, "held", cpu_seconds=cpu_seconds() - self.cpu_start)
+                tell(self.agent, "held", **self.spent())
                 continue
             if message["kind"] == "go":
                 self.steps_left = message["steps"]

@@ -25,12 +25,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from compare.evidence.load import quiet_load
 from compare.evidence.run_folder import read_block
-from compare.evidence.turns import QUIET_CORES, Block, Turn
+from compare.evidence.turns import Block, Turn
 from compare.plan.sources import trainers_sha256
 from compare.running.launch import busy_cpu_seconds
 from compare.running.sides import NoTurns, Side, why_not_by_turns
-from compare.running.stage import Stage
+from compare.running.stage import LIMIT_SECONDS, Stage
 from recipe.files import write_json
 
 TURN_SECONDS = 1.5  # that a turn is to take, where no side says how many steps it makes
@@ -56,18 +57,19 @@ def run_block(
     label: str,
     patience: float,
     report: Callable[[str], None] = say,
+    timeout: float = LIMIT_SECONDS,
 ) -> Block:
     """Start the sides in this order, warm them up, and let them take turns.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
-    turns of each side are, on the average.
+    turns of each side are, on the average. `timeout`: seconds for the start, and for a turn.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
     if reason := why_not_by_turns():
         raise NoTurns(reason)
     load, began = os.getloadavg()[0], time.monotonic()
-    with Stage(folder, sides) as stage:
+    with Stage(folder, sides, timeout) as stage:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
         for side in sides:
             stage.start(side)
@@ -88,6 +90,7 @@ def run_block(
         {side.name: side.steps for side in sides},
         round(taker.disturbed_seconds, 3),
         round(time.monotonic() - began, 3),
+        stage.quiet_cores,
     )
     write_json(folder / "block.json", {**origin(sides, rounds), **asdict(block)})
     return block
@@ -108,7 +111,7 @@ class Taker:
         while True:
             began = time.monotonic()
             turn = self.stage.take_turn(side, round_)
-            if turn.other_load <= QUIET_CORES:
+            if turn.other_load <= self.stage.quiet_cores:
                 return turn
             self.disturbed += 1
             if self.spare:
@@ -159,9 +162,9 @@ def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | 
 def wait_for_quiet(seconds: float) -> None:
     """Wait until others leave this machine's cores alone, but no longer than `seconds`; call it
     while all sides stand still."""
-    deadline = time.monotonic() + seconds
+    deadline, cores = time.monotonic() + seconds, quiet_load(os.cpu_count() or 1)
     while time.monotonic() < deadline:
         began, busy = time.monotonic(), busy_cpu_seconds()
         time.sleep(LISTEN_SECONDS)
-        if (busy_cpu_seconds() - busy) / (time.monotonic() - began) <= QUIET_CORES:
+        if (busy_cpu_seconds() - busy) / (time.monotonic() - began) <= cores:
             return

@@ -256,6 +256,8 @@ def training_batches(
     num_files = data.num_train if data.train is None else len(data.train)
     stream = SampleStream(data.num_train, config.seed, num_files)
     batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
+    if IS_ENDLESS:  # no first epoch, in which files are decoded whole, to look for damage
+        batches = ([(epoch + 1, index) for epoch, index in keys] for keys in batches)
     if data.train is None:
         yield from _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device

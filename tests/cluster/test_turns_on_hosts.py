@@ -23,7 +23,8 @@ hosts = "node0:1,node1:1"
 training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--threads", "1")
 folder, *names = sys.argv[1:]
 runs = [Run(1, CONFIGURATIONS[name], 2, 1, arguments=training, hosts=hosts) for name in names]
-run_block([training_side(run, steps=2) for run in runs], 2, Path(folder), 1, "block 1", 0.0)
+place = Path(folder)
+run_block([training_side(run, place, steps=2) for run in runs], 2, place, 1, "block 1", 0.0)
 """
 
 
