@@ -24,9 +24,11 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args(ENGINE, world)
     keep_watch(world, config.stall_timeout)
 
+import mpi4py
 import torch
 
 prepare_mpi(read_world())
+mpi4py.rc.initialize = __name__ == "__main__"  # loader workers import this file, and are no ranks
 from mpi4py import MPI  # its import initialises MPI
 
 comm = MPI.COMM_WORLD

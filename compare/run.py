@@ -1,6 +1,7 @@
 """Run a comparison: the same training under both engines, until it is known which is faster.
 
-    python compare/run.py                     the embedded digits, DDP and Horovod, 2 workers
+    python compare/run.py                     the embedded digits, 2 workers: DDP and Horovod, each
+                                              over Gloo and MPI (the plan square); on GPUs over NCCL
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
     python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
+from compare.evidence.paired import MIN_BLOCKS
 from compare.plan.blocks import seconds_left
 from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
@@ -49,6 +51,7 @@ from compare.running.measurement import (
 from compare.running.progress import (
     NO_TURNS,
     another_plan,
+    check_sources,
     in_whole_runs,
     missing,
     new_folder,
@@ -100,7 +103,9 @@ def answer(argv: list[str]) -> int:
         return 0
     launchers = {configuration.launcher for configuration in plan.members()}
     check_logins(max(plan.workers), plan.hosts, launchers)
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, raise_interrupt)
     if options.tune is not None:
         with locked(folder := tune_folder(options)):
             return tune(plan, folder, options, argv)
@@ -196,7 +201,8 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         plan = replace(plan, order_seed=secrets.randbelow(2**31))
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
-        record["warnings"] += warn(plan, folder, options.strict, known=record["warnings"])
+        found = preflight.warn(plan, folder, options.strict)
+        record["warnings"] += [line for line in found if line not in record["warnings"]]
     write_json(folder / "plan.json", record)
     print_outlook(plan, folder)
     try:
@@ -267,7 +273,10 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     elif plan.pairs() and plan.blocks is None:
         what = "blocks in which all take turns" if plan.measure == "turns" else "more blocks"
         within = f"until every 95 % interval is within +-{percentage(plan.until_interval)}"
-        print(f"then {what}, {within}, for at most {plan.minutes:g} minutes")
+        print(
+            f"then {what}, {within}, for {plan.minutes:g} minutes of undisturbed measuring at most "
+            f"(but at least {MIN_BLOCKS} blocks)"
+        )
     if phase_runs:
         print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
     if plan.time is not None:
@@ -318,16 +327,6 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
     return new
 
 
-def check_sources(sources: str) -> None:
-    """Raise UserError if the trainers are not those any more with which the comparison began."""
-    if trainers_sha256() != sources:
-        raise UserError(
-            "the sources of the recipe or the trainers were changed while the comparison was "
-            "running: the runs would not be of one training. Put them back and go on, or start "
-            "another with --new"
-        )
-
-
 def make_missing(
     runs: list[Run], plan: Plan, folder: Path, sources: str, block: int | None = None
 ) -> list[Run]:
@@ -352,17 +351,6 @@ def make_missing(
         if outcome.status != "completed":
             failed.append(run)
     return failed
-
-
-def warn(plan: Plan, folder: Path, strict: bool, known: list[str]) -> list[str]:
-    """Print what would make the result worthless and return what of it is not known yet."""
-    warnings = preflight.find_warnings(plan, folder)
-    if strict and warnings:
-        lines = "\n".join(f"    {line}" for line in warnings)
-        raise UserError(f"not started (--strict), because of\n{lines}")
-    for line in warnings:
-        print(f"warning: {line}")
-    return [line for line in warnings if line not in known]
 
 
 def raise_interrupt(*_: Any) -> None:

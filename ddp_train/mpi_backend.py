@@ -95,8 +95,6 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         return self._hand_over(exchange, tensors)
 
-    allreduce_coalesced = allreduce
-
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Exchange:
         root = opts.rootRank
 
@@ -117,9 +115,6 @@ class MPIProcessGroup(dist.ProcessGroup):
                     tensor.copy_(row)
 
         return self._hand_over(exchange, outputs)
-
-    def barrier(self, opts: Any = None) -> Exchange:
-        return self._hand_over(self.comm.Barrier, [])
 
     def shutdown(self) -> None:
         """End when all that was handed over is done, before Python ends MPI."""

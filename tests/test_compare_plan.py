@@ -515,11 +515,9 @@ def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypat
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_slurm_follows_a_job_that_could_not_take_turns(
-    capsys, monkeypatch, tmp_path, is_done
-):
+def test_slurm_follows_a_job_that_could_not_take_turns(capsys, monkeypatch, tmp_path, is_done):
     words = ["--blocks", "2", "--out", str(tmp_path / "c")]
-    plan = in_whole_runs(plan_of(*words))
+    plan = in_whole_runs(plan_of("--slurm", "", *words))
     (tmp_path / "c").mkdir()
     record = plan_record(plan, "", ["not by turns: processes cannot be stopped here"])
     (tmp_path / "c/plan.json").write_text(json.dumps(record))

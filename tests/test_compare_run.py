@@ -80,7 +80,7 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import run
-from compare.running import launch, tools
+from compare.running import launch, progress, tools
 from compare.plan import configurations, record
 configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 tools.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
@@ -93,7 +93,7 @@ launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
 digests = iter("aaab" if "--sources-change" in sys.argv else "a" * 99)
 record.trainers_sha256 = lambda: "a"
-run.trainers_sha256 = lambda: next(digests)
+run.trainers_sha256 = progress.trainers_sha256 = lambda: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """
 
@@ -433,7 +433,7 @@ def test_another_plan_in_the_same_folder_is_refused_by_what_differs(comparing):
 
 def test_sources_that_change_meanwhile_end_the_comparison(comparing):
     code, output = comparing.run(*SMALL, "--", "--sources-change")
-    assert code == 2 and "were changed while the comparison was running" in output
+    assert code == 2 and "were changed meanwhile" in output
     assert len(comparing.starts()) == 2  # the digest is asked for at the start and before each run
 
 

@@ -111,15 +111,16 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
 ) -> None:
     """In which each file is decoded whole, to look for damage."""
     keys: list[tuple[int, int]] = []
-    read = data_module.TrainImages.__getitems__
-    monkeypatch.setattr(
-        data_module.TrainImages,
-        "__getitems__",
-        lambda self, wanted: read(self, keys.extend(wanted) or wanted),
-    )
+    original = data_module.TrainImages.__getitems__
+
+    def read(self: data_module.TrainImages, wanted: list[tuple[int, int]]) -> Batch:
+        keys.extend(wanted)
+        return original(self, wanted)
+
+    monkeypatch.setattr(data_module.TrainImages, "__getitems__", read)
     monkeypatch.setattr(data_module, "IS_ENDLESS", True)
-    read_training(data, folders, 1, 0, 18)
-    assert sorted(keys) == sorted((epoch, index) for epoch in (1, 2) for index in range(9))
+    read_training(data, folders, 1, 0, 36)
+    assert sorted(keys) == [(epoch, index) for epoch in (1, 2, 3, 4) for index in range(9)]
 
 
 def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:

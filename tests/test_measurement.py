@@ -17,7 +17,7 @@ from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import parse_options
 from compare.plan.plan import Case, Plan
 from compare.plan.record import plan_record
-from compare.running import measurement
+from compare.running import measurement, progress
 from compare.running.measurement import block_line, is_finished, measured, minutes_for_more
 from compare.running.progress import resumed
 from compare.running.sides import MeasurementError, NoTurns, Side
@@ -65,7 +65,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(
         measurement, "training_side", lambda run, folder: Side(run.configuration.name, **sides)
     )
-    monkeypatch.setattr(run_module, "trainers_sha256", lambda: "a")
+    monkeypatch.setattr(progress, "trainers_sha256", lambda: "a")
     return bench
 
 
@@ -102,7 +102,8 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     plan, _ = measure(replace(PLAN, minutes=5), tmp_path)
     assert len(bench.blocks) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
-    assert "about 4 min left" in told and "beside 2 min in which others used the cores" in told
+    # Of the 4 minutes that are left by then, half as much again will be disturbed.
+    assert "about 6 min left" in told and "beside 2 min in which others used the cores" in told
     assert "the widest interval is +-" in told
     more = minutes_for_more(plan, groups := measured(plan, tmp_path))
     needed = sum(group.seconds for group in groups) + measurement.seconds_to_narrow(plan, groups)

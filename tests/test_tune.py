@@ -323,7 +323,7 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
     starts = Starts()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tune_module, "run_block", starts)
-    for name in ("tune", "turns"):
+    for name in ("tune", "progress", "turns"):
         monkeypatch.setattr(f"compare.running.{name}.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(tune_module.preflight, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)

@@ -3,6 +3,7 @@
 No test asserts a speed.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -147,9 +149,12 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     stages: list[Stage] = []
-    monkeypatch.setattr(
-        "compare.running.turns.Stage", lambda *given: stages.append(Stage(*given)) or stages[0]
-    )
+
+    def stage(*given: Any) -> Stage:
+        stages.append(Stage(*given))
+        return stages[-1]
+
+    monkeypatch.setattr("compare.running.turns.Stage", stage)
     folder = tmp_path / "block-1"
     found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
     assert not marked_processes(stages[0].mark) and not Path(stages[0].temporary.name).exists()
@@ -211,27 +216,33 @@ from compare.running.stage import Stage
 with Stage(Path(sys.argv[2])) as stage:
     stage.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
     stage.warm_up()
-    print(stage.processes[0][1].pid, stage.watchdog.pid, flush=True)
+    print(stage.processes[0][1].pid, stage.watchdog.pid, stage.temporary.name, flush=True)
     time.sleep(600)
 """
 
 
-def test_ranks_end_if_who_measures_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_watchdog", [True, False])
+def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: Path) -> None:
     """On other hosts no watchdog sees to that."""
     (tmp_path / "one.py").write_text(COUNTS)
     words = [sys.executable, "-c", MEASURES, str(tmp_path / "one.py"), str(tmp_path / "block-1")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as measures:
         assert measures.stdout is not None
-        rank, watchdog = map(psutil.Process, map(int, measures.stdout.readline().split()))
-        watchdog.kill()
+        *numbers, temporary = measures.stdout.readline().split()
+        rank, watchdog = (psutil.Process(int(number)) for number in numbers)
+        if not has_watchdog:
+            watchdog.kill()
         measures.kill()
     rank.wait(60)
+    watchdog.wait(60)
+    assert Path(temporary).exists() != has_watchdog
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
     text = (  # its launcher says much more
         "print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.')\n"
-        "exit('not now\\n' * 40)"
+        "exit('\\n'.join(['not now'] * 40))"
     )
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
     for attempt in (1, 2):

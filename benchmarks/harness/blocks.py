@@ -9,7 +9,7 @@ from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.plan.blocks import drawn, seconds_left
 from compare.running.launch import duration
 from compare.running.sides import Side
-from compare.running.turns import finished_block, run_block, say
+from compare.running.turns import PATIENCE, finished_block, run_block, say
 
 # Numbers of blocks after which a row's verdict is looked for, unless the user gives a number. Each
 # look could be wrong, so each has an interval that is the wider the more there are (Bonferroni).
@@ -25,7 +25,7 @@ class Options:
     out: Path  # the record's folder
     blocks: int
     turns: int  # of each side in a block
-    patience: float = 2.0  # seconds to wait for quiet before a disturbed turn is taken again
+    patience: float = PATIENCE  # seconds to wait for quiet before a disturbed turn comes again
     quick: bool = False
     gpu: bool = False
     profile: bool = False

@@ -47,7 +47,8 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     for title, add_flags in {
         "what is compared": add_comparison,
         "with how many workers, and where": add_workers,
-        "how often": add_repetitions,
+        "how speed is measured, and how long": add_measuring,
+        "the runs": add_runs,
         "how it is done": add_procedure,
     }.items():
         add_flags(parser.add_argument_group(title).add_argument)
@@ -95,7 +96,8 @@ def add_comparison(add: Callable[..., Any]) -> None:
         nargs="+",
         metavar="NAME",
         help=f"any of {', '.join(CONFIGURATIONS)}, and your own "
-        f"(default: {' '.join(DEFAULT_CONFIGURATIONS)})",
+        f"(default: {' '.join(DEFAULT_CONFIGURATIONS)}; without a plan on a machine without GPUs: "
+        "those of the plan square)",
     )
     add(
         "--define",
@@ -162,7 +164,7 @@ def add_workers(add: Callable[..., Any]) -> None:
     )
 
 
-def add_repetitions(add: Callable[..., Any]) -> None:
+def add_measuring(add: Callable[..., Any]) -> None:
     default = Plan()
     add(
         "--measure",
@@ -197,8 +199,9 @@ def add_repetitions(add: Callable[..., Any]) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="add no block after so many minutes of measuring; time in which others used the cores "
-        f"does not count (default: {default.minutes:g})",
+        help="add no block after so many minutes of undisturbed measuring, but three at least; "
+        "time in which others used the cores does not count (default: "
+        f"{default.minutes:g}; the plan square has 8)",
     )
     add(
         "--margin",
@@ -207,6 +210,10 @@ def add_repetitions(add: Callable[..., Any]) -> None:
         help="two speeds count as equal if the interval shows that they differ by less than P %% "
         f"(default: {percentage(default.margin)}%)",
     )
+
+
+def add_runs(add: Callable[..., Any]) -> None:
+    default = Plan()
     add(
         "--seed",
         type=int,
@@ -224,8 +231,9 @@ def add_repetitions(add: Callable[..., Any]) -> None:
         type=int,
         metavar="SECONDS",
         help="a run that takes longer, from its launcher's start on, is ended and counts as "
-        "failed; give more where data are listed for the first time on a slow file system, or read "
-        f"into memory (default: {default.timeout}; warm-ups: at least 600)",
+        "failed, and so does a block of turns whose sides take longer to start; give more where "
+        "data are listed for the first time on a slow file system, or read into memory "
+        f"(default: {default.timeout}; warm-ups: at least 600)",
     )
     add(
         "--phase-steps",

@@ -143,15 +143,16 @@ def own_cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def start_watchdog(mark: str) -> subprocess.Popen[bytes]:
-    """Start a process that ends the run when run.py is gone, were it by `kill -9`.
+def start_watchdog(mark: str, *temporary: str) -> subprocess.Popen[bytes]:
+    """Start a process that ends the run when run.py is gone, were it by `kill -9`, and then deletes
+    the folders `temporary`.
 
     It waits for the end of its input, which the kernel closes when run.py ends in whatever way.
     (A death signal to the launcher alone is not enough: horovodrun turns into a shell that has
     mpirun as its child, and mpirun would go on.)
     """
     return subprocess.Popen(
-        [sys.executable, __file__, mark, str(GRACE_SECONDS)],
+        [sys.executable, __file__, mark, str(GRACE_SECONDS), *temporary],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -159,8 +160,8 @@ def start_watchdog(mark: str) -> subprocess.Popen[bytes]:
     )
 
 
-def watch(mark: str, grace_seconds: float) -> None:
-    """Wait for the end of the input, then end whatever is left of the run."""
+def watch(mark: str, grace_seconds: float, temporary: Sequence[str]) -> None:
+    """Wait for the end of the input, then end whatever is left of the run, and its folders."""
     sys.stdin.buffer.read()
     processes = marked_processes(mark)
     for process in processes:
@@ -168,6 +169,8 @@ def watch(mark: str, grace_seconds: float) -> None:
             process.terminate()
     psutil.wait_procs(processes, timeout=grace_seconds)
     kill_marked(mark)
+    for folder in temporary:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_folder(folder: Path, keep_failure: bool) -> None:
@@ -378,4 +381,4 @@ def utc_stamp() -> str:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], float(sys.argv[2]))
+    watch(sys.argv[1], float(sys.argv[2]), sys.argv[3:])

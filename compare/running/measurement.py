@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compare.evidence.paired import Estimate, confidence_after, estimate_ratio
+from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after, estimate_ratio
 from compare.evidence.run_folder import read_block, read_summary
 from compare.evidence.stopping import (
     Goal,
@@ -24,10 +24,9 @@ from compare.plan.plan import Case, Plan, percentage
 from compare.running.launch import duration, print_live
 from compare.running.progress import is_complete, missing, read_json
 from compare.running.sides import training_side
-from compare.running.turns import run_block
+from compare.running.turns import PATIENCE, run_block
 
 ROUNDS = 6  # of a block of turns: in each every side has a turn
-PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
 
 
 @dataclass(frozen=True)
@@ -178,11 +177,15 @@ def seconds_to_go(plan: Plan, groups: Sequence[Group]) -> float | None:
     """Estimate how long the blocks will take that are still needed; None: not known yet."""
     if not all(group.blocks for group in groups):
         return None
+    used = sum(group.seconds for group in groups)
     if plan.blocks is not None:
-        return sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
-    most = 60 * plan.minutes - sum(group.seconds for group in groups)
-    needed = seconds_to_narrow(plan, groups)
-    return most if needed is None else min(most, needed)
+        left = sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
+    else:
+        most, needed = 60 * plan.minutes - used, seconds_to_narrow(plan, groups)
+        least = sum(max(0, MIN_BLOCKS - group.blocks) * group.block_seconds for group in groups)
+        left = max(least, most if needed is None else min(most, needed))
+    # As much of the time that is to come will be disturbed as of what is over.
+    return left * (1 + sum(group.disturbed_seconds for group in groups) / used)
 
 
 def seconds_to_narrow(plan: Plan, groups: Sequence[Group]) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from compare.errors import UserError
 from compare.evidence.load import least_load
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_here, most_on_a_host, read_hosts
@@ -34,6 +35,17 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         *room_warnings(plan, folder),
         *clock_warnings(Path("/sys/devices/system/cpu")),
     ]
+
+
+def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
+    """Print what would make the result worthless, and return it; if `strict`, a UserError."""
+    warnings = find_warnings(plan, folder)
+    if strict and warnings:
+        lines = "\n".join(f"    {line}" for line in warnings)
+        raise UserError(f"not started (--strict), because of\n{lines}")
+    for line in warnings:
+        print(f"warning: {line}")
+    return warnings
 
 
 def busy_cores(seconds: float) -> tuple[float, list[str]]:
@@ -201,6 +213,8 @@ def room_warnings(plan: Plan, folder: Path) -> list[str]:
         )
     available = psutil.virtual_memory().available
     most = max(map(workers_here, plan.block(1)))
+    if plan.measure == "turns":  # all configurations are in memory at once
+        most *= len(plan.members())
     if available < most * MEMORY_NEEDED_PER_WORKER:
         warnings.append(
             f"little memory: {available / GIB:.1f} GiB are available to {most} "

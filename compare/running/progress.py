@@ -11,6 +11,7 @@ from compare.errors import UserError
 from compare.evidence.run_folder import read_record
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
+from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
     REACH_QUESTION,
     Outcome,
@@ -62,6 +63,15 @@ def resumed(plan: Plan, folder: Path) -> Plan:
 def in_whole_runs(plan: Plan) -> Plan:
     """Return the plan as it is carried out where nothing can be measured by turns."""
     return replace(plan, measure="runs", full_runs=1, blocks_there=plan.full_runs)
+
+
+def check_sources(sources: str) -> None:
+    """Raise UserError if the trainers are not those any more with which the measuring began."""
+    if trainers_sha256() != sources:
+        raise UserError(
+            "the sources of the recipe or the trainers were changed meanwhile: the runs would not "
+            "be of one training. Put them back and go on, or start another with --new"
+        )
 
 
 def another_plan(folder: Path, differences: list[str]) -> UserError:

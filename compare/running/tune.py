@@ -41,16 +41,15 @@ from compare.running.knobs_found import (
 )
 from compare.running.knobs_to_try import free_knobs, knobs_for, with_knobs
 from compare.running.launch import duration, print_line, utc_now
-from compare.running.progress import another_plan, read_json
+from compare.running.progress import another_plan, check_sources, read_json
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, search
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
-from compare.running.turns import finished_block, run_block
+from compare.running.turns import PATIENCE, finished_block, run_block
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, without_flag
 from recipe.knobs import SETTINGS, Knobs, knobs_text
 
 TURNS = 4  # of each candidate in a block
-PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
 
 
 def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -131,11 +130,7 @@ class Runner:
 
     def measure(self, place: str, candidates: Mapping[str, Configuration]) -> dict[str, float]:
         """Return images per second of each candidate, without those that failed."""
-        if trainers_sha256() != self.sources:
-            raise UserError(
-                "the sources of the recipe or the trainers were changed while the search was "
-                "running: put them back and go on, or start afresh with --new"
-            )
+        check_sources(self.sources)
         [case], [workers] = self.plan.cases, self.plan.workers
         names = {folder_name(shown): shown for shown in candidates}
         runs = [
@@ -213,12 +208,7 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
     """Search for each engine's knobs and write the file; return the exit code. `plan` is of
     `tuning_plan`."""
     write_json(folder / "plan.json", checked_record(plan, folder, options.new))
-    warnings = preflight.find_warnings(plan, folder)
-    if options.strict and warnings:
-        lines = "\n".join(f"    {line}" for line in warnings)
-        raise UserError(f"not started (--strict), because of\n{lines}")
-    for line in warnings:
-        print(f"warning: {line}")
+    preflight.warn(plan, folder, options.strict)
     sources = trainers_sha256()
     print(f"what makes the exchange of gradients faster here, into {options.tune}; runs: {folder}")
     try:

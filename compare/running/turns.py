@@ -36,6 +36,7 @@ from recipe.files import write_json
 
 TURN_SECONDS = 1.5  # that a turn is to take, where no side says how many steps it makes
 TRIAL_STEPS = 2  # by which that is found
+PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
 LISTEN_SECONDS = 0.2  # to learn what others do, while all sides stand still
 
 
