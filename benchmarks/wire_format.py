@@ -245,7 +245,9 @@ class EngineBlock:
         stage.end(auto)
         choice = read_choice(stage.folder / auto.name / "0" / "output.log")
         names = ["auto" if side.name == auto.name else side.name for side in order]
-        block = Block(self.number, tuple(names), round(load, 2), tuple(turns))
+        block = Block(
+            self.number, tuple(names), round(load, 2), tuple(turns), quiet_cores=stage.quiet_cores
+        )
         speeds = [f"{name} {block.median(name, throughput):.4g}" for name in (*FORMATS, "auto")]
         say(f"{self.label}, {rate}: {', '.join(speeds)} images/s; auto took {choice}")
         return block, choice
