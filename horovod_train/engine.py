@@ -2,6 +2,7 @@
 `hvd.init()`."""
 
 import os
+import time
 
 import torch
 
@@ -17,6 +18,7 @@ except ImportError as error:
 
 # Which of its transports Horovod uses: for what its ranks agree on, and for the gradients.
 SELECTORS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 
 
 def prepare(config: Config, world: World) -> None:
@@ -83,3 +85,17 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
     # CreateOperationManager in its operations.cc.
     return "Gloo" if enabled["gloo"] else "MPI"
+
+
+def average_gradients(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Wait until the gradients in `optimizer`, a `hvd.DistributedOptimizer`, are the ranks' average.
+
+    On a CPU the wait is asleep. Horovod itself would ask again and again and only yield its core in
+    between (WaitAndClear in its torch/mpi_ops_v2.cc): that takes cores from the threads which carry
+    and add up the gradients, this rank's and the others' of its host.
+    """
+    if device.type == "cpu":
+        for handle, _ in optimizer._handles.values():
+            while handle is not None and not hvd.poll(handle):
+                time.sleep(POLL_SECONDS)
+    optimizer.synchronize()

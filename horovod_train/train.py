@@ -24,7 +24,7 @@ import sys
 import torch
 from torch import nn
 
-from horovod_train.engine import check_transport, hvd, prepare
+from horovod_train.engine import average_gradients, check_transport, hvd, prepare
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
@@ -158,7 +158,7 @@ def main(config: Config, world: World) -> None:
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
         elif exchange:
-            optimizer.synchronize()  # the averages, before they are unscaled and clipped
+            average_gradients(optimizer, device)  # before they are unscaled and clipped
             meter.lap("backward")
             scaler.unscale_(optimizer)
             if config.clip_grad_norm is not None:

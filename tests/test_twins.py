@@ -47,7 +47,7 @@ REASONS = {
         "range(", "# Gradients add up", "sends =", "with autocast(",
     ),
     "order of the scaler's step": (
-        "if config.use_adasum:", "optimizer.step()", "if exchange:", "optimizer.synchronize()",
+        "if config.use_adasum:", "optimizer.step()", "if exchange:", "average_gradients(optimizer",
         'meter.lap("backward")', "elif exchange:", "skip_synchronize", "scaler.step(optimizer)",
     ),
     "teardown": ("hvd.shutdown()", "dist.destroy_process_group()"),
