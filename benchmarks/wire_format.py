@@ -211,9 +211,7 @@ class EngineBlock:
         with Stage(folder) as stage:
             say(f"{self.label}: starting {' and '.join(FORMATS)}")
             namespaces.limit_rate(self.made, None)
-            for side in sides:
-                stage.start(side)
-            stage.warm_up()
+            stage.start(*sides)
             for rate in drawn(rates, *place, "rates"):
                 found[rate] = self.measure_at(rate, stage, sides)
         told = {str(rate): asdict(block) for rate, (block, _) in found.items()}
@@ -231,7 +229,6 @@ class EngineBlock:
         namespaces.limit_rate(self.made, rate.gigabits)
         auto = self.side("auto", f"auto-{rate.word}")
         stage.start(auto)
-        stage.warm_up(auto)
         for side in sides:  # their connections have known another rate
             stage.take_turn(replace(side, steps=2), 0)
         place = (self.options.seed, self.engine, self.number, rate)

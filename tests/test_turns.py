@@ -195,9 +195,7 @@ def test_a_side_that_dies_at_its_start_is_reported(tmp_path: Path) -> None:
 def test_a_side_that_dies_while_it_stands_still_is_reported(tmp_path: Path) -> None:
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies")]
     with Stage(tmp_path / "block-1") as stage:
-        for one in sides:
-            stage.start(one)
-        stage.warm_up()
+        stage.start(*sides)
         stage.take_turn(sides[1], 0)
         stage.processes[1][1].send_signal(signal.SIGKILL)
         message = r"^dies ended with exit code -9 while it stood still:\n  \| alas"
@@ -215,7 +213,6 @@ from compare.running.sides import Side
 from compare.running.stage import Stage
 with Stage(Path(sys.argv[2])) as stage:
     stage.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
-    stage.warm_up()
     print(stage.processes[0][1].pid, stage.watchdog.pid, stage.temporary.name, flush=True)
     time.sleep(600)
 """
@@ -287,9 +284,7 @@ def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
     folder = tmp_path / "block-1"
     sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
     with Stage(folder) as stage:
-        for one in sides:
-            stage.start(one)
-        stage.warm_up()
+        stage.start(*sides)
         steps = with_steps(stage, sides)
         everything = marked_processes(stage.mark)
         stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]

@@ -117,7 +117,31 @@ class Stage:
         """What others may keep busy in a turn that counts: on the smallest machine."""
         return quiet_load(min(performer.cores for performer in self.performers))
 
-    def start(self, side: Side) -> None:
+    def start(self, *sides: Side) -> None:
+        """Start these sides and let them make their first steps; each stands still from then on,
+        and leaves the cores to the others.
+
+        The next one is started as soon as all processes of the one before are there: with all at
+        once, those that wait for each other poll, and keep the others from getting ahead.
+        """
+        self.on_turn = ""
+        waiting, pending = list(sides), dict[tuple[str, str], int]()
+        while waiting or pending:
+            if waiting and not any(kind == "hello" for _, kind in pending):
+                side = waiting.pop(0)
+                self.start_copies(side)
+                for kind in ("hello", "ready", "stopped"):
+                    pending[side.name, kind] = side.ranks * side.copies
+                deadline = time.monotonic() + self.timeout
+            performer, message = self.receive(deadline)
+            name, kind = key = performer.side, message["kind"]
+            pending[key] -= 1
+            if not pending[key]:
+                del pending[key]
+                if kind == "ready":
+                    self.tell(name, "stop")
+
+    def start_copies(self, side: Side) -> None:
         """Start a side's copies."""
         self.sides.append(side)
         place = {STAGE: f"{self.place} {self.key.hex()}"}
@@ -126,25 +150,6 @@ class Stage:
             command = side.command(folder.resolve(), copy, by_turns=True)
             process, _ = start_process(side, command, folder, self.mark, place)
             self.processes.append((side, process, folder))
-
-    def warm_up(self, *sides: Side) -> None:
-        """Wait until these sides, all by default, have made their first steps; each stands still
-        from then on, and leaves the cores to the others."""
-        self.on_turn = ""
-        pending = {
-            (side.name, kind): side.ranks * side.copies
-            for side in sides or self.sides
-            for kind in ("ready", "stopped")
-        }
-        deadline = time.monotonic() + self.timeout
-        while pending:
-            performer, message = self.receive(deadline)
-            name, kind = key = performer.side, message["kind"]
-            pending[key] -= 1
-            if not pending[key]:
-                del pending[key]
-                if kind == "ready":
-                    self.tell(name, "stop")
 
     def end(self, side: Side) -> None:
         """End one side, while the others stand still."""
@@ -231,6 +236,7 @@ class Stage:
         message = hear(connection)
         if message.pop("kind") == "hello":
             self.performers.append(Performer(connection=connection, **message))
+            self.unread.append((self.performers[-1], {"kind": "hello"}))
 
     def report_end(self, performer: Performer) -> None:
         """Raise MeasurementError for a process that has ended; its launcher, if that ends, too, has

@@ -72,9 +72,7 @@ def run_block(
     load, began = os.getloadavg()[0], time.monotonic()
     with Stage(folder, sides, timeout) as stage:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
-        for side in sides:
-            stage.start(side)
-        stage.warm_up()
+        stage.start(*sides)
         sides = with_steps(stage, sides)
         taker = Taker(stage, patience, spare=rounds * len(sides))
         turns: list[Turn] = []
