@@ -3,6 +3,7 @@
 
 import os
 import time
+from typing import Any
 
 import torch
 
@@ -87,8 +88,8 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     return "Gloo" if enabled["gloo"] else "MPI"
 
 
-def average_gradients(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Wait until the gradients in `optimizer`, a `hvd.DistributedOptimizer`, are the ranks' average.
+def average_gradients(optimizer: Any, device: torch.device) -> None:
+    """Wait until the gradients of a `hvd.DistributedOptimizer` are the averages over ranks.
 
     On a CPU the wait is asleep. Horovod itself would ask again and again and only yield its core in
     between (WaitAndClear in its torch/mpi_ops_v2.cc): that takes cores from the threads which carry
