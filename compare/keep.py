@@ -77,7 +77,8 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
         texts = {}
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
-            if name.parts[0] == "turns" and name.name not in KEPT_OF_TURNS:
+            kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
+            if name.parts[0] == "turns" and name.name not in kept:
                 continue
             if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
                 texts[name] = without_paths(path.read_text("utf-8", errors="replace"))

@@ -73,11 +73,17 @@ def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
     side = folder / "turns/2-workers/block-3/ddp-mpi/0"
     (side / "output.log").write_text("epoch 1\n")
     (side / "run/metrics.jsonl").write_text('{"kind": "step"}\n')
+    for place in ("", "ddp-mpi/0", "horovod-mpi/0"):
+        failed = folder / "turns/2-workers/block-4.failed-1" / place
+        failed.mkdir(parents=True, exist_ok=True)
+        (failed / "output.log").write_text("ddp-mpi ended with exit code 1\n")
     assert keep.main(words(folder, tmp_path / "results")) == 0
     kept = tmp_path / "results/m/2026-11-21-engines"
     runs = map(json.loads, (kept / packed.PACKED).read_text().splitlines())
     of_turns = {name: files for files in runs if "turns" in (name := files.pop("folder"))}
-    assert len(of_turns) == 6 * (1 + 4)
+    assert len(of_turns) == 6 * (1 + 4) + 3
+    earlier = [path.relative_to(kept) for path in load_comparison(kept).earlier_failures]
+    assert earlier == [Path("turns/2-workers/block-4.failed-1")]
     assert set(of_turns["turns/2-workers/block-3"]) == {"block.json"}
     assert set(of_turns["turns/2-workers/block-3/ddp-mpi/0/run"]) == {
         "config.json", "environment.json",

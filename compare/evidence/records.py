@@ -308,7 +308,9 @@ def load_comparison(folder: Path) -> Comparison:
                         "phases/*/*.failed-*", "turns/*/*.failed-*", "turns/*/*/*.failed-*")
         for path in folder.glob(pattern)
     }  # fmt: skip
-    earlier |= {folder / name for name in packed.folders(folder) if ".failed-" in name}
+    # A failed block of turns has a folder for each of its sides.
+    found = (re.match(r".+?\.failed-\d+", name) for name in packed.folders(folder))
+    earlier |= {folder / match[0] for match in found if match}
     turns = {
         (case["name"], workers): load_turns(folder, plan, case["name"], workers)
         for case in plan["cases"]
