@@ -54,20 +54,19 @@ def broadcast_parameters(state: dict[str, torch.Tensor], root_rank: int) -> None
         broadcast(values, root_rank)
 
 
-def distributed_optimizer(optimizer: Any, named_parameters: Any, **_: object) -> Any:
-    """The optimizer, with a `synchronize` that averages the gradients over the ranks."""
-    weights = [weight for _, weight in named_parameters]
+def average_gradients(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Make the gradients the averages over ranks."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    message = torch.cat([weight.grad.flatten() for weight in weights])
+    message /= comm.size
+    comm.Allreduce(MPI.IN_PLACE, message.numpy())
+    pieces = message.split([weight.numel() for weight in weights])
+    for weight, piece in zip(weights, pieces, strict=True):
+        weight.grad.copy_(piece.view_as(weight))
 
-    def synchronize() -> None:
-        gradients = [weight.grad for weight in weights]
-        message = torch.cat([gradient.flatten() for gradient in gradients])
-        message /= comm.size
-        comm.Allreduce(MPI.IN_PLACE, message.numpy())
-        pieces = message.split([gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
 
-    optimizer.synchronize = synchronize
+def distributed_optimizer(optimizer: Any, **_: object) -> Any:
+    """The optimizer, with what the loop asks of Horovod's."""
     optimizer.skip_synchronize = nullcontext
     optimizer.set_backward_passes_per_step = lambda passes: None  # the loop does not ask for them
     return optimizer
@@ -108,7 +107,10 @@ hvd = SimpleNamespace(
     stop_timeline=None,
 )
 sys.modules["horovod_train.engine"] = SimpleNamespace(  # type: ignore[assignment]
-    hvd=hvd, prepare=prepare, check_transport=check_transport
+    hvd=hvd,
+    prepare=prepare,
+    check_transport=check_transport,
+    average_gradients=average_gradients,
 )
 
 if __name__ == "__main__":
