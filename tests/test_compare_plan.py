@@ -667,7 +667,9 @@ def test_a_recorded_plan_reads_back_with_its_runs(path):
         recorded = [{"case": "", **run} for run in record.get(name, [])]
         place = itemgetter("folder")  # the order was drawn in another way
         assert sorted(made, key=place) == sorted(recorded, key=place)
-    asked = replace(plan, question=None, plan_file=None, left_out=(), blocks_there=0)
+    asked = replace(  # who repeats a comparison draws another order
+        plan, question=None, plan_file=None, left_out=(), blocks_there=0, order_seed=None
+    )
     assert make_plan(parse_options(plan.words(), "")) == asked
 
 

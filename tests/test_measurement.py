@@ -40,7 +40,7 @@ class Bench:
     ) -> Block:
         if self.error is not None:
             raise self.error
-        noise = random.Random(str(folder))
+        noise = random.Random(number)  # the same in every folder
         turns = []
         for round_ in range(rounds):
             for side in sides:
@@ -98,7 +98,7 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
 
 
 def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):
-    bench.scatter, bench.disturbed = 0.5, 30.0
+    bench.scatter, bench.disturbed = 0.3, 30.0
     plan, _ = measure(replace(PLAN, minutes=5), tmp_path)
     assert len(bench.blocks) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
