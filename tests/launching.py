@@ -22,6 +22,7 @@ TRAINERS = {
     "ddp": str(ROOT / "ddp_train" / "train.py"),
     "horovod": str(ROOT / "horovod_train" / "train.py"),
     "mpi4py": str(ROOT / "baselines" / "mpi4py_train.py"),
+    **{path.stem: str(path) for path in (ROOT / "baselines").glob("*.py")},
 }
 # The start lines of the README, for any number of ranks on this host.
 LAUNCHERS = {

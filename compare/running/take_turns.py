@@ -20,6 +20,7 @@ from compare.running.agent import start_agent
 # Longer than a side ever stands still: Horovod's background threads on Gloo wait for each other all
 # the time, and by a clock that goes on.
 NEVER_S = "1000000"
+TRAINERS = {"ddp_train", "horovod_train", "baselines"}  # folders whose scripts use recipe's meter
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     agent = start_agent(options.side, options.copy)
     turn_client.CLIENT = turn_client.Client(agent, options.warm_up, options.overruns)
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
-    if program[0].endswith("train.py"):  # the baselines' are *_train.py
+    if Path(program[0]).resolve().parent.name in TRAINERS:
         hook_trainer()
     sys.argv = program
     sys.path[0] = str(Path(program[0]).resolve().parent)  # as `python SCRIPT` has it

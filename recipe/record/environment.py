@@ -61,7 +61,7 @@ def describe(
     return Environment(
         format=FORMAT,
         engine=engine,
-        version=torch.__version__ if engine == "ddp" else metadata.version(engine),
+        version=metadata.version(engine) if engine in ("horovod", "mpi4py") else torch.__version__,
         launcher=world.launcher,
         transport=transport,
         world_size=world.size,

@@ -51,7 +51,8 @@ def facts_of(engine: str, config: Config, data: Data, device: torch.device) -> d
             facts[f"labels of the {name} images"] = _digest(listing.labels.tobytes())
             facts["number of classes"] = str(len(listing.classes))
             facts["names of the classes"] = _digest("\0".join(listing.classes).encode())
-    for folder in ("recipe", f"{engine}_train"):
+    own = f"{engine}_train"
+    for folder in ("recipe", own if (ROOT / own).is_dir() else "baselines"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             facts[f"the source {file.relative_to(ROOT)}"] = _digest(file.read_bytes())
     return facts

@@ -1,0 +1,54 @@
+"""The guides' first rung with several GPUs: torch.nn.DataParallel, one process for all of them.
+
+    python baselines/data_parallel.py
+
+In each step the process copies the weights to every GPU, sends each a part of the batch, and adds
+up their gradients on the first. --batch-size is that of all GPUs together, and the learning rate
+that of one worker. Nothing but this one line changes, which is why guides begin with it.
+
+Use it to try several GPUs in a notebook, and for nothing that takes long. One Python process
+drives all GPUs, the weights are copied anew in each step, the first GPU holds all outputs, and
+there is no way to a second machine: DDP is faster on any number of GPUs.
+
+Without GPUs, or with one, DataParallel trains on that one device, and says so: the weights are then
+bit-equal to single_process.py. With several they are not: each GPU normalises its own part of the
+batch in BatchNorm, and the parts' gradients are added up in another order.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import one_message
+from recipe.watch import keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "data_parallel"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+import torch
+from torch import nn
+
+from recipe.loop import Parts, Rung, prepare, train
+
+
+def distribute(parts: Parts) -> None:
+    """Let all GPUs that this process sees share each batch; on a CPU there is nothing to share."""
+    gpus = torch.cuda.device_count() if parts.device.type == "cuda" else 0
+    if gpus < 2:
+        name = "one GPU" if gpus else "the CPU"
+        print(f"{ENGINE}: runs as one device, {name}: to share a batch takes two GPUs or more")
+    if gpus or not torch.cuda.is_available():  # it would use GPUs in spite of --no-cuda
+        parts.network = nn.DataParallel(parts.model)
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says."""
+    device = prepare(config, world, launcher="none")
+    train(config, world, device, Rung(ENGINE, distribute=distribute))
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

@@ -1,0 +1,314 @@
+"""The loop around a training step, for the rungs in baselines/: data, meter, recorder, validation,
+checkpoints, the wish to stop and the summary, in the order of both train.py.
+
+A rung says what it does differently from one process in a `Rung`; all its defaults are the step of
+baselines/single_process.py, bit by bit.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from recipe.config import Config
+from recipe.data.batches import (
+    Batch,
+    Data,
+    open_data,
+    remaining_steps,
+    samples_per_step,
+    to_device,
+    training_batches,
+)
+from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
+from recipe.errors import UserError
+from recipe.flags import spelled
+from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
+from recipe.record.environment import describe, fingerprint, summarize, usage_row
+from recipe.record.meter import StepMeter
+from recipe.record.recorder import Recorder
+from recipe.record.resume import resume
+from recipe.record.run_folder import open_run_folder, stop_is_asked
+from recipe.record.weights import load_weights
+from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
+from recipe.training.model import (
+    autocast,
+    build_ema,
+    build_model,
+    build_optimizer,
+    build_scaler,
+    seed_step,
+)
+from recipe.training.schedule import learning_rate
+from recipe.training.state import Progress, Trainables
+from recipe.training.validation import Collective, align_batch_norm, validate
+from recipe.world import World
+
+# Settings that no rung has: they belong to one of the engines, or measure its exchange.
+ENGINES_OWN = (
+    "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
+    "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "ablation_steps",
+    "tensor_steps", "profile_steps",
+)  # fmt: skip
+
+
+@dataclass
+class Parts:
+    """What a rung's functions work on."""
+
+    config: Config
+    device: torch.device
+    model: nn.Module  # as one process has it
+    network: nn.Module  # what the forward pass calls: the model, or what a rung makes of it
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None
+    criterion: nn.Module
+
+
+def forward_backward(
+    parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+) -> Sums:
+    """Add a batch's gradients to those of the step, and return its metrics. `sends`: it is the
+    step's last batch, and the gradients may be exchanged. `lap` ends a phase."""
+    no_sync = getattr(parts.network, "no_sync", nullcontext)  # DDP has it
+    with autocast(parts.config, parts.device), nullcontext() if sends else no_sync():
+        outputs = parts.network(images)
+        loss = parts.criterion(outputs, targets)
+    sums = batch_sums(outputs, targets, loss)
+    lap("forward")
+    parts.scaler.scale(loss / parts.config.batches_per_allreduce).backward()
+    return sums
+
+
+def update(parts: Parts, rate: float) -> None:
+    """Change the weights by the gradients of the step, at this learning rate, and clear these."""
+    for group in parts.optimizer.param_groups:
+        group["lr"] = rate
+    parts.scaler.unscale_(parts.optimizer)
+    if parts.config.clip_grad_norm is not None:
+        nn.utils.clip_grad_norm_(parts.model.parameters(), parts.config.clip_grad_norm)
+    parts.scaler.step(parts.optimizer)
+    parts.scaler.update()
+    parts.model.zero_grad()
+
+
+def whole(parts: Parts) -> tuple[nn.Module, Any]:
+    """Model and optimizer as one process has them, to be evaluated, kept and compared. All ranks
+    call this; the optimizer's state is asked for on rank 0 alone. BatchNorm's statistics are to be
+    the trained network's own, not copies: they may be overwritten."""
+    return parts.model, parts.optimizer
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a way of training does differently from one process."""
+
+    name: str  # of the engine, in the run folder
+    transport: str = "none"  # what carries its messages, there
+    # For figures: the ranks' values added up, in a new tensor; and rank 0's values, on each rank.
+    sum_over_ranks: Collective = torch.clone
+    from_rank_0: Collective = torch.clone
+    # Called once, with rank 0's weights on all ranks, and a checkpoint's momentum in the optimizer:
+    # replaces the network and the optimizer.
+    distribute: Callable[[Parts], object] = lambda parts: None
+    forward_backward: Callable[[Parts, torch.Tensor, torch.Tensor, bool, Callable], Sums] = (
+        forward_backward
+    )
+    update: Callable[[Parts, float], object] = update
+    whole: Callable[[Parts], tuple[nn.Module, Any]] = whole
+    # This rank's place among those that read different images, where not all ranks do.
+    readers: World | None = None
+
+
+def prepare(
+    config: Config, world: World, lacks: tuple[str, ...] = (), launcher: str = "torchrun"
+) -> torch.device:
+    """This rank's device, and variables that torch's process groups read; call it before one is
+    made. UserError for settings that no rung has, for those that this one `lacks` (fields of
+    Config), and if another `launcher` started this process."""
+    default = Config()
+    given = {
+        f"{spelled(name)} {getattr(config, name)}": getattr(config, name) != getattr(default, name)
+        for name in (*ENGINES_OWN, *lacks)
+    }
+    given["--transport mpi"] = config.transport == "mpi"
+    given["--batch-norm sync"] = config.batch_norm == "sync"
+    for flag, is_given in given.items():
+        if is_given:
+            raise UserError(f"{flag}: this script has no such thing; leave it out")
+    if world.launcher != launcher:
+        by = {"none": "python"}
+        raise UserError(
+            f"this script was started by {by.get(world.launcher, world.launcher)}: start it with "
+            f"{by.get(launcher, launcher)}, as its first lines say"
+        )
+    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # others have no business with its ports
+    return choose_device(config, world)
+
+
+@dataclass
+class _Session:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    world: World
+    readers: World
+    rung: Rung
+    data: Data
+    parts: Parts
+    folder: Path
+    progress: Progress
+    meter: StepMeter
+    recorder: Recorder
+    workers: int
+    work: dict[str, Any]  # the fingerprint
+    lr_scale: int
+
+    def trainables(self) -> Trainables:
+        """Everything that training changes, whole; every rank calls this."""
+        model, optimizer = self.rung.whole(self.parts)
+        return Trainables(model, optimizer, self.parts.scaler, self.parts.ema)
+
+
+def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _Session:
+    """Data, model, and what was kept of an earlier run; open the record."""
+    readers, sum_over_ranks = rung.readers or world, rung.sum_over_ranks
+    data = open_data(config, world)
+    check_same_training(facts_of(rung.name, config, data, device), world, device, sum_over_ranks)
+    cores = sum_over_ranks(own_row(world, core_row(world)))
+    threads = config.threads or share_of_cores(cores, world.rank)
+    torch.set_num_threads(threads)
+    workers = loader_workers(config, device, threads)
+
+    model = build_model(config, data.num_classes, download=world.is_first)
+    if config.weights is not None and world.is_first:
+        load_weights(model, config.weights)
+    model.to(device)
+    if config.weights is not None or config.pretrained:
+        for values in model.state_dict().values():
+            values.copy_(rung.from_rank_0(values.clone()))
+    optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    ema = build_ema(model, config)
+    folder = open_run_folder(config, world, rung.name, rung.from_rank_0)
+    kept = Trainables(model, optimizer, scaler, ema)
+    progress = resume(kept, config, world, data, folder, rung.from_rank_0)
+    lr_scale = config.batches_per_allreduce * readers.size
+    work = fingerprint(config, readers, data, model, device, threads, lr_scale)
+    parts = Parts(config, device, model, model, optimizer, scaler, ema, criterion)
+    rung.distribute(parts)
+
+    environment = describe(world, rung.name, rung.transport, device, threads, cores)
+    reporting = replace(world, size=readers.size)  # rank 0 speaks; who reads makes up a step
+    recorder = Recorder(config, reporting, data, folder, progress, environment)
+    meter = StepMeter(config, readers, device, data, progress, workers)
+    return _Session(
+        config, world, readers, rung, data, parts, folder, progress, meter, recorder, workers,
+        work, lr_scale,
+    )  # fmt: skip
+
+
+def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
+    """One step: its metrics on this rank, and its learning rate."""
+    config, parts, meter = session.config, session.parts, session.meter
+    seed_step(config, session.progress.step, session.readers.rank)
+    epoch = session.progress.samples_seen / session.data.num_train
+    rate = learning_rate(config, epoch, session.lr_scale)
+    sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
+    for batch_number in range(1, config.batches_per_allreduce + 1):
+        images, targets = to_device(next(batches), config, parts.device)
+        meter.lap("data")
+        sends = batch_number == config.batches_per_allreduce
+        sums += session.rung.forward_backward(parts, images, targets, sends, meter.lap)
+        meter.lap("backward")
+    session.rung.update(parts, rate)
+    if parts.ema is not None:
+        parts.ema.update_parameters(parts.model)
+    meter.lap("optimizer")
+    return sums, rate
+
+
+def _validate(session: _Session, epoch: int) -> dict[str, float]:
+    """The figures of the better of model and moving average, on all validation images."""
+    config, progress, rung = session.config, session.progress, session.rung
+    evaluations = validate(
+        session.trainables(), config, session.world, session.data, session.parts.device,
+        session.workers, rung.sum_over_ranks, rung.from_rank_0,
+    )  # fmt: skip
+    check_evaluations(evaluations, progress.step, config, session.meter.first_step)
+    progress.train_seconds = session.meter.train_seconds
+    return session.recorder.write_evaluations(epoch, evaluations)
+
+
+def _keep(session: _Session, figures: dict[str, float]) -> None:
+    """Keep a checkpoint."""
+    config, world, rung, progress = session.config, session.world, session.rung, session.progress
+    kept = session.trainables()
+    align_batch_norm(kept.model, config, world, rung.sum_over_ranks, rung.from_rank_0)
+    check_same_weights(kept.model, progress.step, world, rung.sum_over_ranks)
+    is_best = progress.take_best(figures)
+    keep_checkpoint(
+        kept, progress, config, world, session.data, session.folder, is_best, rung.sum_over_ranks
+    )
+
+
+def train(config: Config, world: World, device: torch.device, rung: Rung) -> Parts:
+    """Train, or only evaluate, as `config` says, and write the run folder; what was trained. Every
+    rank that trains calls this."""
+    session = _begin(config, world, device, rung)
+    data, progress, meter = session.data, session.progress, session.meter
+    parts, recorder, sum_over_ranks = session.parts, session.recorder, rung.sum_over_ranks
+    start, step_samples = progress.samples_seen, samples_per_step(config, session.readers)
+    steps_left = remaining_steps(config, session.readers, data, progress.step, start)
+    stop = start + step_samples * steps_left
+    batches = training_batches(
+        data, config, session.readers, device, session.workers, start, stop, meter.input
+    )
+    finished, stopped = start == stop, False
+    figures = _validate(session, start // data.num_train) if finished else {}
+    recorder.open_bar()
+    meter.start()
+    parts.network.train()
+    while not finished and not stopped:
+        sums, rate = _step(session, batches)
+        epoch = progress.samples_seen // data.num_train
+        progress.end_step(step_samples, meter.train_seconds)
+        meter.end_step(sums, rate)
+        recorder.show_step()
+        finish_checkpoint(timeout=0)  # if the last one could not be written, that is an error now
+        epoch_ended = progress.samples_seen // data.num_train > epoch
+        finished = progress.samples_seen >= stop
+        save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
+        if save or progress.step % config.log_interval == 0:
+            steps = meter.take_steps(sum_over_ranks)
+            recorder.write_steps(steps)
+            check_steps(steps, meter.first_step)
+            stopped = stop_is_asked(session.folder, world, rung.from_rank_0)
+        if epoch_ended or finished:
+            meter.energy.stop()  # an evaluation follows
+            if epoch_ended:
+                recorder.write_epoch(epoch)
+            figures = _validate(session, epoch)
+            finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
+        if save or stopped:
+            _keep(session, figures)
+        meter.restart()
+
+    if finished:
+        model = session.trainables().model
+        usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
+        summary = summarize(recorder.environment, session.work, meter, figures, usage, model)
+    finish_checkpoint()
+    recorder.close(summary) if finished else recorder.stop()
+    return parts
