@@ -21,9 +21,12 @@ from recipe.data.batches import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
+from recipe.training.half_weights import half_copy, round_weights, train_masters
+from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import evaluate, means
 from recipe.training.model import autocast, build_model, build_optimizer, build_scaler, seed_step
 from recipe.training.schedule import learning_rate
+from recipe.training.state import Trainables
 
 
 def main(config: Config, world: World) -> None:
@@ -40,13 +43,16 @@ def main(config: Config, world: World) -> None:
     workers = loader_workers(config, device, threads)
 
     model = build_model(config, data.num_classes, download=True).to(device)
-    optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
+    half = half_copy(model, config)  # under O2 fp16 weights: the model has the fp32 masters
+    optimizer, scaler = build_optimizer(half, config), build_scaler(config, device)
+    train_masters(optimizer, half, model, from_rank_0=lambda values: values)
+    parts = Trainables(model, optimizer, scaler, None, half)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
 
     step_samples = samples_per_step(config, world)
     num_steps = remaining_steps(config, world, data, step=0, samples_seen=0)
     batches = training_batches(data, config, world, device, workers, 0, num_steps * step_samples)
-    model.train()
+    half.train()
     for step in range(num_steps):
         seed_step(config, step, rank=0)
         position = step * step_samples
@@ -57,14 +63,13 @@ def main(config: Config, world: World) -> None:
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
             with autocast(config, device):
-                loss = criterion(model(images), targets)
+                loss = criterion(half(images), targets)
             scaler.scale(loss / config.batches_per_allreduce).backward()
-        scaler.unscale_(optimizer)
-        if config.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        unscale_and_clip(parts, config.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        round_weights(half, model)
+        half.zero_grad()
 
         epoch = position // data.num_train
         if (position + step_samples) // data.num_train > epoch or step + 1 == num_steps:

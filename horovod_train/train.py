@@ -37,6 +37,8 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
 from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.half_weights import half_copy, round_weights, train_masters
+from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import batch_sums, check_evaluations, check_steps
 from recipe.training.model import autocast, build_ema, build_model, build_optimizer, build_scaler
 from recipe.training.model import replace_batch_norm, seed_step
@@ -100,10 +102,12 @@ def main(config: Config, world: World) -> None:
         )
 
     config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
-    network, optimizer = distribute(model, config)
+    half = half_copy(model, config)  # under O2 fp16 weights: the model has the fp32 masters
+    network, optimizer = distribute(half, config)
+    train_masters(optimizer, half, model, from_rank_0)
     ema = build_ema(model, config)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    parts = Trainables(model, optimizer, scaler, ema)
+    parts = Trainables(model, optimizer, scaler, ema, half)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, data, folder, from_rank_0)
     first_step, start = progress.step, progress.samples_seen
@@ -111,7 +115,7 @@ def main(config: Config, world: World) -> None:
     work = fingerprint(config, world, data, model, device, threads, lr_scale)
     recorder = Recorder(config, world, data, folder, progress, environment)
     meter = StepMeter(config, world, device, data, progress, workers)
-    profiler = StepProfiler(config, world, folder, first_step, model)
+    profiler = StepProfiler(config, world, folder, first_step, half)
     profiler.timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
 
     def validate_all(epoch: int) -> dict[str, float]:
@@ -160,21 +164,20 @@ def main(config: Config, world: World) -> None:
         elif exchange:
             average_gradients(optimizer, device)  # before they are unscaled and clipped
             meter.lap("backward")
-            scaler.unscale_(optimizer)
-            if config.clip_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+            unscale_and_clip(parts, config.clip_grad_norm)
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
+            round_weights(half, model)
         write_trace(config, world, folder, progress.step + 1, model, loss)
-        model.zero_grad()
+        network.zero_grad()
         if ema is not None:
             ema.update_parameters(model)
         meter.lap("optimizer")
 
         # -- The step is done: what its end entails ------------------------------------------------
         epoch = progress.samples_seen // data.num_train
-        progress.end_step(step_samples, meter.train_seconds)
+        progress.end_step(step_samples, meter.train_seconds, scaler.skipped_steps)
         meter.end_step(sums, rate)
         profiler.end_step(progress.step)
         recorder.show_step()

@@ -164,16 +164,13 @@ def _with_defaults(section: type, base: Config) -> type:
     )
 
 
-OPT_LEVELS: dict[str, Literal["fp32", "fp16"]] = {"O0": "fp32", "O1": "fp16"}
+OPT_LEVELS: dict[str, Literal["fp32", "fp16", "O2", "O3"]] = {
+    "O0": "fp32", "O1": "fp16", "O2": "O2", "O3": "O3"
+}  # fmt: skip
 
 
 def _resolve(config: Config) -> Config:
     """Replace shorthands by what they stand for."""
-    if config.opt_level in ("O2", "O3"):
-        raise UserError(
-            f"--opt-level {config.opt_level}: keeps the weights themselves in fp16, which "
-            "torch.amp does not do; use --precision fp16 (Apex's O1) or --precision bf16"
-        )
     if config.opt_level:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
@@ -207,6 +204,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         *_out_of_bounds(config),
         *_mistakes(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
+        *_mistakes_with_fp16_weights(config, engine),
     ):
         if is_wrong:
             raise UserError(message)
@@ -282,6 +280,7 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         f"--wire-format {config.wire_format}": config.wire_format != "fp32",
         "--gradient-predivide-factor": predivides,
         "--use-adasum": config.use_adasum,
+        f"--precision {config.precision}": config.has_fp16_weights,
     }.items():
         yield (
             groups and is_given,
@@ -313,7 +312,8 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
     )
     for flag, is_given in {
         "--clip-grad-norm": config.clip_grad_norm is not None,
-        "--precision fp16": config.precision == "fp16",
+        f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
+        f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
     }.items():
         yield (
             is_given,
@@ -327,6 +327,19 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         config.ablation_steps is not None,
         "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to leave "
         "unexchanged: it combines the ranks' updates",
+    )
+
+
+def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
+    yield (
+        config.has_fp16_weights and engine not in ("ddp", "horovod", "single"),
+        f"--precision {config.precision}: has fp16 weights, which only horovod_train/train.py, "
+        "ddp_train/train.py and baselines/single_process.py have; use --precision fp16",
+    )
+    yield (
+        config.precision == "O3" and config.model_ema,
+        "--model-ema: cannot be combined with --precision O3, since a moving average stands still "
+        "where it is rounded to fp16; use --precision O2",
     )
 
 
@@ -368,6 +381,7 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
             engine in ("horovod", "single"),
             "without Horovod gradients are always divided by the number of workers before the sum",
         ),
+        "fp16 weights": (config.has_fp16_weights, "--precision is neither O2 nor O3"),
         "ddp": (engine in ("ddp", "single"), "only DDP has such a setting"),
         "horovod": (engine in ("horovod", "single"), "only Horovod has such a setting"),
     }

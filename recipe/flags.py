@@ -25,14 +25,14 @@ Scope = Literal[
 Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "warm-up", "residual blocks", "new weights",
-    "Horovod's sum", "ddp", "horovod",
+    "Horovod's sum", "ddp", "horovod", "fp16 weights",
 ]  # fmt: skip
 
 
 class Bound(NamedTuple):
     """What a flag's number must be."""
 
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
     advice: str
 
 
@@ -46,6 +46,9 @@ SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 a
 NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
 ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
 PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
+LOSS_SCALE = Bound(
+    lambda v: v == "dynamic" or 0 < v < math.inf, 'give "dynamic" or a number above 0'
+)
 SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
 
 
@@ -220,11 +223,17 @@ class OptimizationFlags:
 class SpeedFlags:
     """Number formats, devices and communication."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = work("fp32", chief=True)
-    """fp32; tf32 in matrix products (GPU); autocast to bf16; autocast to fp16 with loss scaling."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "O2", "O3"] = work("fp32", chief=True)
+    """fp32; tf32 in matrix products (GPU); autocast to bf16; autocast to fp16 with loss scaling;
+    O2: fp16 weights and fp32 masters of them, fp32 BatchNorm, loss scaling; O3: fp16 throughout."""
     opt_level: Literal["O0", "O1", "O2", "O3"] | None = work(None)
-    """Apex's name for a precision: O0 is fp32 and O1 is fp16; O2 and O3 have no counterpart
-    here."""
+    """Apex's name for a precision: O0 is fp32 and O1 is fp16."""
+    keep_batchnorm_fp32: bool | None = work(None, needs="fp16 weights")
+    """Whether BatchNorm's weights and statistics are fp32. Default: under O2, not under O3."""
+    loss_scale: float | Literal["dynamic"] | None = work(None, LOSS_SCALE, needs="training")
+    """Multiply the loss, and so the gradients that fp16 holds, by this number, or by one that
+    adapts to them (dynamic). Steps whose gradients overflow are left out. Default: dynamic for fp16
+    and O2, else 1."""
     channels_last: bool = work(False)
     """NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md)."""
     compile: bool = work(False)
@@ -348,6 +357,23 @@ class Config(
     def sends_fp16(self) -> bool:
         """Whether gradients are sent as fp16."""
         return self.wire_format == "fp16"
+
+    @property
+    def has_fp16_weights(self) -> bool:
+        """Whether the weights themselves are fp16, and so their gradients."""
+        return self.precision in ("O2", "O3")
+
+    @property
+    def keeps_batch_norm_fp32(self) -> bool:
+        """--keep-batchnorm-fp32, or its default."""
+        default = self.precision != "O3"
+        return default if self.keep_batchnorm_fp32 is None else self.keep_batchnorm_fp32
+
+    @property
+    def scales_loss_by(self) -> float | Literal["dynamic"]:
+        """--loss-scale, or its default."""
+        default: float | Literal["dynamic"] = "dynamic" if self.precision in ("fp16", "O2") else 1
+        return self.loss_scale or default
 
 
 FLAGS: dict[str, Flag] = {item.name: item.metadata["flag"] for item in fields(Config)}

@@ -83,6 +83,16 @@ def _words(name: str, value: str | None) -> list[str]:
         ("--test-only --weights f", "evaluate", True),
         ("--opt-level O0", "precision", "fp32"),
         ("--opt-level O1", "precision", "fp16"),
+        ("--opt-level O2", "precision", "O2"),
+        ("--opt-level O3", "precision", "O3"),
+        ("--opt-level O3", "keeps_batch_norm_fp32", False),
+        ("--opt-level O3 --keep-batchnorm-fp32 True", "keeps_batch_norm_fp32", True),
+        ("--opt-level O0", "scales_loss_by", 1),
+        ("--opt-level O1", "scales_loss_by", "dynamic"),
+        ("--opt-level O2", "scales_loss_by", "dynamic"),
+        ("--opt-level O2 --loss-scale 128", "scales_loss_by", 128.0),
+        ("--opt-level O3", "scales_loss_by", 1),
+        ("--opt-level O3 --loss-scale dynamic", "scales_loss_by", "dynamic"),
         ("--no-cuda", "cuda", False),
         ("--fp16-allreduce", "wire_format", "fp16"),
         ("--wire-format auto", "wire_format", "auto"),
@@ -178,8 +188,9 @@ def test_folders() -> None:
         ({"train_dir": "/t"}, "--val-dir is missing"),
         ({"val_dir": "/v"}, "--train-dir is missing"),
         ({"val_dir": "/v", "evaluate": True, "weights": "f"}, "--train-dir is missing"),
-        ({"opt_level": "O2"}, "--precision fp16"),
-        ({"opt_level": "O3"}, "--precision fp16"),
+        ({"opt_level": "O3", "model_ema": True}, "use --precision O2"),
+        ({"loss_scale": 0.0}, "above 0"),
+        ({"loss_scale": float("nan")}, "above 0"),
         ({"epochs": 0}, "at least 1"),
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
         ({"val_batch_size": -1}, "at least 1"),
@@ -248,6 +259,8 @@ def test_refusal_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str])
     [
         ({}, 3, "power of two"),
         ({"precision": "fp16"}, 2, "--precision fp16: cannot be combined"),
+        ({"precision": "O3"}, 2, "--precision O3: cannot be combined"),
+        ({"loss_scale": 8.0}, 2, "--loss-scale 8.0: cannot be combined"),
         ({"clip_grad_norm": 1.0}, 2, "--clip-grad-norm: cannot be combined"),
         ({"gradient_predivide_factor": 2.0}, 2, "does not average"),
     ],
@@ -259,13 +272,26 @@ def test_adasum_under_horovod(settings: dict[str, Any], size: int, words: str) -
 
 
 @pytest.mark.parametrize(
-    "settings", [{"wire_format": "fp16"}, {"wire_format": "auto"}, {"gradient_predivide_factor": 2}]
+    "settings",
+    [
+        {"wire_format": "fp16"},
+        {"wire_format": "auto"},
+        {"gradient_predivide_factor": 2},
+        {"precision": "O2"},  # two number formats in a group
+    ],
 )
 def test_groups_of_gradients_are_divided_after_the_sum(settings: dict[str, Any]) -> None:
     parsed({"num_groups": 2}, "horovod", 2)
     parsed({"num_groups": 2, **settings}, "ddp", 2)  # which says that it has no groups
     with pytest.raises(UserError, match="cannot be combined with --num-groups"):
         parsed({"num_groups": 2, **settings}, "horovod", 2)
+
+
+def test_fp16_weights_are_not_ignored_by_what_lacks_them() -> None:
+    for engine in ("ddp", "horovod", "single"):
+        parsed({"precision": "O2"}, engine, 1)
+    with pytest.raises(UserError, match="--precision O2: .* use --precision fp16"):
+        parsed({"precision": "O2"}, "mpi4py", 2)
 
 
 def test_a_static_graph_exchanges_in_its_first_backward_pass() -> None:
@@ -298,6 +324,7 @@ def test_check_accepts_the_presets() -> None:
         ({"wire_format": "fp16"}, "wire-format", "ddp", 1),
         ({"use_adasum": True}, "use-adasum", "horovod", 1),
         ({"batch_norm": "average"}, "batch-norm", "ddp", 1),
+        ({"keep_batchnorm_fp32": True}, "keep-batchnorm-fp32", "ddp", 2),
         ({"lr_step_epochs": (3,)}, "lr-step-epochs", "ddp", 2),
         ({"lr_gamma": 0.5}, "lr-gamma", "ddp", 2),
         ({"lr_scheduler": "step", "lr_min": 0.5}, "lr-min", "ddp", 2),

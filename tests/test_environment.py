@@ -171,8 +171,9 @@ METER: Any = SimpleNamespace(
     phases=PhaseSums(),
     input=None,
     energy=open_energy_meter(CPU, local_rank=1),
-    progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0),
+    progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0, skipped_steps=3),
     data=SimpleNamespace(num_train=150, suspects=[]),
+    config=a_config(),
 )
 RAN_ON = an_environment(rank_hosts=["here", "there"])
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
@@ -190,6 +191,9 @@ def test_summary() -> None:
     summary = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
     assert (summary.engine, summary.launcher, summary.world_size) == ("ddp", "torchrun", 2)
     assert (summary.epochs, summary.steps, summary.samples_seen) == (2.0, 25, 300)
+    assert summary.skipped_steps == 3
+    numbers = sum(weight.numel() for weight in TinyNet().parameters())
+    assert summary.gradient_bytes == 4 * numbers
     assert summary.cpu_seconds == 40
     assert summary.cpu_seconds_per_image == 40 / 200  # of this session's images
     assert summary.peak_memory_bytes == 3000  # the hungriest rank's

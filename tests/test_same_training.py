@@ -26,12 +26,14 @@ VARIANTS = {
         "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov "
         "--norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
+    "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 12",  # leaves out 8 steps
+    "O3": "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 64 --max-steps 6",
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, BF16 = VARIANTS
+FP32, BUCKETS, WIRE, SCALING, MANY, O2, O3, BF16 = VARIANTS
 OFTEN = [WIRE, MANY]
-RARELY = [BUCKETS, SCALING, BF16]  # only in make test-all: BF16 is like FP32 to an engine
+RARELY = [BUCKETS, SCALING, O3, BF16]  # only in make test-all: BF16 is like FP32 to an engine
 
 
 @contextlib.contextmanager
@@ -60,6 +62,7 @@ def check_equal(*folders: Path) -> None:
     one, other = (read_json(folder / "summary.json") for folder in folders)
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["fingerprint"] == other["fingerprint"]
+    assert one["skipped_steps"] == other["skipped_steps"] < one["steps"]
     assert one["weights_sha256"] != one["fingerprint"]["initial_weights_sha256"]
     variables = [read_json(folder / "environment.json")["variables"] for folder in folders]
     assert variables[0] == variables[1]
@@ -72,7 +75,7 @@ def check_equal(*folders: Path) -> None:
     [
         # Both engines over both transports.
         *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
-        (MANY, DDP, HOROVOD),
+        *((variant, DDP, HOROVOD) for variant in [MANY, O2]),
         (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         *(rarely(variant, DDP_MPI, HOROVOD) for variant in [MANY, *RARELY]),
         *(rarely(variant, DDP, other) for variant in RARELY for other in [HOROVOD, HOROVOD_GLOO]),
@@ -87,12 +90,14 @@ def test_engines_end_with_equal_weights(
     check_equal(trained(*one, VARIANTS[variant]), trained(*other, VARIANTS[variant]))
 
 
-def test_one_rank_equals_plain_training(trained: Trained) -> None:
-    plain = run(["python", "baselines/single_process.py", *SMALL.split()], 240)
+@pytest.mark.parametrize("variant", [FP32, rarely(O2)])
+def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
+    command = f"python baselines/single_process.py {SMALL} {VARIANTS[variant]}"
+    plain = run(command.replace("--model-ema", "").split(), 240)
     assert plain.returncode == 0, plain.output
     digest = plain.output.split("weights ")[-1].strip()
     for engine in ("ddp", "horovod"):
-        alone = trained("python", engine, ranks=1)
+        alone = trained("python", engine, VARIANTS[variant], ranks=1)
         assert read_json(alone / "summary.json")["weights_sha256"] == digest
 
 
@@ -120,6 +125,7 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(HOROVOD, DDP, ""),
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
+        rarely(DDP, HOROVOD, "--opt-level O2 --model-ema"),
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(

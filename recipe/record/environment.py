@@ -33,6 +33,7 @@ from recipe.record.schema import (
     Summary,
     SuspectImages,
 )
+from recipe.training.half_weights import half_copy
 from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
 from recipe.variables import steers_rank
@@ -241,6 +242,7 @@ def summarize(
         threads=environment.threads,
         epochs=progress.samples_seen / meter.data.num_train,
         steps=progress.step,
+        skipped_steps=progress.skipped_steps,
         samples_seen=progress.samples_seen,
         images_per_second=meter.images_per_second,
         train_seconds=meter.step_seconds,
@@ -256,7 +258,7 @@ def summarize(
             count=sum(int(usage.suspect_images) for usage in used),
             names=[name for images in meter.data.suspects for name in images.names],
         ),
-        gradient_bytes=gradient_bytes(model, work),
+        gradient_bytes=gradient_bytes(half_copy(model, meter.config), work),
         loss=figures.get("loss"),
         top1=figures.get("top1"),
         top5=figures.get("top5"),
@@ -269,8 +271,12 @@ def summarize(
 
 def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
     """What one worker's gradients take on the wire in a step."""
-    numbers = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    return numbers * (2 if work.get("wire_format") == "fp16" else 4)
+    fp16_wire = work.get("wire_format") == "fp16"
+    return sum(
+        weight.numel() * (2 if fp16_wire else weight.element_size())
+        for weight in model.parameters()
+        if weight.requires_grad
+    )
 
 
 def rank_records(environment: Environment, used: list[Usage]) -> list[Rank]:

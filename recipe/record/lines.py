@@ -70,6 +70,13 @@ def console_line(epoch: int, epochs: int, name: str, figures: Figures) -> str:
     )
 
 
+def skipped_line(step: int, config: Config) -> str:
+    """What the console says of a step that was left out."""
+    scale = config.scales_loss_by
+    then = "the loss scale is halved" if scale == "dynamic" else f"choose one below {scale:g}"
+    return f"step {step} changed no weight: its gradients overflowed with this loss scale; {then}"
+
+
 def step_line(step: Step, images_per_step: int, num_train: int) -> StepLine:
     """A step for metrics.jsonl; it belongs to the epoch that it begins in."""
     return StepLine(

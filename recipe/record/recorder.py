@@ -60,7 +60,7 @@ class Recorder:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment = folder, environment
         self.images_per_step = samples_per_step(config, world)
-        self.first_step = progress.step
+        self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
         self.epoch_sums = torch.zeros(4, dtype=torch.float64)
         self.epoch_seconds = 0.0
         self.learning_rate = 0.0
@@ -136,7 +136,10 @@ class Recorder:
             )
 
     def show_step(self) -> None:
-        """Show on the progress bar that a step has ended."""
+        """Show on the progress bar that a step has ended, and say so if it was left out."""
+        if self.progress.skipped_steps > self.skipped_steps:
+            self.skipped_steps = self.progress.skipped_steps
+            self.say(lines.skipped_line(self.progress.step, self.config))
         if self.bar is not None:
             self.bar.update()
 

@@ -21,6 +21,7 @@ from recipe.errors import UserError
 from recipe.record.checkpoint import FORMAT, checkpoints_in, momentum, not_finite, step_path
 from recipe.record.run_folder import new_folder, one_sentence
 from recipe.record.weights import first_line, load_state, read_file
+from recipe.training.half_weights import round_weights
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -236,7 +237,10 @@ def restore(
         if checkpoint["scaler"] and parts.scaler.is_enabled():
             _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
             parts.scaler.load_state_dict(checkpoint["scaler"])
-        return _progress_in(checkpoint)
+        round_weights(parts.half, parts.model)
+        progress = _progress_in(checkpoint)
+        parts.scaler.skipped_steps = progress.skipped_steps
+        return progress
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -253,7 +257,7 @@ def _check(holds: bool, complaint: str) -> None:
 
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     """ValueError for what no training comes to."""
-    values = checkpoint["progress"]
+    values = {"skipped_steps": 0, **checkpoint["progress"]}  # which older ones lack
     _check(values.keys() == asdict(Progress()).keys(), f"progress has the keys {sorted(values)}")
     progress = Progress(**values)
     step, seen = progress.step, progress.samples_seen
@@ -261,6 +265,7 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
         type(step) is int and type(seen) is int and 0 <= step <= seen,
         f"step {step!r} with {seen!r} images seen",
     )
+    _check(0 <= progress.skipped_steps <= step, f"{progress.skipped_steps!r} skipped steps")
     if checkpoint.get("data"):  # which older ones lack, and today's data may be of another size
         # The last step may go beyond the end, by the images of a step.
         end = (checkpoint["config"]["epochs"] + 1) * checkpoint["data"]["num_train"]

@@ -185,6 +185,7 @@ class Summary:
     threads: int
     epochs: float
     steps: int
+    skipped_steps: int = 0  # of these: their gradients overflowed, so they changed no weight
     samples_seen: int
     images_per_second: float | None  # warm-up and evaluations left out; None: too few steps
     train_seconds: float  # of the steps since the last resume

@@ -28,6 +28,7 @@ PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
 DIGEST_BYTES = 32
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +95,7 @@ def check_same_weights(
     cryptographic digest would copy all from the GPU first. (The end of a run has one.)
     """
     sums = [
-        weight.detach().contiguous().view(-1).view(torch.int32).sum(dtype=torch.int64)
+        weight.detach().contiguous().view(-1).view(BITS[weight.dtype]).sum(dtype=torch.int64)
         for weight in model.parameters()
     ]
     digest = hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).digest()

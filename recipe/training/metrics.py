@@ -11,6 +11,7 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import Batch, to_device
 from recipe.errors import UserError
+from recipe.training.half_weights import half_copy
 from recipe.training.model import autocast
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
@@ -70,15 +71,15 @@ def evaluate(
     """Sums over this rank's validation images; the ranks' sums added up are exact, whatever their
     number."""
     was_training = model.training
-    model.eval()
+    network = half_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
-            outputs = model(images)
+            outputs = network(images)
         loss = nn.functional.cross_entropy(outputs.float(), targets)
         sums += batch_sums(outputs, targets, loss)
-    model.train(was_training)
+    network.train(was_training)
     return sums
 
 

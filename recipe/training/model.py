@@ -14,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from recipe.config import Config, is_resnet
 from recipe.errors import UserError
+from recipe.training.half_weights import make_half
+from recipe.training.loss_scale import LossScaler
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -68,6 +70,8 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     if published is not None and download:
         _load_published(model, published, config)
     _check_image_sizes(model, config)
+    if config.precision == "O3":
+        make_half(model, config)
     if config.channels_last:
         give_gradients_their_layout(model)
     if config.compile:
@@ -247,7 +251,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         lr=config.base_lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
-        fused=config.precision != "fp16",
+        fused=config.scales_loss_by == 1,
     )
 
 
@@ -257,10 +261,10 @@ def autocast(config: Config, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def build_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
-    """Loss scaling for fp16; does nothing at all for the other formats, so that the loop has one
-    path."""
-    return torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+def build_scaler(config: Config, device: torch.device) -> LossScaler:
+    """Loss scaling as --loss-scale says, which does nothing at all for the other formats."""
+    scale = config.scales_loss_by
+    return LossScaler(device.type, None if scale == "dynamic" else scale)
 
 
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:

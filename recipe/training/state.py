@@ -1,10 +1,14 @@
 """What training changes: the trained parts, and how far it has come."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+
+if TYPE_CHECKING:
+    from recipe.training.loss_scale import LossScaler
 
 
 @dataclass
@@ -15,12 +19,15 @@ class Progress:
     samples_seen: int = 0  # over all ranks: the position in the stream of samples
     best_top1: float = -1.0  # percent; below 0 before the first evaluation
     train_seconds: float = 0.0  # on the training clock, over all the run's sessions
+    skipped_steps: int = 0  # of `step`, those that changed no weight: their gradients overflowed
 
-    def end_step(self, num_samples: int, train_seconds: float) -> None:
-        """Count an optimizer step on `num_samples` images over all ranks."""
+    def end_step(self, num_samples: int, train_seconds: float, skipped_steps: int = 0) -> None:
+        """Count an optimizer step on `num_samples` images over all ranks; `skipped_steps` have been
+        left out so far."""
         self.step += 1
         self.samples_seen += num_samples
         self.train_seconds = train_seconds
+        self.skipped_steps = skipped_steps
 
     def take_best(self, figures: dict[str, float]) -> bool:
         """Keep the best top-1 so far; whether it is that of the last evaluation's `figures`."""
@@ -35,5 +42,6 @@ class Trainables:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    scaler: "LossScaler"
     ema: AveragedModel | None
+    half: nn.Module | None = None  # the copy with fp16 weights that is trained for the model

@@ -44,8 +44,8 @@ def settle_wire_format(
     """
     if config.wire_format != "auto":
         return config
-    if world.size == 1 or config.evaluate:
-        return replace(config, wire_format="fp32")  # no gradients are sent
+    if world.size == 1 or config.evaluate or config.has_fp16_weights:
+        return replace(config, wire_format="fp32")  # none are sent, or most are fp16 already
     steps = [
         trial(replace(config, wire_format=name), model, device, distribute) for name in FORMATS
     ]

@@ -1,0 +1,104 @@
+"""Weights in fp16, as Apex's levels O2 and O3 have them.
+
+O3 trains a network that is fp16 throughout. Under O2 the model keeps its fp32 weights, the masters:
+the optimizer changes them, a moving average follows them, and checkpoints hold them. Forward and
+backward pass go through a copy whose weights are fp16. BatchNorm is the same fp32 module in both,
+unless --keep-batchnorm-fp32 False asks for a fp16 copy.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipe.config import Config
+
+
+def make_half(network: nn.Module, config: Config) -> None:
+    """Cast the weights and buffers of `network` to fp16, and have it take fp32 images and return
+    fp32 outputs. BatchNorm stays fp32 where --keep-batchnorm-fp32 says so."""
+    for module in network.modules():
+        if not (config.keeps_batch_norm_fp32 and _is_batch_norm(module)):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.half()
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.half())
+    network.register_forward_pre_hook(_images_to_half)
+    network.register_forward_hook(_outputs_to_float)
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _images_to_half(network: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (arguments[0].half(),)
+
+
+def _outputs_to_float(network: nn.Module, arguments: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.float()
+
+
+def half_copy(model: nn.Module, config: Config) -> nn.Module:
+    """What runs forward and backward for `model`: under O2 a fp16 copy, else `model` itself.
+
+    BatchNorm's running statistics are the model's, also where its layers are copied: the copy takes
+    them before each forward pass, and gives them back.
+    """
+    if config.precision != "O2":
+        return model
+    shared = {}
+    if config.keeps_batch_norm_fp32:
+        shared = {id(module): module for module in model.modules() if _is_batch_norm(module)}
+    half = copy.deepcopy(model, shared)
+    make_half(half, config)
+    if not config.keeps_batch_norm_fp32:
+        half.register_forward_pre_hook(lambda *_: _copy_buffers(model, half))
+        half.register_forward_hook(lambda *_: _copy_buffers(half, model))
+    return half
+
+
+def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    for theirs, mine in zip(source.buffers(), target.buffers(), strict=True):
+        mine.copy_(theirs)
+
+
+def _pairs(half: nn.Module | None, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The fp16 weights of `half`, each with its fp32 master in `model`."""
+    if half is None:
+        return []
+    both = zip(half.parameters(), model.parameters(), strict=True)
+    return [(weight, master) for weight, master in both if weight is not master]
+
+
+def train_masters(
+    optimizer: torch.optim.Optimizer,
+    half: nn.Module,
+    model: nn.Module,
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Have an optimizer that was made for `half` change the masters instead, which are rank 0's on
+    all ranks. An engine's hooks stay on the fp16 weights: their gradients are what it averages."""
+    master_of = dict(_pairs(half, model))
+    for values in model.state_dict().values() if master_of else []:
+        values.copy_(from_rank_0(values))
+    for group in optimizer.param_groups:
+        group["params"] = [master_of.get(weight, weight) for weight in group["params"]]
+
+
+@torch.no_grad()
+def take_gradients(half: nn.Module | None, model: nn.Module) -> None:
+    """Give the masters the averaged gradients of the fp16 weights."""
+    for weight, master in _pairs(half, model):
+        if weight.grad is not None:
+            master.grad = weight.grad.float()
+
+
+@torch.no_grad()
+def round_weights(half: nn.Module | None, model: nn.Module) -> None:
+    """Set the fp16 weights, if there are any, to the masters, rounded."""
+    for weight, master in _pairs(half, model):
+        weight.copy_(master)
