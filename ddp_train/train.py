@@ -86,8 +86,8 @@ def main(config: Config, world: World) -> None:
     if config.weights is not None and world.is_first:
         load_weights(model, config.weights)  # the other ranks get them from this one, below
     model.to(device)
-    if config.batch_norm == "sync":
-        model = replace_batch_norm(model, nn.SyncBatchNorm)
+    if config.batch_norm == "sync" and world.size > 1:
+        model = replace_batch_norm(model, nn.SyncBatchNorm, sum_over_ranks)
     scaler = build_scaler(config, device)
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size

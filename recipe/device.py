@@ -41,10 +41,10 @@ def choose_device(config: Config, world: World) -> torch.device:
                 "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
                 "gloo or mpi"
             )
-        if config.batch_norm == "sync":
+        if config.batch_norm == "sync" and config.compile:
             raise UserError(
-                "--batch-norm sync: neither torch nor Horovod has SyncBatchNorm for the CPU; use "
-                "average"
+                "--batch-norm sync: cannot be combined with --compile on the CPU, where it exchanges "
+                "sums in the midst of a block; leave --compile out"
             )
         keep_freed_memory()
         return torch.device("cpu")

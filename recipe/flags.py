@@ -151,7 +151,7 @@ class ModelFlags:
     """BatchNorm statistics over ranks. local: each rank its own, rank 0's are evaluated and saved
     (DDP's default, done once an evaluation instead of once a forward). average: the running
     statistics are averaged over ranks before each evaluation and checkpoint. sync: SyncBatchNorm,
-    one batch over all ranks (GPU only)."""
+    one batch over all ranks."""
     batch_norm_momentum: float | None = work(None, SHARE_ABOVE_0)
     """Share of each batch in BatchNorm's running statistics. Default: the network's own, mostly
     0.1, which takes some fifty steps to forget what it began with."""

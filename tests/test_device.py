@@ -201,8 +201,10 @@ def test_ranks_take_what_they_see(
     assert [device.index for device in devices] == indices
 
 
-@pytest.mark.parametrize("settings", [{"precision": "tf32"}, {"batch_norm": "sync"}])
-def test_what_only_gpus_have(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"precision": "tf32"}, {"batch_norm": "sync", "compile": True}]
+)
+def test_what_only_gpus_have(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
     assert choose_device(a_config(), a_world()) == CPU
     with pytest.raises(UserError, match=f"^--{next(iter(settings)).replace('_', '-')} "):

@@ -30,6 +30,7 @@ from recipe.training.model import (
     seed_step,
     without_auxiliary_heads,
 )
+from recipe.training.sync_batch_norm import SyncBatchNorm
 
 
 def sizes(pixels: int) -> dict[str, Any]:
@@ -90,7 +91,17 @@ def test_momentum_of_batch_norm() -> None:
         model = build_model(a_config(arch="resnet18", batch_norm_momentum=momentum), 10, True)
         norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
         assert {norm.momentum for norm in norms} == {expected}
-        assert replace_batch_norm(model, nn.SyncBatchNorm).bn1.momentum == expected
+        synced = replace_batch_norm(model, nn.SyncBatchNorm, lambda values: values)
+        assert isinstance(synced.bn1, SyncBatchNorm), "neither engine's works on the CPU"
+        assert synced.bn1.momentum == expected
+
+
+def test_layers_that_do_more_than_normalise_are_not_replaced() -> None:
+    class NormAndActivation(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(UserError, match="--batch-norm sync: .* NormAndActivation does more"):
+        replace_batch_norm(NormAndActivation(3), nn.SyncBatchNorm, lambda values: values)
 
 
 def test_vision_transformer_takes_the_image_size() -> None:

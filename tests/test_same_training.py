@@ -26,12 +26,13 @@ VARIANTS = {
         "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov "
         "--norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
+    "SyncBatchNorm": "--batch-norm sync --max-steps 8",
     "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 12",  # leaves out 8 steps
     "O3": "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 64 --max-steps 6",
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, O2, O3, BF16 = VARIANTS
+FP32, BUCKETS, WIRE, SCALING, MANY, SYNC, O2, O3, BF16 = VARIANTS
 OFTEN = [WIRE, MANY]
 RARELY = [BUCKETS, SCALING, O3, BF16]  # only in make test-all: BF16 is like FP32 to an engine
 
@@ -75,7 +76,7 @@ def check_equal(*folders: Path) -> None:
     [
         # Both engines over both transports.
         *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
-        *((variant, DDP, HOROVOD) for variant in [MANY, O2]),
+        *((variant, DDP, HOROVOD) for variant in [MANY, SYNC, O2]),
         (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         *(rarely(variant, DDP_MPI, HOROVOD) for variant in [MANY, *RARELY]),
         *(rarely(variant, DDP, other) for variant in RARELY for other in [HOROVOD, HOROVOD_GLOO]),

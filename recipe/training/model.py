@@ -4,7 +4,8 @@ import contextlib
 import difflib
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from recipe.config import Config, is_resnet
 from recipe.errors import UserError
 from recipe.training.half_weights import make_half
 from recipe.training.loss_scale import LossScaler
+from recipe.training.sync_batch_norm import SyncBatchNorm
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -24,6 +26,7 @@ NORMS = (
     nn.modules.instancenorm._InstanceNorm,
     nn.LocalResponseNorm,
 )
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
@@ -199,14 +202,26 @@ def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {key: value for key, value in state.items() if not key.startswith(heads)}
 
 
-def replace_batch_norm(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """`module` with each BatchNorm replaced by the engine's synchronised `kind`, its state kept."""
+def replace_batch_norm(
+    module: nn.Module,
+    kind: type[nn.Module],
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> nn.Module:
+    """`module` with each BatchNorm replaced by a synchronised one, its state kept: on GPUs the
+    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        new: Any = kind(module.num_features, module.eps, module.momentum, module.affine)
-        new.load_state_dict(module.state_dict())
-        return new.to(next(module.parameters()).device)
+        if type(module) not in BATCH_NORMS:
+            raise UserError(
+                f"--batch-norm sync: the network's {type(module).__name__} does more than "
+                "normalise, and a synchronised one would not; use average"
+            )
+        weight = next(module.parameters())
+        make: Any = kind if weight.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
+        new = make(module.num_features, module.eps, module.momentum, module.affine)
+        new.to(weight).load_state_dict(module.state_dict())
+        return new
     for name, child in module.named_children():
-        setattr(module, name, replace_batch_norm(child, kind))
+        setattr(module, name, replace_batch_norm(child, kind, sum_over_ranks))
     return module
 
 
