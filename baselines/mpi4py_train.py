@@ -101,6 +101,7 @@ hvd = SimpleNamespace(
     broadcast_parameters=broadcast_parameters,
     DistributedOptimizer=distributed_optimizer,
     Compression=SimpleNamespace(none=None),
+    SyncBatchNorm=None,  # on the CPU it is the recipe's
     Sum=None,
     Average=None,
     start_timeline=None,

@@ -5,6 +5,7 @@ flag are answered before torch is loaded.
 """
 
 import difflib
+import importlib.util
 import inspect
 import os
 import sys
@@ -245,6 +246,22 @@ def _mistakes(config: Config) -> Mistakes:
     )
     yield config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"
     yield (
+        not all(0 <= beta < 1 for beta in config.betas),
+        f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
+    )
+    of_timm = config.arch.startswith("timm:")
+    yield (
+        config.uses_timm and importlib.util.find_spec("timm") is None,
+        f"{f'--arch {config.arch}' if of_timm else f'--optimizer {config.optimizer}'}: needs timm, "
+        "which is not installed here: pip install 'imagenet-horovod-ddp[timm]' (in a checkout: pip "
+        "install -e '.[timm]')",
+    )
+    yield (
+        of_timm and config.pretrained,
+        "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
+        "theirs with --weights",
+    )
+    yield (
         config.name is not None and ("/" in config.name or config.name in (".", "..")),
         f"--name {config.name}: give the name of a folder in --log-dir, without a slash",
     )
@@ -311,6 +328,7 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         "use a power of two",
     )
     for flag, is_given in {
+        f"--optimizer {config.optimizer}": config.optimizer != "sgd",
         "--clip-grad-norm": config.clip_grad_norm is not None,
         f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
         f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
@@ -335,6 +353,16 @@ def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
         config.has_fp16_weights and engine not in ("ddp", "horovod", "single"),
         f"--precision {config.precision}: has fp16 weights, which only horovod_train/train.py, "
         "ddp_train/train.py and baselines/single_process.py have; use --precision fp16",
+    )
+    yield (
+        config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
+        f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the mean "
+        "of squared gradients is rounded to 0, and divided by; use --precision O2",
+    )
+    yield (
+        config.precision == "O2" and config.compile,
+        "--compile: cannot be combined with --precision O2, whose fp16 copy of the network would "
+        "not be compiled; use --precision fp16 or bf16",
     )
     yield (
         config.precision == "O3" and config.model_ema,
@@ -382,6 +410,15 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
             "without Horovod gradients are always divided by the number of workers before the sum",
         ),
         "fp16 weights": (config.has_fp16_weights, "--precision is neither O2 nor O3"),
+        "momentum": (
+            config.optimizer in ("sgd", "lars", "apex-sgd"),
+            f"--optimizer {config.optimizer} has --betas",
+        ),
+        "betas": (
+            config.optimizer in ("adamw", "lamb", "apex-adam", "apex-lamb"),
+            f"--optimizer {config.optimizer} has --momentum",
+        ),
+        "LARS": (config.optimizer == "lars", f"--optimizer is {config.optimizer}"),
         "ddp": (engine in ("ddp", "single"), "only DDP has such a setting"),
         "horovod": (engine in ("horovod", "single"), "only Horovod has such a setting"),
     }

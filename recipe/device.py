@@ -43,8 +43,8 @@ def choose_device(config: Config, world: World) -> torch.device:
             )
         if config.batch_norm == "sync" and config.compile:
             raise UserError(
-                "--batch-norm sync: cannot be combined with --compile on the CPU, where it exchanges "
-                "sums in the midst of a block; leave --compile out"
+                "--batch-norm sync: cannot be combined with --compile on the CPU, where it "
+                "exchanges sums in the midst of a block; leave --compile out"
             )
         keep_freed_memory()
         return torch.device("cpu")

@@ -26,6 +26,7 @@ Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "warm-up", "residual blocks", "new weights",
     "Horovod's sum", "ddp", "horovod", "fp16 weights",
+    "momentum", "betas", "LARS",
 ]  # fmt: skip
 
 
@@ -141,7 +142,8 @@ class ModelFlags:
     """What is trained."""
 
     arch: str = work("resnet50", aliases=("-a", "--model"), decides=WEIGHTS, chief=True)
-    """Any torchvision classification model."""
+    """Any torchvision classification model, or timm:NAME for one of timm's (needs the extra
+    `timm`)."""
     pretrained: bool = work(False, decides=WEIGHTS)
     """Start from torchvision's best published weights (a download)."""
     weights: str | None = place(None, per_rank="first", decides=WEIGHTS)
@@ -186,10 +188,19 @@ class OptimizationFlags:
     base_lr: float = work(0.0125, NOT_NEGATIVE, needs="training", decides=RATES)
     """Learning rate for one worker; multiplied by workers x batches_per_allreduce (Adasum: see
     docs/recipe.md)."""
-    momentum: float = work(0.9, SHARE, needs="training")
-    """Of SGD."""
-    nesterov: bool = work(False)
+    optimizer: Literal[
+        "sgd", "adamw", "lars", "lamb", "apex-sgd", "apex-adam", "apex-lamb"
+    ] = work("sgd", needs="training", chief=True)  # fmt: skip
+    """torch's SGD or AdamW, timm's LARS or LAMB (needs the extra `timm`), or NVIDIA Apex's fused
+    ones (needs Apex and a GPU)."""
+    momentum: float = work(0.9, SHARE, needs=("training", "momentum"))
+    """Of SGD and LARS."""
+    nesterov: bool = work(False, needs="momentum")
     """Nesterov's momentum."""
+    betas: tuple[float, float] = work((0.9, 0.999), needs=("training", "betas"))
+    """Of AdamW and LAMB: how much stays, a step, of the means of gradients and of their squares."""
+    trust_coefficient: float = work(0.001, ABOVE_0, needs=("training", "LARS"))
+    """Of LARS: what the ratio of a weight's norm to its gradient's is multiplied by."""
     wd: float = work(5e-5, NOT_NEGATIVE, aliases="--weight-decay", needs="training")
     """Weight decay."""
     norm_weight_decay: float | None = work(None, NOT_NEGATIVE)
@@ -357,6 +368,11 @@ class Config(
     def sends_fp16(self) -> bool:
         """Whether gradients are sent as fp16."""
         return self.wire_format == "fp16"
+
+    @property
+    def uses_timm(self) -> bool:
+        """Whether the extra `timm` has to be installed."""
+        return self.arch.startswith("timm:") or self.optimizer in ("lars", "lamb")
 
     @property
     def has_fp16_weights(self) -> bool:

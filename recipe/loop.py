@@ -39,6 +39,7 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
 from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.loss_scale import LossScaler
 from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
 from recipe.training.model import (
     autocast,
@@ -70,7 +71,7 @@ class Parts:
     model: nn.Module  # as one process has it
     network: nn.Module  # what the forward pass calls: the model, or what a rung makes of it
     optimizer: Any
-    scaler: torch.amp.GradScaler
+    scaler: LossScaler
     ema: AveragedModel | None
     criterion: nn.Module
 
@@ -283,7 +284,7 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
     while not finished and not stopped:
         sums, rate = _step(session, batches)
         epoch = progress.samples_seen // data.num_train
-        progress.end_step(step_samples, meter.train_seconds)
+        progress.end_step(step_samples, meter.train_seconds, parts.scaler.skipped_steps)
         meter.end_step(sums, rate)
         recorder.show_step()
         finish_checkpoint(timeout=0)  # if the last one could not be written, that is an error now

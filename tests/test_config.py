@@ -189,6 +189,10 @@ def test_folders() -> None:
         ({"val_dir": "/v"}, "--train-dir is missing"),
         ({"val_dir": "/v", "evaluate": True, "weights": "f"}, "--train-dir is missing"),
         ({"opt_level": "O3", "model_ema": True}, "use --precision O2"),
+        ({"opt_level": "O3", "optimizer": "adamw"}, "use --precision O2"),
+        ({"opt_level": "O2", "compile": True}, "--precision fp16 or bf16"),
+        ({"betas": (0.9, 1.0)}, "from 0 to below 1"),
+        ({"trust_coefficient": 0.0}, "above 0"),
         ({"loss_scale": 0.0}, "above 0"),
         ({"loss_scale": float("nan")}, "above 0"),
         ({"epochs": 0}, "at least 1"),
@@ -260,6 +264,7 @@ def test_refusal_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str])
         ({}, 3, "power of two"),
         ({"precision": "fp16"}, 2, "--precision fp16: cannot be combined"),
         ({"precision": "O3"}, 2, "--precision O3: cannot be combined"),
+        ({"optimizer": "adamw"}, 2, "--optimizer adamw: cannot be combined"),
         ({"loss_scale": 8.0}, 2, "--loss-scale 8.0: cannot be combined"),
         ({"clip_grad_norm": 1.0}, 2, "--clip-grad-norm: cannot be combined"),
         ({"gradient_predivide_factor": 2.0}, 2, "does not average"),
@@ -290,7 +295,7 @@ def test_groups_of_gradients_are_divided_after_the_sum(settings: dict[str, Any])
 def test_fp16_weights_are_not_ignored_by_what_lacks_them() -> None:
     for engine in ("ddp", "horovod", "single"):
         parsed({"precision": "O2"}, engine, 1)
-    with pytest.raises(UserError, match="--precision O2: .* use --precision fp16"):
+    with pytest.raises(UserError, match=r"--precision O2: .* use --precision fp16"):
         parsed({"precision": "O2"}, "mpi4py", 2)
 
 
@@ -325,6 +330,9 @@ def test_check_accepts_the_presets() -> None:
         ({"use_adasum": True}, "use-adasum", "horovod", 1),
         ({"batch_norm": "average"}, "batch-norm", "ddp", 1),
         ({"keep_batchnorm_fp32": True}, "keep-batchnorm-fp32", "ddp", 2),
+        ({"optimizer": "adamw", "momentum": 0.5}, "momentum", "ddp", 2),
+        ({"betas": (0.5, 0.5)}, "betas", "ddp", 2),
+        ({"trust_coefficient": 0.5}, "trust-coefficient", "ddp", 2),
         ({"lr_step_epochs": (3,)}, "lr-step-epochs", "ddp", 2),
         ({"lr_gamma": 0.5}, "lr-gamma", "ddp", 2),
         ({"lr_scheduler": "step", "lr_min": 0.5}, "lr-min", "ddp", 2),

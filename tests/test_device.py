@@ -204,7 +204,7 @@ def test_ranks_take_what_they_see(
 @pytest.mark.parametrize(
     "settings", [{"precision": "tf32"}, {"batch_norm": "sync", "compile": True}]
 )
-def test_what_only_gpus_have(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_gpus_have(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
     assert choose_device(a_config(), a_world()) == CPU
     with pytest.raises(UserError, match=f"^--{next(iter(settings)).replace('_', '-')} "):

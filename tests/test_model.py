@@ -100,7 +100,7 @@ def test_layers_that_do_more_than_normalise_are_not_replaced() -> None:
     class NormAndActivation(nn.BatchNorm2d):
         pass
 
-    with pytest.raises(UserError, match="--batch-norm sync: .* NormAndActivation does more"):
+    with pytest.raises(UserError, match=r"--batch-norm sync: .* NormAndActivation does more"):
         replace_batch_norm(NormAndActivation(3), nn.SyncBatchNorm, lambda values: values)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
 from recipe.record.checkpoint import finish_checkpoint
+from recipe.record.lines import skipped_line
 from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
@@ -93,7 +95,7 @@ class Session:
 
     def end_step(self, sums: torch.Tensor) -> None:
         self.meter.lap("optimizer")
-        self.progress.end_step(self.per_step, self.meter.train_seconds)
+        self.progress.end_step(self.per_step, self.meter.train_seconds, skipped_steps=0)
         self.meter.end_step(sums, 0.1)
         self.recorder.show_step()
 
@@ -115,6 +117,23 @@ def lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     text = (folder / "metrics.jsonl").read_text()
     assert text == "" or text.endswith("\n")
     return [one for one in map(json.loads, text.splitlines()) if kind in (None, one["kind"])]
+
+
+def test_steps_that_were_left_out_are_said(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(CONFIG, precision="fp16")
+    resumed = Progress(step=7, samples_seen=28, skipped_steps=2)
+    recorder = Session(tmp_path / "run", clock, resumed, config).recorder
+    capsys.readouterr()
+    for skipped in (2, 3, 3):
+        recorder.progress.step += 1
+        recorder.progress.skipped_steps = skipped
+        recorder.show_step()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and re.match("step 9 changed no weight: .* is halved", lines[0])
+    fixed = skipped_line(9, replace(config, loss_scale=128.0))
+    assert fixed.endswith("; choose one below 128")
 
 
 def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launching import ENGINES, SMALL, launch, losses, rarely, read_json, read_lines, run, train
+from test_optimizers import needs_timm
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
@@ -26,15 +27,24 @@ VARIANTS = {
         "--model-ema --model-ema-decay 0.9 --label-smoothing 0.1 --nesterov "
         "--norm-weight-decay 0 --bias-weight-decay 0 --channels-last"
     ),
+    "AdamW": "--optimizer adamw --max-steps 20",
+    "LARS": "--optimizer lars --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --max-steps 8",
+    "LAMB of timm's network": "--optimizer lamb --arch timm:resnet10t --max-steps 4",
     "SyncBatchNorm": "--batch-norm sync --max-steps 8",
-    "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 12",  # leaves out 8 steps
+    "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 10",  # leaves out 8 steps
     "O3": "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 64 --max-steps 6",
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, SYNC, O2, O3, BF16 = VARIANTS
+FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, SYNC, O2, O3, BF16 = VARIANTS
 OFTEN = [WIRE, MANY]
-RARELY = [BUCKETS, SCALING, O3, BF16]  # only in make test-all: BF16 is like FP32 to an engine
+RARELY = [
+    BUCKETS,
+    SCALING,
+    O3,
+    ADAMW,
+    BF16,
+]  # only in make test-all: BF16 is like FP32 to an engine
 
 
 @contextlib.contextmanager
@@ -77,6 +87,8 @@ def check_equal(*folders: Path) -> None:
         # Both engines over both transports.
         *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
         *((variant, DDP, HOROVOD) for variant in [MANY, SYNC, O2]),
+        pytest.param(LAMB, DDP, HOROVOD, marks=needs_timm),
+        pytest.param(LARS, DDP, HOROVOD, marks=[needs_timm, pytest.mark.full]),
         (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         *(rarely(variant, DDP_MPI, HOROVOD) for variant in [MANY, *RARELY]),
         *(rarely(variant, DDP, other) for variant in RARELY for other in [HOROVOD, HOROVOD_GLOO]),
@@ -127,6 +139,7 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
         rarely(DDP, HOROVOD, "--opt-level O2 --model-ema"),
+        rarely(DDP, HOROVOD, "--optimizer adamw"),
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(

@@ -344,6 +344,7 @@ def test_lock_holds_everything_that_pyproject_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     del extras["dali"]  # large, and only for who decodes on GPUs
+    del extras["timm"]  # for its networks and optimizers alone
     wanted = [project["dependencies"], *extras.values()]
     locked: dict[str, list[str]] = {}
     for line in (ROOT / "requirements.lock").read_text().splitlines():

@@ -171,6 +171,7 @@ def fingerprint(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": metadata.version("torchvision"),
+        **({"timm": metadata.version("timm")} if config.uses_timm else {}),
         **work,
     }
 

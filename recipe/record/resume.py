@@ -299,6 +299,11 @@ def _check_fits(
                 f"{name}: holds no moving average of the weights to evaluate; leave out --model-ema"
             )
         return
+    if (then := saved.get("optimizer", "sgd")) != config.optimizer:
+        raise UserError(
+            f"{name}: has the state of --optimizer {then}, and this run has {config.optimizer}; "
+            f"add --optimizer {then}, or start from its weights with --weights"
+        )
     if saved["seed"] != config.seed:
         raise UserError(
             f"{name}: was trained with --seed {saved['seed']}; with another seed some images of "
@@ -357,8 +362,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], nam
             f"{name}: its optimizer state does not fit ({first_line(error)}); check --arch"
         ) from None
     for weight, values in optimizer.state.items():
-        buffer = values.get("momentum_buffer")
-        _check(buffer is None or buffer.shape == weight.shape, "momentum of another shape")
+        for key, value in values.items():
+            fits = value is None or key == "step" or value.shape == weight.shape
+            _check(fits, f"{key} of another shape")
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
 

@@ -65,7 +65,8 @@ def _log_dir(config: Config) -> Path:
 
 
 def _claim(config: Config, world: World, engine: str) -> Path:
-    default = f"{datetime.now():%Y%m%d-%H%M%S}-{engine}-{config.arch}-{world.size}w"
+    arch = config.arch.replace(":", "-")  # of timm:NAME
+    default = f"{datetime.now():%Y%m%d-%H%M%S}-{engine}-{arch}-{world.size}w"
     folder = _log_dir(config) / (config.name or default)
     checkpoints = folder / "checkpoints"
     has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))

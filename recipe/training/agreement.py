@@ -39,6 +39,8 @@ def facts_of(engine: str, config: Config, data: Data, device: torch.device) -> d
     for package in PACKAGES:
         if engine == package or package != "horovod":
             facts[f"{package}'s version"] = metadata.version(package)
+    if config.uses_timm:
+        facts["timm's version"] = metadata.version("timm")
     for name, value in asdict(config).items():
         if FLAGS[name].per_rank == "first":
             facts[spelled(name)] = "given" if value else "not given"

@@ -30,8 +30,10 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, _: bool) -> Any:
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)  # True: fp16, too
 
-    def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if not sum(found.item() for found in state["found_inf_per_device"].values()):
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> float | None:
+        if not sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         self.skipped_steps += 1
         if self.fixed is None and self.get_scale() < LEAST_SCALE:

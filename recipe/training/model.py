@@ -17,6 +17,7 @@ from recipe.config import Config, is_resnet
 from recipe.errors import UserError
 from recipe.training.half_weights import make_half
 from recipe.training.loss_scale import LossScaler
+from recipe.training.optimizers import kind_and_settings
 from recipe.training.sync_batch_norm import SyncBatchNorm
 
 NORMS = (
@@ -30,23 +31,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
-    """Any torchvision classification model with `num_classes` outputs, its weights drawn from
-    --seed.
+    """The network of --arch with `num_classes` outputs, its weights drawn from --seed.
 
     With --pretrained only the rank that may `download` gets the published weights: the engine
     broadcasts them.
     """
-    names = torchvision.models.list_models(module=torchvision.models)
-    if config.arch not in names:
-        close = difflib.get_close_matches(config.arch, names, n=3)
-        raise UserError(
-            f"--arch {config.arch}: torchvision has no such classification model; "
-            + (
-                f"did you mean {', '.join(close)}?"
-                if close
-                else "see torchvision.models.list_models()"
-            )
-        )
+    check_arch(config.arch)
     published = None
     if config.pretrained:
         published = torchvision.models.get_model_weights(config.arch).DEFAULT
@@ -58,9 +48,7 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
             )
     torch.manual_seed(config.seed)
     try:
-        model = torchvision.models.get_model(
-            config.arch, weights=None, num_classes=num_classes, **_settings(config)
-        )
+        model = _new_network(config, num_classes)
     except (AssertionError, ValueError) as error:
         raise UserError(
             f"--arch {config.arch}: cannot be built for images of --train-crop-size "
@@ -80,6 +68,37 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def check_arch(arch: str) -> None:
+    """UserError for a network that its library does not have."""
+    if arch.startswith("timm:"):
+        import timm
+
+        library, listing, name = "timm", "timm.list_models()", arch.removeprefix("timm:")
+        names = timm.list_models()
+        if timm.is_model(name):  # also with the name of published weights, as in resnet50.a1_in1k
+            return
+    else:
+        library, listing, name = "torchvision", "torchvision.models.list_models()", arch
+        names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3)
+        raise UserError(
+            f"--arch {arch}: {library} has no such classification model; "
+            + (f"did you mean {', '.join(close)}?" if close else f"see {listing}")
+        )
+
+
+def _new_network(config: Config, num_classes: int) -> nn.Module:
+    settings = _settings(config)
+    if not config.arch.startswith("timm:"):
+        return torchvision.models.get_model(
+            config.arch, weights=None, num_classes=num_classes, **settings
+        )
+    import timm
+
+    return timm.create_model(config.arch.removeprefix("timm:"), num_classes=num_classes, **settings)
 
 
 def _load_published(
@@ -156,10 +175,11 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
                 torch.func.functional_call(model, state, (images,))
         except NotImplementedError:  # an operation that has no shapes alone: nothing is known
             pass
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # the latter from timm
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
                 f"{option} {size}: --arch {config.arch} cannot take images of {size} pixels "
-                f"({str(error).splitlines()[0]}); choose a larger size, or another network"
+                f"({reason}); choose a larger size, or another network"
             ) from None
     model.train()
     if config.batch_size == 1 and config.batch_norm != "sync" and not config.evaluate:
@@ -186,14 +206,26 @@ def _settings(config: Config) -> dict[str, Any]:
     if config.arch in ("googlenet", "inception_v3"):
         # Their published weights came from TensorFlow, and with it another normalisation.
         return {"aux_logits": False, "transform_input": True, "init_weights": True}
-    if not config.arch.startswith(("vit_", "maxvit")):
+    if not config.arch.startswith(("vit_", "maxvit")) and not _is_fixed_in_size(config.arch):
         return {}
     if size != config.val_crop_size:
         raise UserError(
             f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
             f"and --val-crop-size {config.val_crop_size} the same value"
         )
+    if config.arch.startswith("timm:"):
+        return {"img_size": size}
     return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
+
+
+def _is_fixed_in_size(arch: str) -> bool:
+    """Whether this is a network of timm's that is built for one image size."""
+    if not arch.startswith("timm:"):
+        return False
+    import timm
+
+    published = timm.get_pretrained_cfg(arch.removeprefix("timm:"))
+    return bool(published and published.fixed_input_size)
 
 
 def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -255,19 +287,14 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """SGD; its learning rate is set before every step.
-
-    Fused: one pass over the weights instead of four; on a CPU it takes 0.4 times as long. Not with
-    loss scaling, whose first steps overflow: the fused kernel leaves these out, but takes the
-    momentum that it has not yet written for momentum from then on (torch 2.14.1).
-    """
-    return torch.optim.SGD(
-        parameter_groups(model, config),
-        lr=config.base_lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        fused=config.scales_loss_by == 1,
-    )
+    """The one of --optimizer; its learning rate is set before every step."""
+    kind, settings = kind_and_settings(config, next(model.parameters()).device)
+    try:
+        return kind(parameter_groups(model, config), lr=config.base_lr, **settings)
+    except RuntimeError as error:  # Apex's, which was built without its kernels
+        raise UserError(
+            f"--optimizer {config.optimizer}: {error}; install Apex as docs/recipe.md says"
+        ) from None
 
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager:

@@ -21,7 +21,7 @@ class Progress:
     train_seconds: float = 0.0  # on the training clock, over all the run's sessions
     skipped_steps: int = 0  # of `step`, those that changed no weight: their gradients overflowed
 
-    def end_step(self, num_samples: int, train_seconds: float, skipped_steps: int = 0) -> None:
+    def end_step(self, num_samples: int, train_seconds: float, skipped_steps: int) -> None:
         """Count an optimizer step on `num_samples` images over all ranks; `skipped_steps` have been
         left out so far."""
         self.step += 1

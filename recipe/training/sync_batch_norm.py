@@ -33,8 +33,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         """float [N, C, ...], of `input`'s type."""
         if not self.training:
             return super().forward(input)
-        values = input.float()
-        moments = _over_ranks(self.sum_over_ranks, values.detach(), values.detach().square())
+        values, doubles = input.float(), input.detach().double()
+        moments = _over_ranks(self.sum_over_ranks, doubles, doubles.square())
         mean = moments[0]
         variance = (moments[1] - mean.square()).clamp_(min=0)
         self._keep_statistics(mean, variance, float(moments[2, 0]))
@@ -75,7 +75,7 @@ class _Normalise(torch.autograd.Function):
         return normal
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Of BatchNorm (Ioffe and Szegedy 2015, section 3), with means over all ranks."""
         normal, inverse = context.saved_tensors
         means = _over_ranks(context.sum_over_ranks, gradient, gradient * normal)[:2].float()

@@ -1,0 +1,265 @@
+"""Optimizers beside SGD: their settings, their origin, and what is said where they are missing."""
+
+import importlib.util
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from making import CPU, TinyNet, a_config, a_world
+from torch import nn
+
+from recipe.config import check
+from recipe.data.batches import Data
+from recipe.errors import UserError
+from recipe.record.checkpoint import contents_of
+from recipe.record.resume import restore
+from recipe.training.model import build_model, build_optimizer, build_scaler, replace_batch_norm
+from recipe.training.optimizers import apex_optimizers, kind_and_settings
+from recipe.training.state import Progress, Trainables
+
+needs_timm = pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None,
+    reason="timm is not installed: pip install -e '.[timm]'",
+)
+OPTIMIZERS = [
+    "sgd", "adamw", *(pytest.param(name, marks=needs_timm) for name in ("lars", "lamb"))
+]  # fmt: skip
+DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)
+GPU = torch.device("cuda", 0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    nn.functional.cross_entropy(model(images), torch.arange(8) % 3).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def as_horovod_makes_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Anew, from the groups of weights alone, under a class that is derived from the first."""
+    kind = type(type(optimizer).__name__, (type(optimizer),), {})
+    return kind(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_each_engines_is_the_same(name: Any, precision: Any) -> None:
+    """Gradients a hundred times as long as LAMB clips unless it is told not to."""
+    config = a_config(optimizer=name, precision=precision, wd=0.1, base_lr=0.01)
+    models = []
+    for remake in (lambda optimizer: optimizer, as_horovod_makes_it):
+        torch.manual_seed(0)
+        model = TinyNet()
+        with torch.no_grad():
+            model.head.weight *= 100
+        optimizer = remake(build_optimizer(model, config))
+        before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+        for _ in range(3):
+            step(model, optimizer)
+        models.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+        assert not torch.equal(models[-1], before)
+    assert torch.equal(*models)
+
+
+@needs_timm
+def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
+    config = a_config(
+        optimizer="lars", momentum=0.0, wd=0.1, norm_weight_decay=0.0, bias_weight_decay=0.0,
+        trust_coefficient=0.01,
+    )  # fmt: skip
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizer = build_optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    gradient = torch.arange(6.0).view(2, 3)
+    model.weight.grad, model.bias.grad = gradient.clone(), torch.ones(2)
+    optimizer.step()
+    weight, bias = before
+    ratio = 0.01 * weight.norm() / (gradient.norm() + 0.1 * weight.norm())
+    torch.testing.assert_close(
+        model.weight.detach(), weight - 0.5 * ratio * (gradient + 0.1 * weight)
+    )
+    torch.testing.assert_close(model.bias.detach(), bias - 0.5)
+
+
+@needs_timm
+def test_lambs_first_step_is_as_long_as_the_weight() -> None:
+    """Of which it makes the share of the learning rate, whatever the gradient's length."""
+    for scale in (1.0, 1000.0):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, bias=False)
+        before = model.weight.detach().clone()
+        optimizer = build_optimizer(model, a_config(optimizer="lamb", wd=1e-6, base_lr=0.25))
+        model.weight.grad = scale * torch.tensor([[1.0, 2, 3], [-1, -2, -3]])
+        optimizer.step()
+        moved = (model.weight.detach() - before).norm()
+        assert float(moved / before.norm()) == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resume_is_exact(name: Any) -> None:
+    config = a_config(optimizer=name, arch="tiny", wd=0.1, base_lr=0.01)
+
+    def fresh(seed: int) -> Trainables:
+        torch.manual_seed(seed)
+        model = TinyNet()
+        return Trainables(model, build_optimizer(model, config), build_scaler(config, CPU), None)
+
+    whole, resumed = fresh(0), fresh(1)
+    for _ in range(3):
+        step(whole.model, whole.optimizer)
+    file = io.BytesIO()
+    torch.save(contents_of(whole, Progress(3, 24), config, DATA), file)
+    file.seek(0)
+    contents = torch.load(file, weights_only=True)
+    restore(contents, resumed, config, a_world(), DATA, "c.pt")
+    for parts in (whole, resumed):
+        step(parts.model, parts.optimizer)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+    if name == "adamw":
+        contents["optimizer"]["state"][0]["exp_avg_sq"] = torch.zeros(2)
+        with pytest.raises(UserError, match=r"--resume c.pt: .*exp_avg_sq of another shape"):
+            restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
+    contents["config"]["optimizer"] = "apex-sgd"
+    with pytest.raises(UserError, match=r"add --optimizer apex-sgd, or .* --weights"):
+        restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "lars"}, {"arch": "timm:resnet18"}])
+def test_timm_is_missing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^--(optimizer lars|arch timm:resnet18): needs timm, .*pip"
+    ):
+        check(a_config(**settings), "ddp", 1)
+
+
+@needs_timm
+class TestNetworks:
+    """--arch timm:NAME."""
+
+    def test_it_is_built_from_the_seed(self) -> None:
+        config = a_config(arch="timm:resnet10t", train_crop_size=32, val_crop_size=32)
+        first, second = (build_model(config, 7, download=True) for _ in range(2))
+        assert first(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+        for one, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def test_unknown(self) -> None:
+        with pytest.raises(UserError, match=r"timm has no such .* did you mean resnet50d"):
+            build_model(a_config(arch="timm:resnet5Od"), 7, download=True)
+
+    def test_one_of_a_fixed_size_gets_the_images(self) -> None:
+        config = a_config(
+            arch="timm:vit_tiny_patch16_224", train_crop_size=32, val_crop_size=32
+        )  # fmt: skip
+        model = build_model(config, 7, download=True)
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+        with pytest.raises(UserError, match="works for one image size only"):
+            build_model(replace(config, val_crop_size=48), 7, download=True)
+
+    def test_norms_that_also_activate_are_not_replaced(self) -> None:
+        sizes = {"train_crop_size": 32, "val_crop_size": 32}
+        model = build_model(a_config(arch="timm:efficientnet_b0", **sizes), 7, download=True)
+        with pytest.raises(UserError, match="BatchNormAct2d does more than normalise"):
+            replace_batch_norm(model, nn.SyncBatchNorm, lambda values: values)
+
+
+APEX = {"apex-sgd": "FusedSGD", "apex-adam": "FusedAdam", "apex-lamb": "FusedLAMB"}
+
+
+class StandIn(torch.optim.SGD):
+    """In the place of Apex's: notes how it was made."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **settings: Any) -> None:
+        super().__init__(params, lr=lr)
+        self.settings = settings
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {kind: type(kind, (StandIn,), {}) for kind in APEX.values()}
+    module = SimpleNamespace(**kinds)
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(optimizers=module))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", module)
+
+
+@pytest.mark.usefixtures("apex")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("apex-sgd", {"momentum": 0.7, "nesterov": True}),
+        ("apex-adam", {"betas": (0.8, 0.9)}),
+        ("apex-lamb", {"betas": (0.8, 0.9), "max_grad_norm": float("inf")}),
+    ],
+)
+def test_how_apex_is_called(name: Any, expected: dict[str, Any]) -> None:
+    config = a_config(optimizer=name, momentum=0.7, nesterov=True, betas=(0.8, 0.9))
+    kind, settings = kind_and_settings(config, GPU)
+    made: Any = kind([nn.Parameter(torch.ones(1))], lr=0.5, **settings)
+    assert (type(made).__name__, made.settings) == (APEX[name], expected)
+    remade: Any = as_horovod_makes_it(made)
+    assert remade.settings == {k: v for k, v in expected.items() if k == "max_grad_norm"}
+
+
+@pytest.mark.usefixtures("apex")
+def test_apex_without_a_gpu_or_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_config(optimizer="apex-lamb")
+    with pytest.raises(
+        UserError, match=r"--optimizer apex-lamb: has kernels for GPUs only.* lamb$"
+    ):
+        build_optimizer(TinyNet(), config)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("apex.optimizers.FusedLAMB requires cuda extensions")
+
+    monkeypatch.setattr("recipe.training.model.kind_and_settings", lambda *_: (refuse, {}))
+    with pytest.raises(UserError, match="FusedLAMB requires cuda extensions; install Apex as"):
+        build_optimizer(TinyNet(), config)
+
+
+def test_apex_is_missing_or_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPI has a package of that name that is not NVIDIA's."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    config = a_config(optimizer="apex-adam")
+    if importlib.util.find_spec("apex") is None:
+        with pytest.raises(UserError, match=r"NVIDIA Apex is not installed here.* use adamw$"):
+            apex_optimizers(config, GPU)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("from pyramid_of_another import session")
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=rf"apex in {tmp_path}.* is not NVIDIA's.* pip uninstall"):
+        apex_optimizers(config, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", APEX)
+def test_apex_itself(name: Any) -> None:
+    pytest.importorskip("apex.optimizers", exc_type=ImportError)
+    plain = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[name]
+    if plain == "lamb":
+        pytest.importorskip("timm")
+    weights = []
+    for optimizer in (name, plain):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4).to(GPU)
+        config = a_config(optimizer=optimizer, wd=0.1, base_lr=0.01)
+        built = build_optimizer(model, config)
+        for _ in range(3):
+            model(torch.ones(2, 8, device=GPU)).square().sum().backward()
+            built.step()
+            model.zero_grad()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
