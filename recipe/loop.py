@@ -158,6 +158,19 @@ def prepare(
     return choose_device(config, world)
 
 
+def bind_rpc() -> None:
+    """After `prepare`: have torch.distributed.rpc listen at the interface that Gloo uses, and at no
+    other, for it runs what it is sent. UserError, on several hosts, if none was chosen."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is None:
+        raise UserError(
+            "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
+            "of a network that only your hosts can reach; there are "
+            + ", ".join(psutil.net_if_addrs())
+        )
+    os.environ["TP_SOCKET_IFNAME"] = interface
+
+
 @dataclass
 class _Session:
     """What stays the same from the first step to the last."""

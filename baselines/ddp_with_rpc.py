@@ -1,0 +1,230 @@
+"""A hybrid: the network's trunk is trained by DDP, its last layer lives on a parameter server.
+
+    torchrun --nproc-per-node 3 baselines/ddp_with_rpc.py
+
+The last rank is the server, the others are trainers. A trainer computes the features of its images,
+and calls the server for the last layer's output by RPC. Distributed autograd notes the call, and
+its backward pass goes through the server and back: there it leaves the layer's gradient, here DDP
+averages the trunk's among the trainers as usual. At the end of a step the server has one gradient
+of each trainer. It averages them too, and makes one update.
+
+Use it where one layer is too large for each worker and most of its values are of no use to a batch:
+the embeddings of recommender systems and language models, or a classifier of millions of classes.
+The features travel instead of that layer's gradients.
+
+It costs a rank that does not train, and a trainer waits for the server in the middle of each step.
+For a layer as small as ImageNet's classifier plain DDP is faster.
+
+RPC pickles what it sends, so whoever reaches its ports can run any code. It listens at the loopback
+interface on one host, and else at the one that GLOO_SOCKET_IFNAME names.
+
+With two trainers the weights are bit-equal to those of ddp_train/train.py with two workers, and
+with one to single_process.py. With more, only the order of additions in the last layer is another.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import UserError, one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "ddp_with_rpc"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from threading import Lock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import autograd, rpc
+from torch.nn.parallel import DistributedDataParallel
+
+from recipe.loop import Parts, Rung, bind_rpc, prepare, train
+from recipe.training.metrics import Sums, batch_sums
+from recipe.training.model import build_optimizer
+
+LACKS = (
+    "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "batches_per_allreduce",
+    "compile",
+)  # fmt: skip
+
+
+# -- On the server ---------------------------------------------------------------------------------
+class Server:
+    """The last layer, and what changes it."""
+
+    def __init__(self, head: nn.Linear, optimizer: torch.optim.Optimizer, trainers: int) -> None:
+        self.head, self.optimizer, self.trainers = head, optimizer, trainers
+        self.lock = Lock()  # each call comes in a thread of its own
+        self.contexts: dict[int, int] = {}  # of this step, by trainer: where their gradients are
+        self.done: torch.futures.Future = torch.futures.Future()  # when the step is
+
+    def take(self, trainer: int, context: int, rate: float) -> torch.futures.Future:
+        """Note where a trainer's gradients are, and make the update if all trainers' are there."""
+        self.contexts[trainer] = context
+        done = self.done
+        if len(self.contexts) == self.trainers:
+            # In one order, whoever came first: the sum has the same bits in each run.
+            gradients = [autograd.get_gradients(self.contexts[n]) for n in range(self.trainers)]
+            for weight in self.head.parameters():
+                weight.grad = sum(of_one[weight] / self.trainers for of_one in gradients)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.contexts.clear()
+            self.done = torch.futures.Future()
+            done.set_result(None)
+        return done
+
+
+def begin(*arguments: object) -> None:
+    """Become the server of what a trainer sends."""
+    global server
+    server = Server(*arguments)
+
+
+def classify(features: torch.Tensor) -> torch.Tensor:
+    """The last layer's output [N, classes]."""
+    return server.head(features)
+
+
+@rpc.functions.async_execution
+def update_head(*arguments: object) -> torch.futures.Future:
+    """Done when `Server.take` has a call of each trainer."""
+    with server.lock:
+        return server.take(*arguments)
+
+
+def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A copy of the last layer and its momentum, for whoever asks by RPC."""
+    return server.head, server.optimizer
+
+
+# -- On the trainers -------------------------------------------------------------------------------
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+class Trainer:
+    """What a trainer does together with the server."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world, self.server = config, world, f"rank{world.size}"
+        self.step = ExitStack()
+
+    def distribute(self, parts: Parts) -> None:
+        """Send the last layer to the server; let DDP train the others."""
+        model, state = parts.model, parts.optimizer.state
+        if not isinstance(getattr(model, "fc", None), nn.Linear):
+            raise UserError(
+                f"--arch {self.config.arch}: this script takes a network's layer `fc` apart, which "
+                "it lacks; choose a resnet, regnet or shufflenet"
+            )
+        if self.world.is_first:
+            optimizer = build_optimizer(model.fc, self.config)
+            optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)
+            rpc.rpc_sync(self.server, begin, args=(model.fc, optimizer, self.world.size))
+        trunk = copy.copy(model)  # of the same layers
+        trunk._modules = {**model._modules, "fc": nn.Identity()}
+        self.weights = list(trunk.parameters())
+        parts.network = DistributedDataParallel(trunk)
+        parts.network.broadcast_buffers = (
+            False  # BatchNorm's statistics travel as --batch-norm says
+        )
+
+    def forward_backward(
+        self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+    ) -> Sums:
+        """The trunk here, the last layer there, and back; gradients stay in the step's context."""
+        self.context = self.step.enter_context(autograd.context())
+        outputs = rpc.rpc_sync(self.server, classify, args=(parts.network(images),))
+        loss = parts.criterion(outputs, targets)
+        sums = batch_sums(outputs, targets, loss)
+        lap("forward")
+        autograd.backward(self.context, [loss])
+        return sums
+
+    def update(self, parts: Parts, rate: float) -> None:
+        """Update the trunk here while the server updates the last layer."""
+        with self.step:  # at its end all forget the context
+            arguments = (self.world.rank, self.context, rate)
+            done = rpc.rpc_async(self.server, update_head, args=arguments)
+            gradients = autograd.get_gradients(self.context)
+            for weight in self.weights:
+                weight.grad = gradients[weight]
+            for group in parts.optimizer.param_groups:
+                group["lr"] = rate
+            parts.optimizer.step()  # without the last layer, which has no gradient here
+            parts.model.zero_grad()
+            done.wait()
+
+    def whole(self, parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The network with the server's last layer, and its momentum."""
+        head, optimizer = rpc.rpc_sync(self.server, head_and_optimizer)
+        for mine, theirs in zip(parts.model.fc.parameters(), head.parameters(), strict=True):
+            mine.data.copy_(theirs.data)
+            parts.optimizer.state[mine] = optimizer.state[theirs]
+        return parts.model, parts.optimizer
+
+    def run(self, device: torch.device) -> None:
+        """Train."""
+        timeout = timedelta(seconds=engine_timeout(self.config.stall_timeout))
+        rank, size = self.world.rank, self.world.size
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+
+        rung = Rung(
+            name=ENGINE,
+            transport="Gloo",
+            sum_over_ranks=sum_over_ranks,
+            from_rank_0=from_rank_0,
+            distribute=self.distribute,
+            forward_backward=self.forward_backward,
+            update=self.update,
+            whole=self.whole,
+        )
+        train(self.config, self.world, device, rung)
+        dist.destroy_process_group()
+
+
+def main(config: Config, world: World) -> None:
+    """Train, or serve, as `config` says. Every rank calls this."""
+    device = prepare(config, world, LACKS)
+    if world.size < 2:
+        raise UserError("1 rank: the last one only serves; start at least 2")
+    if device.type != "cpu":
+        raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
+    bind_rpc()
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
+    patience = engine_timeout(config.stall_timeout)
+    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=patience)
+    rpc.init_rpc(
+        f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
+    )
+    trainers = world.size - 1
+    if world.rank < trainers:
+        place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+        Trainer(config, place).run(device)
+    rpc.shutdown()  # which waits for the others
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

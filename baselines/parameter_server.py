@@ -1,0 +1,228 @@
+"""A parameter server: one rank holds the weights, the others train and send it their gradients.
+
+    torchrun --nproc-per-node 3 baselines/parameter_server.py
+    torchrun --nproc-per-node 3 baselines/parameter_server.py --synchronous
+
+The last rank is the server, the others are trainers. After its backward pass a trainer pushes its
+gradients, and the answer is the weights as they are then. Normally the server applies each push at
+once, at the learning rate divided by the number of trainers (Dean et al. 2012, DistBelief): nobody
+waits for another. But the pushes of others come in between, so gradients are of weights that are a
+few updates old. The server counts this staleness, and the run prints it at its end. With
+--synchronous it waits for one push of each trainer, averages them, makes one update, and then
+answers all. That is what torch's `async_execution` is for: a call returns a future, and no thread
+of the server's waits for it.
+
+Use it where workers differ in speed: a slow one holds up nobody, within --log-interval steps, after
+which all meet to write their metrics. Among equal workers an all-reduce does better.
+
+It costs a rank that does not train. And the server's link is the bottleneck: in each step it takes
+4 bytes a weight from each trainer, and sends as many back to each. In a ring each rank sends less
+than 8 bytes a weight, however many ranks there are.
+
+RPC pickles what it sends, so whoever reaches its ports can run any code. It listens at the loopback
+interface on one host, and else at the one that GLOO_SOCKET_IFNAME names.
+
+With --synchronous and two trainers the weights are bit-equal to those of ddp_train/train.py with
+two workers, and with one trainer to single_process.py; with more, only the order of additions is
+another one than DDP's. Without it they depend on who comes first, and differ from run to run.
+"""
+
+import sys
+
+from recipe.config import Config, parse_args
+from recipe.errors import UserError, one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE, SYNCHRONOUS = "parameter_server", "--synchronous"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
+    keep_watch(world, config.stall_timeout)
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from threading import Lock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+from torch.nn.utils import parameters_to_vector
+from torch.optim import Optimizer
+
+from recipe.loop import Parts, Rung, bind_rpc, prepare, train
+
+LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
+Answer = tuple[int, torch.Tensor]  # how many updates the weights have had, and all of them: [n]
+
+
+def shaped(values: torch.Tensor, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    """`values` [n] in pieces of the shapes of `weights`."""
+    pieces = values.split([weight.numel() for weight in weights])
+    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
+
+
+# -- On the server ---------------------------------------------------------------------------------
+class Server:
+    """The weights, and what changes them. An update takes the pushes of `group` trainers."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, trainers: int, group: int) -> None:
+        self.weights, self.optimizer = list(model.parameters()), optimizer
+        self.trainers, self.group = trainers, group
+        self.lock = Lock()  # each call comes in a thread of its own
+        self.version = 0  # updates so far
+        self.staleness: Counter[int] = Counter()  # updates since the weights that were pushed for
+        self.pushed: dict[int, torch.Tensor] = {}  # for the coming update, by trainer
+        self.coming: torch.futures.Future = torch.futures.Future()  # its answer
+
+    def answer(self) -> Answer:
+        """The weights as they are now."""
+        return self.version, parameters_to_vector(self.weights).detach()
+
+    def take(
+        self, trainer: int, version: int, gradients: torch.Tensor, rate: float
+    ) -> torch.futures.Future:
+        """Add gradients to those of the coming update, and make it if they are all there."""
+        coming = self.coming
+        self.staleness[self.version - version] += 1
+        self.pushed[trainer] = gradients
+        if len(self.pushed) == self.group:
+            # In one order, whoever came first: the sum has the same bits in each run.
+            mean = sum(self.pushed[trainer] / self.group for trainer in sorted(self.pushed))
+            for weight, gradient in zip(self.weights, shaped(mean, self.weights), strict=True):
+                weight.grad = gradient
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * self.group / self.trainers
+            self.optimizer.step()
+            self.version += 1
+            self.pushed.clear()
+            self.coming = torch.futures.Future()
+            coming.set_result(self.answer())
+        return coming
+
+
+def begin(*arguments: object) -> None:
+    """Become the server of what a trainer sends."""
+    global server
+    server = Server(*arguments)
+
+
+@rpc.functions.async_execution
+def push(*arguments: object) -> torch.futures.Future:
+    """What `Server.take` answers, once it does."""
+    with server.lock:
+        return server.take(*arguments)
+
+
+def pull() -> tuple[Answer, dict, Counter[int]]:
+    """The weights, the optimizer's state, and the staleness so far."""
+    with server.lock:
+        return server.answer(), server.optimizer.state_dict(), server.staleness
+
+
+# -- On the trainers -------------------------------------------------------------------------------
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+class Trainer:
+    """What a trainer does by the server instead of by itself."""
+
+    def __init__(self, config: Config, world: World, is_synchronous: bool) -> None:
+        self.config, self.world, self.is_synchronous = config, world, is_synchronous
+        self.server, self.version = f"rank{world.size}", 0
+
+    def distribute(self, parts: Parts) -> None:
+        """Rank 0 sends the server all that it needs."""
+        self.weights, trainers = list(parts.model.parameters()), self.world.size
+        if self.world.is_first:
+            group = trainers if self.is_synchronous else 1
+            arguments = (parts.model, parts.optimizer, trainers, group)
+            rpc.rpc_sync(self.server, begin, args=arguments)
+        dist.barrier()
+
+    def update(self, parts: Parts, rate: float) -> None:
+        """Push this step's gradients, and take the weights that come back."""
+        gradients = parameters_to_vector([weight.grad for weight in self.weights])
+        arguments = (self.world.rank, self.version, gradients, rate)
+        self.take(rpc.rpc_sync(self.server, push, args=arguments))
+        parts.model.zero_grad()
+
+    def take(self, answer: Answer) -> None:
+        """Train on from these weights."""
+        self.version, values = answer
+        for weight, value in zip(self.weights, shaped(values, self.weights), strict=True):
+            weight.data.copy_(value)
+
+    def whole(self, parts: Parts) -> tuple[nn.Module, Optimizer]:
+        """The server's weights after all pushes so far, on each trainer."""
+        dist.barrier()
+        answer, state, self.staleness = rpc.rpc_sync(self.server, pull)
+        self.take(answer)
+        parts.optimizer.load_state_dict(state)
+        dist.barrier()  # before one of them pushes again
+        return parts.model, parts.optimizer
+
+    def run(self, device: torch.device) -> None:
+        """Train."""
+        timeout = timedelta(seconds=engine_timeout(self.config.stall_timeout))
+        rank, size = self.world.rank, self.world.size
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+
+        rung = Rung(
+            name=ENGINE,
+            transport="TensorPipe",
+            sum_over_ranks=sum_over_ranks,
+            from_rank_0=from_rank_0,
+            distribute=self.distribute,
+            update=self.update,
+            whole=self.whole,
+        )
+        train(self.config, self.world, device, rung)
+        if self.world.is_first and self.staleness:
+            pushes = self.staleness.total()
+            mean = sum(age * count for age, count in self.staleness.items()) / pushes
+            largest = max(self.staleness)
+            print(
+                f"staleness: {mean:.2f} updates in the mean of {pushes} pushes, {largest} at most"
+            )
+        dist.destroy_process_group()
+
+
+def main(config: Config, world: World) -> None:
+    """Train, or serve, as `config` says. Every rank calls this."""
+    device = prepare(config, world, LACKS)
+    if world.size < 2:
+        raise UserError("1 rank: the last one only serves; start at least 2")
+    if device.type != "cpu":
+        raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
+    bind_rpc()
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
+    patience = engine_timeout(config.stall_timeout)
+    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=patience)
+    rpc.init_rpc(
+        f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
+    )
+    trainers = world.size - 1
+    if world.rank < trainers:
+        place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+        Trainer(config, place, SYNCHRONOUS in sys.argv).run(device)
+    rpc.shutdown()  # which waits for the others
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

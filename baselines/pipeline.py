@@ -1,0 +1,196 @@
+"""Pipeline parallelism: the network is cut into one stage a rank, and micro-batches flow through.
+
+    torchrun --nproc-per-node 2 baselines/pipeline.py --batch-size 10 --batches-per-allreduce 4
+
+Each rank computes its own layers: it gets activations from the rank before it, and gradients from
+the one after it. A step has as many micro-batches as --batches-per-allreduce says, of --batch-size
+images each, so that the stages can work at the same time. The schedule is 1F1B, one forward and one
+backward in turn (Narayanan et al. 2021, arXiv 2104.04473): a stage holds the activations of no more
+micro-batches than there are stages.
+
+Use it for a network that does not fit into one device, or where links are too slow to exchange all
+gradients: only activations and their gradients travel, where the network is cut.
+
+It costs the bubble: a stage has nothing to do while the pipeline fills and drains. With p equal
+stages, m micro-batches, and messages that take no time, that is the share (p - 1) / (m + p - 1) of
+a step (Huang et al. 2019, arXiv 1811.06965). The run measures its own share and prints both. Each
+rank also reads all images and holds all weights, for validation. Gradients, momentum and
+activations are those of its stage alone; rank 0, which writes checkpoints, has all momentum.
+
+Weights are bit-equal to single_process.py with the same flags, BatchNorm included: it adds up the
+gradients of the same micro-batches in the same order. They differ from those of one large batch:
+there BatchNorm normalises by all images. Without BatchNorm (or dropout, which each stage draws by
+itself) only the order of additions differs.
+"""
+
+from recipe.config import Config, is_resnet, parse_args
+from recipe.errors import UserError, one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "pipeline"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from recipe.loop import Parts, Rung, prepare, train
+from recipe.training.metrics import Sums, batch_sums
+
+LACKS = (
+    "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
+    "compile",
+)  # fmt: skip
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+def blocks_of(resnet: Any) -> list[nn.Module]:
+    """A ResNet's blocks, each of which takes what the one before it returns; the first layers
+    belong to the first block, and the classifier to the last."""
+    blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
+    stem = [resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool]
+    blocks[0] = nn.Sequential(*stem, blocks[0])
+    blocks[-1] = nn.Sequential(blocks[-1], resnet.avgpool, nn.Flatten(1), resnet.fc)
+    return blocks
+
+
+class Pipeline:
+    """The stages, of which this rank computes one."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
+        self.seconds = self.busy_seconds = 0.0  # of all steps; of this rank's computation in them
+
+    def distribute(self, parts: Parts) -> None:
+        """Cut the network into stages of as many blocks each: a ResNet's blocks cost about the
+        same."""
+        rank, stages, blocks = self.world.rank, self.world.size, blocks_of(parts.model)
+        if stages > len(blocks):
+            raise UserError(f"{stages} ranks: this network has {len(blocks)} blocks; start fewer")
+        ends = [len(blocks) * stage // stages for stage in range(stages + 1)]
+        self.stages = [nn.Sequential(*blocks[begin:end]) for begin, end in pairwise(ends)]
+        parts.network = self.stages[rank]
+        size, count = self.config.train_crop_size, self.config.batches_per_allreduce
+        passed = [torch.empty(self.config.batch_size, 3, size, size, device="meta")]
+        for stage in copy.deepcopy(self.stages):  # what travels, as shapes without values
+            passed.append(stage.to("meta")(passed[-1]))
+
+        def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = parts.criterion(outputs, targets)
+            self.sums += batch_sums(outputs, targets, loss)
+            return loss / count
+
+        own = PipelineStage(parts.network, rank, stages, parts.device, *passed[rank : rank + 2])
+        own.forward_one_chunk = self.timed(own.forward_one_chunk)
+        own.backward_one_chunk = self.timed(own.backward_one_chunk)
+        self.schedule = Schedule1F1B(own, count, loss_of, scale_grads=False)
+
+    def timed(self, compute: Callable) -> Callable:
+        """`compute`, which adds up its seconds."""
+
+        def timed_compute(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = compute(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.busy_seconds += time.perf_counter() - started
+            return result
+
+        return timed_compute
+
+    def forward_backward(
+        self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+    ) -> Sums:
+        """Let all micro-batches flow through, once the step's last is there; the last stage knows
+        the metrics."""
+        self.waiting.append((images, targets))
+        self.sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
+        if sends:
+            started = time.perf_counter()
+            all_images, all_targets = map(torch.cat, zip(*self.waiting, strict=True))
+            given = [all_images] if self.world.rank == 0 else []
+            is_last = self.world.rank == self.world.size - 1
+            self.schedule.step(*given, target=all_targets if is_last else None)
+            self.waiting.clear()
+            self.seconds += time.perf_counter() - started
+        return self.sums
+
+    def whole(self, parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """All weights on each rank, from the rank that trains them, and all momentum on rank 0."""
+        state = parts.optimizer.state
+        has_momentum = any("momentum_buffer" in state[w] for w in parts.network.parameters())
+        for owner, layers in enumerate(self.stages):
+            for values in [*layers.parameters(), *layers.buffers()]:
+                dist.broadcast(values.detach(), owner)
+            for weight in layers.parameters() if has_momentum else ():
+                is_own = owner == self.world.rank
+                momentum = state[weight]["momentum_buffer"] if is_own else torch.empty_like(weight)
+                dist.broadcast(momentum, owner)
+                if self.world.is_first:
+                    state[weight]["momentum_buffer"] = momentum
+        return parts.model, parts.optimizer
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says. Every rank calls this."""
+    device = prepare(config, world, LACKS)
+    stages, count = world.size, config.batches_per_allreduce
+    if not is_resnet(config.arch):
+        raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
+    if count < stages:
+        raise UserError(
+            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs one "
+            f"a stage; give {stages} or more, and a smaller --batch-size"
+        )
+    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
+    pipeline = Pipeline(config, world)
+    rung = Rung(
+        name=ENGINE,
+        transport="NCCL" if device.type == "cuda" else "Gloo",
+        sum_over_ranks=sum_over_ranks,
+        from_rank_0=from_rank_0,
+        distribute=pipeline.distribute,
+        forward_backward=pipeline.forward_backward,
+        whole=pipeline.whole,
+        readers=replace(world, rank=0, size=1),
+    )
+    train(config, world, device, rung)
+    if pipeline.seconds:
+        busy = torch.tensor([pipeline.busy_seconds / pipeline.seconds])
+        bubble = 1 - float(sum_over_ranks(busy)) / stages
+        formula = (stages - 1) / (count + stages - 1)
+        if world.is_first:
+            print(f"bubble: {bubble:.2f} of the steps; {formula:.2f} if the stages were equal")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)
