@@ -7,7 +7,7 @@ baselines/single_process.py, bit by bit.
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,11 +54,12 @@ from recipe.training.state import Progress, Trainables
 from recipe.training.validation import Collective, align_batch_norm, validate
 from recipe.world import World
 
-# Settings that no rung has: they belong to one of the engines, or measure its exchange.
+# Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
+# Config; with a value, only that is meant.
 ENGINES_OWN = (
-    "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
-    "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "ablation_steps",
-    "tensor_steps", "profile_steps",
+    "transport mpi", "batch_norm sync", "wire_format", "gradient_predivide_factor", "use_adasum",
+    "knobs", "bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph",
+    "num_groups", "ablation_steps", "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
@@ -68,6 +69,8 @@ class Parts:
 
     config: Config
     device: torch.device
+    data: Data
+    progress: Progress
     model: nn.Module  # as one process has it
     network: nn.Module  # what the forward pass calls: the model, or what a rung makes of it
     optimizer: Any
@@ -135,18 +138,13 @@ def prepare(
     config: Config, world: World, lacks: tuple[str, ...] = (), launcher: str = "torchrun"
 ) -> torch.device:
     """This rank's device, and variables that torch's process groups read; call it before one is
-    made. UserError for settings that no rung has, for those that this one `lacks` (fields of
-    Config), and if another `launcher` started this process."""
+    made. UserError for settings that no rung has, for those that this one `lacks` (as
+    in ENGINES_OWN), and if another `launcher` started this process."""
     default = Config()
-    given = {
-        f"{spelled(name)} {getattr(config, name)}": getattr(config, name) != getattr(default, name)
-        for name in (*ENGINES_OWN, *lacks)
-    }
-    given["--transport mpi"] = config.transport == "mpi"
-    given["--batch-norm sync"] = config.batch_norm == "sync"
-    for flag, is_given in given.items():
-        if is_given:
-            raise UserError(f"{flag}: this script has no such thing; leave it out")
+    for name, _, value in (words.partition(" ") for words in (*ENGINES_OWN, *lacks)):
+        given = getattr(config, name)
+        if str(given) == value if value else given != getattr(default, name):
+            raise UserError(f"{spelled(name)} {given}: this script has no such thing; leave it out")
     if world.launcher != launcher:
         by = {"none": "python"}
         raise UserError(
@@ -171,6 +169,16 @@ def bind_rpc() -> None:
     os.environ["TP_SOCKET_IFNAME"] = interface
 
 
+def show_memory(world: World, rung: Rung, what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Print how much memory these tensors, of sharded ones this rank's part, take on each rank."""
+    parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
+    own = sum(part.nbytes for part in parts)
+    ranks = rung.sum_over_ranks(own_row(world, torch.tensor([own]))).flatten() / 1e6
+    if world.is_first:
+        each = ", ".join(f"rank {rank} {size:.2f} MB" for rank, size in enumerate(ranks.tolist()))
+        print(f"memory of the {what}: {each}")
+
+
 @dataclass
 class _Session:
     """What stays the same from the first step to the last."""
@@ -179,20 +187,13 @@ class _Session:
     world: World
     readers: World
     rung: Rung
-    data: Data
     parts: Parts
     folder: Path
-    progress: Progress
     meter: StepMeter
     recorder: Recorder
     workers: int
     work: dict[str, Any]  # the fingerprint
     lr_scale: int
-
-    def trainables(self) -> Trainables:
-        """Everything that training changes, whole; every rank calls this."""
-        model, optimizer = self.rung.whole(self.parts)
-        return Trainables(model, optimizer, self.parts.scaler, self.parts.ema)
 
 
 def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _Session:
@@ -220,7 +221,7 @@ def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _S
     progress = resume(kept, config, world, data, folder, rung.from_rank_0)
     lr_scale = config.batches_per_allreduce * readers.size
     work = fingerprint(config, readers, data, model, device, threads, lr_scale)
-    parts = Parts(config, device, model, model, optimizer, scaler, ema, criterion)
+    parts = Parts(config, device, data, progress, model, model, optimizer, scaler, ema, criterion)
     rung.distribute(parts)
 
     environment = describe(world, rung.name, rung.transport, device, threads, cores)
@@ -228,16 +229,15 @@ def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _S
     recorder = Recorder(config, reporting, data, folder, progress, environment)
     meter = StepMeter(config, readers, device, data, progress, workers)
     return _Session(
-        config, world, readers, rung, data, parts, folder, progress, meter, recorder, workers,
-        work, lr_scale,
+        config, world, readers, rung, parts, folder, meter, recorder, workers, work, lr_scale,
     )  # fmt: skip
 
 
 def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
     """One step: its metrics on this rank, and its learning rate."""
     config, parts, meter = session.config, session.parts, session.meter
-    seed_step(config, session.progress.step, session.readers.rank)
-    epoch = session.progress.samples_seen / session.data.num_train
+    seed_step(config, parts.progress.step, session.readers.rank)
+    epoch = parts.progress.samples_seen / parts.data.num_train
     rate = learning_rate(config, epoch, session.lr_scale)
     sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
@@ -253,27 +253,33 @@ def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
     return sums, rate
 
 
-def _validate(session: _Session, epoch: int) -> dict[str, float]:
+def _whole(session: _Session) -> Trainables:
+    """Everything that training changes, as one process has it; every rank calls this."""
+    model, optimizer = session.rung.whole(session.parts)
+    return Trainables(model, optimizer, session.parts.scaler, session.parts.ema)
+
+
+def _validate(session: _Session, trained: Trainables, epoch: int) -> dict[str, float]:
     """The figures of the better of model and moving average, on all validation images."""
-    config, progress, rung = session.config, session.progress, session.rung
+    config, parts, rung = session.config, session.parts, session.rung
     evaluations = validate(
-        session.trainables(), config, session.world, session.data, session.parts.device,
-        session.workers, rung.sum_over_ranks, rung.from_rank_0,
+        trained, config, session.world, parts.data, parts.device, session.workers,
+        rung.sum_over_ranks, rung.from_rank_0,
     )  # fmt: skip
-    check_evaluations(evaluations, progress.step, config, session.meter.first_step)
-    progress.train_seconds = session.meter.train_seconds
+    check_evaluations(evaluations, parts.progress.step, config, session.meter.first_step)
+    parts.progress.train_seconds = session.meter.train_seconds
     return session.recorder.write_evaluations(epoch, evaluations)
 
 
-def _keep(session: _Session, figures: dict[str, float]) -> None:
+def _keep(session: _Session, trained: Trainables, figures: dict[str, float]) -> None:
     """Keep a checkpoint."""
-    config, world, rung, progress = session.config, session.world, session.rung, session.progress
-    kept = session.trainables()
-    align_batch_norm(kept.model, config, world, rung.sum_over_ranks, rung.from_rank_0)
-    check_same_weights(kept.model, progress.step, world, rung.sum_over_ranks)
-    is_best = progress.take_best(figures)
+    config, world, rung = session.config, session.world, session.rung
+    progress = session.parts.progress
+    align_batch_norm(trained.model, config, world, rung.sum_over_ranks, rung.from_rank_0)
+    check_same_weights(trained.model, progress.step, world, rung.sum_over_ranks)
+    is_best, data = progress.take_best(figures), session.parts.data
     keep_checkpoint(
-        kept, progress, config, world, session.data, session.folder, is_best, rung.sum_over_ranks
+        trained, progress, config, world, data, session.folder, is_best, rung.sum_over_ranks
     )
 
 
@@ -281,8 +287,8 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
     """Train, or only evaluate, as `config` says, and write the run folder; what was trained. Every
     rank that trains calls this."""
     session = _begin(config, world, device, rung)
-    data, progress, meter = session.data, session.progress, session.meter
-    parts, recorder, sum_over_ranks = session.parts, session.recorder, rung.sum_over_ranks
+    parts, meter, recorder = session.parts, session.meter, session.recorder
+    data, progress, sum_over_ranks = parts.data, parts.progress, rung.sum_over_ranks
     start, step_samples = progress.samples_seen, samples_per_step(config, session.readers)
     steps_left = remaining_steps(config, session.readers, data, progress.step, start)
     stop = start + step_samples * steps_left
@@ -290,7 +296,10 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
         data, config, session.readers, device, session.workers, start, stop, meter.input
     )
     finished, stopped = start == stop, False
-    figures = _validate(session, start // data.num_train) if finished else {}
+    figures: dict[str, float] = {}
+    if finished:
+        trained = _whole(session)
+        figures = _validate(session, trained, start // data.num_train)
     recorder.open_bar()
     meter.start()
     parts.network.train()
@@ -309,20 +318,25 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
             recorder.write_steps(steps)
             check_steps(steps, meter.first_step)
             stopped = stop_is_asked(session.folder, world, rung.from_rank_0)
+        if save or stopped:
+            trained = _whole(session)
         if epoch_ended or finished:
             meter.energy.stop()  # an evaluation follows
             if epoch_ended:
                 recorder.write_epoch(epoch)
-            figures = _validate(session, epoch)
+            figures = _validate(session, trained, epoch)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
-            _keep(session, figures)
+            _keep(session, trained, figures)
+            if not finished:
+                del trained  # which may be a copy
         meter.restart()
 
     if finished:
-        model = session.trainables().model
-        usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
-        summary = summarize(recorder.environment, session.work, meter, figures, usage, model)
+        usage = sum_over_ranks(own_row(world, usage_row(meter, trained.model, device)))
+        summary = summarize(
+            recorder.environment, session.work, meter, figures, usage, trained.model
+        )
     finish_checkpoint()
     recorder.close(summary) if finished else recorder.stop()
     return parts

@@ -14,6 +14,7 @@ from making import TinyNet, a_config, a_world
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from baselines.model_parallel import split
 from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
 from recipe.training.metrics import batch_sums, evaluate
@@ -154,3 +155,29 @@ def test_the_optimizer_steps_there() -> None:
     optimizer.step()
     momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
     assert on_gpu(*model.parameters(), *momenta)
+
+
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """What Module.to does, which fake weights do not let be done in place."""
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            part._parameters[name] = nn.Parameter(weight.detach().to(device))
+        for name, values in part.named_buffers(recurse=False):
+            part._buffers[name] = values.to(device)
+    return module
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_network_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """baselines/model_parallel.py: what passes from one to the other is moved, and comes back."""
+    config = a_config(arch="resnet18", train_crop_size=32, val_crop_size=32)
+    with CUDA:
+        model = build_model(config, 10, download=False)
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(nn.Module, "to", moved)
+    split(model, CUDA, second)
+    devices = [weight.device for weight in model.parameters()]
+    assert devices == sorted(devices, key=str)
+    assert {CUDA, second} == set(devices)
+    assert model(torch.zeros(2, 3, 32, 32, device=CUDA)).device == CUDA
+    align_batch_norm(model, config, a_world(size=2), torch.clone, torch.clone)

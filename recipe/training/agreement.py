@@ -100,7 +100,8 @@ def check_same_weights(
         weight.detach().contiguous().view(-1).view(BITS[weight.dtype]).sum(dtype=torch.int64)
         for weight in model.parameters()
     ]
-    digest = hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).digest()
+    together = torch.stack([one.to(sums[0].device) for one in sums])  # of a network on two GPUs
+    digest = hashlib.sha256(together.cpu().numpy().tobytes()).digest()
     digests = [f"digest {row[:6].hex()}" for row in gather(digest, world, sum_over_ranks)]
     if len(set(digests)) > 1:
         raise UserError(

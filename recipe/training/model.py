@@ -340,7 +340,9 @@ def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
     """All BatchNorm statistics as one vector, for the ranks to exchange in one message; written
     back at the end."""
     buffers = batch_norm_buffers(model)
-    flat = torch.cat([buffer.flatten() for buffer in buffers]) if buffers else torch.zeros(1)
+    flat = torch.zeros(1)
+    if buffers:  # of a network on two GPUs they are on both
+        flat = torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
     yield flat
     for buffer, values in zip(
         buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)

@@ -1,0 +1,124 @@
+"""Everything sharded: fully_shard (FSDP), each rank holds 1/N of weights, gradients and optimizer.
+
+    torchrun --nproc-per-node 2 baselines/fsdp.py
+
+Each Sequential of the network (of a ResNet its layers 1 to 4) is a group; the rest is one more.
+Before a group computes, the ranks gather its weights from each other; afterwards they drop what is
+not theirs. In the backward pass they gather again, and each rank gets the average of that part of
+the gradients whose weights it holds. The optimizer sees its rank's part alone. The script prints
+what each rank holds.
+
+Use it where a network does not fit a GPU with its gradients and its optimizer. It costs half as
+many bytes again as DDP: weights are gathered twice and gradients sent once, where DDP's all-reduce
+sends as much as two of these. A network that fits is as a rule faster under DDP.
+
+A checkpoint is made whole: it is the same file as the trainers', and each can go on from the
+other's. Here every rank has the whole network on its device while it is evaluated or kept; what
+does not fit even so needs torch.distributed.checkpoint, and an evaluation in shards.
+
+The weights are those of ddp_train but for rounding. torch's fused SGD does not take sharded
+weights, and the plain one rounds more often (torch 2.14.1). Also, with more than two ranks the
+gradients may be added up in another order, and --clip-grad-norm adds up the norm in parts.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "fsdp"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from recipe.loop import Parts, Rung, prepare, show_memory, train
+from recipe.training.model import build_model, build_optimizer
+
+# An average of sharded weights, loss scaling and compiled blocks would each need code of their own.
+LACKS = ("model_ema", "precision fp16", "compile")
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+def distribute(parts: Parts) -> None:
+    """Shard the network, which becomes another one in place, and a checkpoint's momentum."""
+    kept = parts.optimizer.state_dict()["state"]
+    mesh = init_device_mesh(parts.device.type, (dist.get_world_size(),))
+    for child in parts.model.children():
+        if isinstance(child, nn.Sequential):
+            fully_shard(child, mesh=mesh)
+    fully_shard(parts.model, mesh=mesh)
+    parts.optimizer = build_optimizer(parts.model, parts.config)
+    for group in parts.optimizer.param_groups:
+        group["fused"] = False  # it does not take sharded weights
+    weights = [weight for group in parts.optimizer.param_groups for weight in group["params"]]
+    for number, state in kept.items():
+        weight = weights[number]
+        for name, value in state.items():
+            shard = distribute_tensor(value, weight.device_mesh, weight.placements)
+            parts.optimizer.state[weight][name] = shard
+
+
+def gathered(state: dict) -> dict:
+    """A state dict with all sharded tensors whole, on every rank."""
+    whole = {}
+    for key, value in state.items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        whole[key] = gathered(value) if isinstance(value, dict) else value
+    return whole
+
+
+def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of the network and the optimizer, whole on every rank; the buffers are no copies."""
+    with torch.device("meta"):  # no values: the gathered ones take their place
+        model = build_model(parts.config, parts.data.num_classes, download=False)
+    model.load_state_dict(gathered(parts.model.state_dict()), assign=True)
+    optimizer = build_optimizer(model, parts.config)
+    optimizer.load_state_dict(gathered(parts.optimizer.state_dict()))
+    return model, optimizer
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says. Every rank calls this."""
+    device = prepare(config, world, LACKS)
+    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
+    rung = Rung(
+        name=ENGINE,
+        transport="NCCL" if device.type == "cuda" else "Gloo",
+        sum_over_ranks=sum_over_ranks,
+        from_rank_0=from_rank_0,
+        distribute=distribute,
+        whole=whole,
+    )
+    parts = train(config, world, device, rung)
+    momenta = (value for state in parts.optimizer.state.values() for value in state.values())
+    show_memory(world, rung, "optimizer", filter(torch.is_tensor, momenta))
+    show_memory(world, rung, "weights", parts.model.parameters())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

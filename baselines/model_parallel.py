@@ -1,0 +1,131 @@
+"""A network on two devices: its first half on one, its second on the other, inside DDP.
+
+    torchrun --nproc-per-node 2 baselines/model_parallel.py
+
+Each rank has two GPUs. Where the network passes from one to the other, a hook moves what it has
+computed so far; autograd brings the gradients back the same way. Each such pair is a worker under
+DDP. The script prints what each half takes.
+
+Use it for a network that does not fit one GPU, and then only as the step before a pipeline: one of
+the two GPUs waits while the other computes, so that two together are no faster than one. It costs
+those waits, and copies of what passes the border. (The memory in the record is the first GPU's.)
+
+Without GPUs both halves are on the CPU, and the script says so: all works alike, and nothing is
+gained. The weights are bit-equal to those of ddp_train, as the same kernels compute the same
+numbers, wherever they are.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import UserError, one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "model_parallel"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipe.loop import Parts, Rung, prepare, train
+from recipe.training.model import build_optimizer
+
+LACKS = ("model_ema",)  # the average would have to be split as well
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+def two_devices(first: torch.device, world: World) -> tuple[torch.device, torch.device]:
+    """This rank's two GPUs; the CPU twice without GPUs. UserError for too few."""
+    if first.type == "cpu":
+        return first, first
+    if torch.cuda.device_count() < 2 * world.local_size:
+        raise UserError(
+            f"{world.local_size} rank(s) on {world.host} need two GPUs each, and it has "
+            f"{torch.cuda.device_count()}: start fewer, or pass --no-cuda"
+        )
+    pair = (
+        torch.device("cuda", 2 * world.local_rank),
+        torch.device("cuda", 2 * world.local_rank + 1),
+    )
+    torch.cuda.set_device(pair[0])
+    return pair
+
+
+def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
+    """Put the later blocks of a network, which hold the second half of its weights, on the second
+    device; what each device holds then, in words.
+
+    A block is a child of the network, or of a Sequential in it. They are taken to compute in the
+    order in which they stand, as those of torchvision's networks do.
+    """
+    blocks = [
+        block
+        for child in model.children()
+        for block in (child if isinstance(child, nn.Sequential) else [child])
+    ]
+    size = sum(weight.numel() for weight in model.parameters())
+    before = 0
+    for block in blocks:
+        own = sum(weight.numel() for weight in block.parameters())
+        if 2 * before < size:
+            before += own
+            continue
+        block.to(second)
+        block.register_forward_pre_hook(lambda _, inputs: tuple(one.to(second) for one in inputs))
+    model.register_forward_hook(lambda _, __, outputs: outputs.to(first))  # the targets are there
+    return f"{4 * before / 1e6:.2f} MB on {first}, {4 * (size - before) / 1e6:.2f} MB on {second}"
+
+
+def distribute(parts: Parts, second: torch.device) -> None:
+    """Split the network, then let DDP average the gradients of both halves."""
+    halves = split(parts.model, parts.device, second)
+    if dist.get_rank() == 0:
+        if second == parts.device:
+            print(f"{ENGINE}: without GPUs both halves of the network are on the CPU")
+        print(f"weights of a worker: {halves}")
+    kept = parts.optimizer.state_dict()
+    parts.optimizer = build_optimizer(
+        parts.model, parts.config
+    )  # of the weights where they are now
+    parts.optimizer.load_state_dict(kept)
+    parts.network = DistributedDataParallel(parts.model)  # no device_ids: there are two
+    parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says. Every rank calls this."""
+    first, second = two_devices(prepare(config, world, LACKS), world)
+    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
+    rung = Rung(
+        name=ENGINE,
+        transport="NCCL" if first.type == "cuda" else "Gloo",
+        sum_over_ranks=sum_over_ranks,
+        from_rank_0=from_rank_0,
+        distribute=lambda parts: distribute(parts, second),
+    )
+    train(config, world, first, rung)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)

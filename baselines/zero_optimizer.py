@@ -1,0 +1,92 @@
+"""The first thing to shard: DDP with ZeroRedundancyOptimizer, its state divided among the ranks.
+
+    torchrun --nproc-per-node 2 baselines/zero_optimizer.py
+
+Under DDP every rank holds the optimizer's whole state (of SGD the momentum, as large as the
+weights; of Adam twice that) and computes the same update. Here each rank updates a part of the
+weights, holds the state of that part alone, 1/N of the whole, and sends the new weights to the
+others. The script prints what each rank holds.
+
+Use it where DDP fits but for the optimizer's memory: with Adam, or with many weights on few GPUs.
+It costs a second exchange: gradients are averaged as before, and then the weights are broadcast. A
+checkpoint needs the whole state, so that all ranks send theirs to rank 0 (as pickled objects).
+
+The weights are bit-equal to those of ddp_train: each is updated once, by the same numbers.
+"""
+
+from recipe.config import Config, parse_args
+from recipe.errors import one_message
+from recipe.watch import engine_timeout, keep_watch
+from recipe.world import World, read_world
+
+ENGINE = "zero_optimizer"
+
+if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
+    world = read_world()
+    config = parse_args(ENGINE, world)
+    keep_watch(world, config.stall_timeout)
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from recipe.loop import Parts, Rung, prepare, show_memory, train
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    dist.broadcast(values, src=0)
+    return values
+
+
+def distribute(parts: Parts) -> None:
+    """DDP averages the gradients; the optimizer's state is divided among the ranks."""
+    parts.network = DistributedDataParallel(parts.model)
+    parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+    plain = parts.optimizer
+    parts.optimizer = ZeroRedundancyOptimizer(
+        plain.param_groups, torch.optim.SGD, lr=parts.config.base_lr
+    )
+    if plain.state:  # a checkpoint's: each rank keeps its part
+        parts.optimizer.load_state_dict(plain.state_dict())
+
+
+def whole(parts: Parts) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """The optimizer's state is brought together on rank 0, for a checkpoint."""
+    parts.optimizer.consolidate_state_dict(to=0)
+    return parts.model, parts.optimizer
+
+
+def main(config: Config, world: World) -> None:
+    """Train as `config` says. Every rank calls this."""
+    device = prepare(config, world)
+    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
+    rung = Rung(
+        name=ENGINE,
+        transport="NCCL" if device.type == "cuda" else "Gloo",
+        sum_over_ranks=sum_over_ranks,
+        from_rank_0=from_rank_0,
+        distribute=distribute,
+        whole=whole,
+    )
+    parts = train(config, world, device, rung)
+    own = (value for state in parts.optimizer.optim.state.values() for value in state.values())
+    show_memory(world, rung, "optimizer", filter(torch.is_tensor, own))
+    show_memory(world, rung, "weights", parts.model.parameters())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with one_message(world):
+        main(config, world)
