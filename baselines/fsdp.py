@@ -45,8 +45,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from recipe.loop import Parts, Rung, prepare, show_memory, train
 from recipe.training.model import build_model, build_optimizer
 
-# An average of sharded weights, loss scaling and compiled blocks would each need code of their own.
-LACKS = ("model_ema", "precision fp16", "compile")
+# Each would need code of its own for sharded weights.
+LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer", "compile")
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

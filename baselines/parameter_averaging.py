@@ -45,8 +45,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Parts, Rung, prepare, train
 
-# Each rank would average its own weights, and leave out its own steps.
-LACKS = ("model_ema", "precision fp16")
+# Each rank would have a moving average of its own, and leave out its own steps; and it is SGD's
+# state that is averaged.
+LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer")
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

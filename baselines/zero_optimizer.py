@@ -56,7 +56,7 @@ def distribute(parts: Parts) -> None:
     parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
     plain = parts.optimizer
     parts.optimizer = ZeroRedundancyOptimizer(
-        plain.param_groups, torch.optim.SGD, lr=parts.config.base_lr
+        plain.param_groups, type(plain), lr=parts.config.base_lr
     )
     if plain.state:  # a checkpoint's: each rank keeps its part
         parts.optimizer.load_state_dict(plain.state_dict())

@@ -57,9 +57,10 @@ from recipe.world import World
 # Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
 # Config; with a value, only that is meant.
 ENGINES_OWN = (
-    "transport mpi", "batch_norm sync", "wire_format", "gradient_predivide_factor", "use_adasum",
-    "knobs", "bucket_cap_mb", "first_bucket_mb", "gradient_as_bucket_view", "static_graph",
-    "num_groups", "ablation_steps", "tensor_steps", "profile_steps",
+    "transport mpi", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
+    "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
+    "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "ablation_steps",
+    "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
