@@ -95,6 +95,7 @@ def test_every_flag_exists() -> None:
         "--nodes",
         "--ntasks-per-node",
         "--fp16-allreduce",
+        "--no-build-isolation",
     }  # others', aliases
     for page, text in PAGES.items():
         commands = re.sub(r"\\\n|'[^'`\n]*'", " ", text)  # one line each, quoted words left out
