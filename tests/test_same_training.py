@@ -138,7 +138,6 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(HOROVOD, DDP, ""),
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
-        rarely(DDP, HOROVOD, "--opt-level O2 --model-ema"),
         rarely(DDP, HOROVOD, "--optimizer adamw"),
     ],
 )
