@@ -14,7 +14,6 @@ if __name__ == "__main__":
     config = parse_args("single", world)
 
 import torch
-from torch import nn
 
 from recipe.data.batches import open_data, remaining_steps, samples_per_step
 from recipe.data.batches import to_device, training_batches, validation_batches
@@ -24,7 +23,8 @@ from recipe.errors import UserError
 from recipe.training.half_weights import half_copy, round_weights, train_masters
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import evaluate, means
-from recipe.training.model import autocast, build_model, build_optimizer, build_scaler, seed_step
+from recipe.training.model import autocast, build_criterion, build_model, build_optimizer
+from recipe.training.model import build_scaler, seed_step
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
 
@@ -47,7 +47,7 @@ def main(config: Config, world: World) -> None:
     optimizer, scaler = build_optimizer(half, config), build_scaler(config, device)
     train_masters(optimizer, half, model, from_rank_0=lambda values: values)
     parts = Trainables(model, optimizer, scaler, None, half)
-    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    criterion = build_criterion(config)
 
     step_samples = samples_per_step(config, world)
     num_steps = remaining_steps(config, world, data, step=0, samples_seen=0)

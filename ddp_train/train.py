@@ -45,8 +45,9 @@ from recipe.training.agreement import check_same_training, check_same_weights, f
 from recipe.training.half_weights import half_copy, round_weights, train_masters
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import batch_sums, check_evaluations, check_steps
-from recipe.training.model import autocast, build_ema, build_model, build_optimizer, build_scaler
-from recipe.training.model import replace_batch_norm, seed_step
+from recipe.training.model import autocast, build_criterion, build_ema, build_model
+from recipe.training.model import build_optimizer, build_scaler, replace_batch_norm, seed_step
+from recipe.training.model import update_ema
 from recipe.training.phases import exchanges_gradients
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
@@ -114,7 +115,7 @@ def main(config: Config, world: World) -> None:
     network, optimizer = distribute(half, config)
     train_masters(optimizer, half, model, from_rank_0)
     ema = build_ema(model, config)
-    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    criterion = build_criterion(config)
     parts = Trainables(model, optimizer, scaler, ema, half)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, data, folder, from_rank_0)
@@ -172,8 +173,7 @@ def main(config: Config, world: World) -> None:
             round_weights(half, model)
         write_trace(config, world, folder, progress.step + 1, model, loss)
         network.zero_grad()
-        if ema is not None:
-            ema.update_parameters(model)
+        update_ema(ema, model, config, progress.step + 1)
         meter.lap("optimizer")
 
         # -- The step is done: what its end entails ------------------------------------------------

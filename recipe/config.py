@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, field, fields, make_dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal, get_type_hints
 
 import docstring_parser
@@ -204,6 +205,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
     for is_wrong, message in (
         *_out_of_bounds(config),
         *_mistakes(config),
+        *_mistakes_of_the_recipe(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
         *_mistakes_with_fp16_weights(config, engine),
     ):
@@ -278,14 +280,48 @@ def _mistakes(config: Config) -> Mistakes:
         "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
         "--resume",
     )
+
+
+def _mistakes_of_the_recipe(config: Config) -> Mistakes:
+    for flag, alpha in {
+        "--mixup-alpha": config.mixup_alpha,
+        "--cutmix-alpha": config.cutmix_alpha,
+    }.items():
+        yield (
+            alpha and config.batch_size == 1,
+            f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
+        )
+    if config.first_crop_size is not None:
+        yield from _mistakes_of_resizing(config, config.first_crop_size)
+    turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
+    yield (
+        config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
+        f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
+        f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
+    )
     for flag, value in {
         "--auto-augment": config.auto_augment,
         "--random-erase": config.random_erase,
+        "--first-crop-size": config.first_crop_size,
     }.items():
         yield (
             config.dali and value,
-            f"{flag}: cannot be combined with --dali, which crops and flips only",
+            f"{flag}: cannot be combined with --dali, which crops, resizes to one size and flips",
         )
+
+
+def _mistakes_of_resizing(config: Config, first_size: int) -> Mistakes:
+    yield (
+        first_size > config.train_crop_size,
+        f"--first-crop-size {first_size}: larger than --train-crop-size {config.train_crop_size}; "
+        "images can only grow",
+    )
+    begin, end = config.resize_epochs or (0, 0)
+    yield (
+        not 0 <= begin < end <= config.epochs,
+        f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END with "
+        f"0 <= BEGIN < END <= {config.epochs}",
+    )
 
 
 def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> Mistakes:
@@ -389,6 +425,7 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
 def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
     """For each thing that some flags need: the words of a warning that this run lacks it, or ""."""
     synthetic = config.data == "synthetic" and not config.train_dir
+    schedule = f"--lr-scheduler is {config.lr_scheduler}"
     needs: dict[Need, tuple[Any, str]] = {
         "images": (not synthetic, "--data synthetic reads no images"),
         "synthetic data": (synthetic, "--data is not synthetic"),
@@ -400,10 +437,12 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
         "workers": (world_size > 1, "there is only one worker"),
         "checkpoints": (config.keep_checkpoints, "--keep-checkpoints is 0"),
         "model EMA": (config.model_ema, "--model-ema is not given"),
-        "step schedule": (config.lr_scheduler == "step", "--lr-scheduler is cosine"),
-        "cosine schedule": (config.lr_scheduler == "cosine", "--lr-scheduler is step"),
+        "step schedule": (config.lr_scheduler == "step", schedule),
+        "cosine schedule": (config.lr_scheduler == "cosine", schedule),
+        "falling schedule": (config.lr_scheduler != "step", schedule),
         "warm-up": (config.warmup_epochs, "--warmup-epochs is 0"),
         "residual blocks": (is_resnet(config.arch), f"--arch {config.arch} has no such blocks"),
+        "progressive resizing": (config.first_crop_size, "--first-crop-size is not given"),
         "new weights": (not (config.pretrained or config.weights), "the weights are loaded"),
         "Horovod's sum": (
             engine in ("horovod", "single"),

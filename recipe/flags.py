@@ -24,9 +24,9 @@ Scope = Literal[
 # What a flag has an effect with; recipe/config.py has the words for a run that lacks it.
 Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
-    "step schedule", "cosine schedule", "warm-up", "residual blocks", "new weights",
-    "Horovod's sum", "ddp", "horovod", "fp16 weights",
-    "momentum", "betas", "LARS",
+    "step schedule", "cosine schedule", "falling schedule", "warm-up", "residual blocks",
+    "new weights", "progressive resizing", "Horovod's sum", "ddp", "horovod",
+    "fp16 weights", "momentum", "betas", "LARS",
 ]  # fmt: skip
 
 
@@ -131,6 +131,24 @@ class DataFlags:
     """Automatic augmentation: RandAugment, TrivialAugment (wide), AutoAugment, AugMix."""
     random_erase: float = work(0.0, SHARE, needs="images")
     """Probability that a random rectangle is erased."""
+    augment_repeats: int = work(
+        1, at_least(1), aliases="--ra-reps", needs="training", decides="data_order_sha256"
+    )
+    """Repeated augmentation: each image comes so many times in a row, augmented anew each time, and
+    an epoch, as long as ever, has as many times fewer images."""
+    first_crop_size: int | None = work(None, at_least(1), needs=("images", "training"))
+    """Progressive resizing: side of training images at first, pixels; they grow to
+    --train-crop-size during --resize-epochs, to the nearest multiple of 32."""
+    resize_epochs: tuple[int, int] | None = work(None, needs="progressive resizing")
+    """Last epoch, counted from 0, of --first-crop-size, and first of --train-crop-size."""
+    mixup_alpha: float = work(0.0, NOT_NEGATIVE, needs="training")
+    """Mix each image of a batch with the one before it, images and labels alike, by a share drawn
+    from Beta(alpha, alpha); 0: not. With --cutmix-alpha, too, each batch takes one of the two."""
+    cutmix_alpha: float = work(0.0, NOT_NEGATIVE, needs="training")
+    """Paste a rectangle of the image before it into each image of a batch, and mix the labels by
+    area; the area is drawn from Beta(alpha, alpha); 0: not."""
+    val_flip: bool = work(False)
+    """Evaluate each image and its mirror image, and take the mean of the two outputs."""
     synthetic_images: int = work(
         12_800, at_least(1), needs="synthetic data", decides=(*DATA, *STEPS)
     )
@@ -160,12 +178,20 @@ class ModelFlags:
     zero_init_residual: bool = work(False, needs=("residual blocks", "new weights"))
     """Begin with each residual block as the identity: the scale of its last BatchNorm starts at 0
     (ResNet, ResNeXt and Wide ResNet)."""
+    loss: Literal["cross-entropy", "bce"] = work("cross-entropy", needs="training")
+    """Training loss. bce: binary cross-entropy of each class by itself, averaged over images and
+    classes."""
+    blur_pool: bool = work(False)
+    """Blur what convolutions with a stride read, if it has at least 16 channels (Zhang 2019, arXiv
+    1904.11486)."""
     label_smoothing: float = work(0.0, SHARE, needs="training")
     """Share of the target's probability that is spread over all classes."""
     model_ema: bool = work(False)
     """Evaluate and keep an exponential moving average of the weights, too."""
     model_ema_decay: float = work(0.9999, SHARE, needs="model EMA")
-    """Its decay per optimizer step."""
+    """Its decay at each update."""
+    model_ema_steps: int = work(1, at_least(1), needs="model EMA")
+    """Optimizer steps between two of its updates."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +233,17 @@ class OptimizationFlags:
     """Weight decay of normalisation layers; default: --wd."""
     bias_weight_decay: float | None = work(None, NOT_NEGATIVE)
     """Weight decay of biases outside normalisation layers; default: --wd."""
-    lr_scheduler: Literal["step", "cosine"] = work("step", decides=RATES)
-    """step: times --lr-gamma at each of --lr-step-epochs. cosine: down to --lr-min at the end."""
+    lr_scheduler: Literal["step", "cosine", "linear"] = work("step", decides=RATES)
+    """step: times --lr-gamma at each of --lr-step-epochs. cosine, linear: down to --lr-min at the
+    end."""
     lr_step_epochs: tuple[int, ...] = work((30, 60, 80), needs="step schedule", decides=RATES)
     """Epochs at which the step schedule goes down."""
     lr_gamma: float = work(0.1, NOT_NEGATIVE, needs="step schedule", decides=RATES)
     """Factor of the step schedule."""
-    lr_min: float = work(0.0, NOT_NEGATIVE, needs="cosine schedule", decides=RATES)
-    """Where the cosine schedule ends (after scaling)."""
+    lr_min: float = work(0.0, NOT_NEGATIVE, needs="falling schedule", decides=RATES)
+    """Where the cosine and the linear schedule end (after scaling)."""
+    lr_restart_epochs: tuple[int, ...] = work((), needs="cosine schedule", decides=RATES)
+    """Epochs at which the cosine schedule has reached --lr-min and begins again from the top."""
     warmup_epochs: float = work(
         5.0, NOT_NEGATIVE, aliases="--lr-warmup-epochs", needs="training", decides=RATES
     )

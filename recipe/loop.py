@@ -43,11 +43,13 @@ from recipe.training.loss_scale import LossScaler
 from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
 from recipe.training.model import (
     autocast,
+    build_criterion,
     build_ema,
     build_model,
     build_optimizer,
     build_scaler,
     seed_step,
+    update_ema,
 )
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Progress, Trainables
@@ -215,7 +217,7 @@ def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _S
         for values in model.state_dict().values():
             values.copy_(rung.from_rank_0(values.clone()))
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
-    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    criterion = build_criterion(config)
     ema = build_ema(model, config)
     folder = open_run_folder(config, world, rung.name, rung.from_rank_0)
     kept = Trainables(model, optimizer, scaler, ema)
@@ -248,8 +250,7 @@ def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
         sums += session.rung.forward_backward(parts, images, targets, sends, meter.lap)
         meter.lap("backward")
     session.rung.update(parts, rate)
-    if parts.ema is not None:
-        parts.ema.update_parameters(parts.model)
+    update_ema(parts.ema, parts.model, config, session.progress.step + 1)
     meter.lap("optimizer")
     return sums, rate
 

@@ -240,14 +240,15 @@ CHANGES: dict[str, Any] = {
     "max_steps": 3, "seed": 1, "arch": "squeezenet1_0", "synthetic_images": 41, "base_lr": 0.5,
     "lr_scheduler": "cosine", "lr_step_epochs": (1, 2), "lr_gamma": 0.3, "lr_min": 0.01,
     "warmup_epochs": 1.5, "warmup_method": "linear", "precision": "bf16", "bucket_cap_mb": 1.0,
-    "channels_last": True, "batch_norm": "sync", "workers": 2, "momentum": 0.5,
+    "channels_last": True, "batch_norm": "sync", "workers": 2, "momentum": 0.5, "loss": "bce",
+    "mixup_alpha": 0.2, "lr_restart_epochs": (2,), "augment_repeats": 2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
     base = replace(CONFIG, warmup_epochs=1.0, epochs=4, lr_scheduler="step", lr_step_epochs=(3,))
-    if field == "lr_min":  # which only this schedule has
+    if field in ("lr_min", "lr_restart_epochs"):  # which only this schedule has
         base = replace(base, lr_scheduler="cosine")
     first, second = (
         real_fingerprint(base),

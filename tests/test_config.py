@@ -25,6 +25,9 @@ ROOT = Path(__file__).parent.parent
 IMAGENET = "--data /imagenet "
 
 
+GROWING = {"first_crop_size": 32, "train_crop_size": 64, "resize_epochs": (0, 1)}
+
+
 class Exit(Exception):
     """Stands in for os._exit."""
 
@@ -98,6 +101,7 @@ def _words(name: str, value: str | None) -> list[str]:
         ("--wire-format auto", "wire_format", "auto"),
         ("--nesterov --no-nesterov", "nesterov", False),
         ("--lr-step-epochs 1 2 3 4", "lr_step_epochs", (1, 2, 3, 4)),
+        ("--lr-restart-epochs 2 3", "lr_restart_epochs", (2, 3)),
         ("--random-crop-scale 0.5 0.6", "random_crop_scale", (0.5, 0.6)),
         ("--workers None", "workers", None),
         ("--desired-acc 75", "desired_acc", 75.0),
@@ -160,8 +164,8 @@ def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
         preset.wd,
         preset.precision,
     )
-    changed = parse(f"--preset {name} --data {data} --epochs 7 --no-channels-last")
-    assert changed == replace(config, epochs=7, channels_last=False)
+    changed = parse(f"--preset {name} --data {data} --epochs 99 --no-channels-last")
+    assert changed == replace(config, epochs=99, channels_last=False)
 
 
 def test_dle_50_is_dle_90_but_for_its_epochs() -> None:
@@ -237,6 +241,20 @@ def test_folders() -> None:
         ({"desired_acc": 0.75}, "75 percent is written 75"),
         ({"desired_acc": 101.0}, "percentage"),
         ({"nesterov": True, "momentum": 0.0}, "--momentum above 0"),
+        ({"mixup_alpha": -0.1}, "not negative"),
+        ({"mixup_alpha": 0.2, "batch_size": 1}, "--mixup-alpha 0.2: mixes the images of a batch"),
+        ({"cutmix_alpha": 1.0, "batch_size": 1}, "raise --batch-size above 1"),
+        ({"model_ema_steps": 0}, "at least 1"),
+        ({"augment_repeats": 0}, "at least 1"),
+        ({"first_crop_size": 0}, "at least 1"),
+        ({"first_crop_size": 64, "resize_epochs": (0, 1)}, "can only grow"),
+        ({"first_crop_size": 32, "train_crop_size": 64}, "--resize-epochs BEGIN END"),
+        ({**GROWING, "resize_epochs": (1, 1)}, "0 <= BEGIN < END <= 4"),
+        ({**GROWING, "resize_epochs": (1, 5)}, "0 <= BEGIN < END <= 4"),
+        ({**GROWING, "dali": True}, "--first-crop-size: cannot be combined with --dali"),
+        ({"lr_restart_epochs": (3, 2)}, "--lr-restart-epochs 3 2: give ascending"),
+        ({"lr_restart_epochs": (1,)}, "between --warmup-epochs 1 and --epochs 4"),
+        ({"lr_restart_epochs": (4,)}, "between --warmup-epochs 1 and --epochs 4"),
         ({"resume": "auto"}, "--name"),
         ({"name": "../outside"}, "without a slash"),
         ({"name": "a/b"}, "without a slash"),
@@ -338,6 +356,13 @@ def test_check_accepts_the_presets() -> None:
         ({"lr_scheduler": "step", "lr_min": 0.5}, "lr-min", "ddp", 2),
         ({"warmup_epochs": 0.0, "warmup_method": "linear"}, "warmup-method", "ddp", 2),
         ({"model_ema_decay": 0.5}, "model-ema-decay", "ddp", 2),
+        ({"model_ema_steps": 2}, "model-ema-steps", "ddp", 2),
+        ({"resize_epochs": (0, 1)}, "resize-epochs", "ddp", 2),
+        ({"evaluate": True, "weights": "f", "augment_repeats": 2}, "augment-repeats", "ddp", 2),
+        ({"lr_scheduler": "linear", "lr_restart_epochs": (2,)}, "lr-restart-epochs", "ddp", 2),
+        ({"evaluate": True, "weights": "f", "mixup_alpha": 0.2}, "mixup-alpha", "ddp", 2),
+        ({"evaluate": True, "weights": "f", "cutmix_alpha": 1.0}, "cutmix-alpha", "ddp", 2),
+        ({"evaluate": True, "weights": "f", "loss": "bce"}, "loss", "ddp", 2),
         ({"zero_init_residual": True, "arch": "alexnet"}, "zero-init-residual", "ddp", 2),
         ({"zero_init_residual": True, "weights": "f"}, "zero-init-residual", "ddp", 2),
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 1),
@@ -374,6 +399,7 @@ def test_warning_of_what_has_no_effect(
         ("--use-adasum", "horovod"),
         ("--batch-norm average --lr-scheduler step --lr-step-epochs 3 --lr-gamma 0.5", "ddp"),
         ("--lr-min 0.001 --warmup-method linear --model-ema --model-ema-decay 0.9", "ddp"),
+        ("--lr-scheduler linear --lr-min 0.001 --model-ema --model-ema-steps 2", "ddp"),
         ("--data synthetic --synthetic-images 99", "ddp"),
         ("--workers 2 --random-erase 0.1 --checkpoint-steps 5", "ddp"),
         (IMAGENET + "--epochs 3", "ddp"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -31,6 +32,7 @@ from recipe.data.batches import (
     open_input_meter,
     samples_per_step,
     to_device,
+    train_transform,
     training_batches,
     validation_batches,
 )
@@ -139,6 +141,52 @@ def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:
     assert pixels(replace(folders, batch_size=6), 3) == alone
     assert pixels(replace(folders, seed=1), 1) != alone
     assert len(alone) > 30  # another crop in each epoch
+
+
+def test_a_repeated_image_is_augmented_anew(data: Data, folders: Config) -> None:
+    """Of a batch of 4 each image comes twice; an epoch later other images do."""
+    repeated = replace(folders, augment_repeats=2)
+    (batches,) = read_training(data, repeated, 1, 0, 36)
+    for images, labels in batches[:2]:
+        assert labels[0] == labels[1] and labels[2] == labels[3]
+        assert not torch.equal(images[0], images[1])
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(
+            batches[3], read_training(data, repeated, 1, 12, 16)[0][0], strict=True
+        )
+    )
+    assert data_order_sha256(data, repeated) != data_order_sha256(data, folders)
+
+
+def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
+    """By steps of 32, and all of a batch are of one size though an epoch ends within it."""
+    growing = a_config(first_crop_size=40, train_crop_size=80, resize_epochs=(1, 4))
+    sizes = [train_transform(growing).size_in(epoch) for epoch in range(6)]
+    assert sizes == [40, 40, 64, 64, 80, 80]
+    config = replace(folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1))
+    for workers in (0, 2):
+        (batches,) = read_training(data, config, 1, 0, 3 * data.num_train, workers)
+        assert {images.shape[2:] for images, _ in batches} == {(32, 32), (40, 40)}
+        grown = [images.shape[2] == 40 for images, _ in batches]
+        assert grown == sorted(grown)
+        assert grown.index(True) == -(-data.num_train // config.batch_size)
+
+
+def test_growth_is_that_of_ffcv() -> None:
+    """numpy's interpolation, divided by 32, rounded (to even) and multiplied again."""
+    config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(11, 13))
+    assert [train_transform(config).size_in(epoch) for epoch in (0, 11, 12, 13, 15)] == [
+        160,
+        160,
+        192,
+        192,
+        192,
+    ]
+    config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(65, 76))
+    for epoch in range(88):
+        between = np.interp(epoch, (65, 76), (160, 192))
+        assert train_transform(config).size_in(epoch) == int(np.round(between / 32)) * 32
 
 
 def test_workers_change_nothing(data: Data, folders: Config) -> None:
@@ -409,3 +457,13 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     words = "/dev/shm, which is full (1 MB in all" if is_small else "a loader worker was killed"
     assert done.stderr.startswith("error: ") and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_draws_nothing_from_the_generator_of_dropout(
+    data: Data, folders: Config, workers: int
+) -> None:
+    """The loader starts in a session's first step, and a run that goes on has another one."""
+    before = torch.get_rng_state()
+    read_training(data, folders, 1, 0, 8, workers)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -12,7 +12,7 @@ from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
 from recipe.config import Config
-from recipe.data.batches import open_data
+from recipe.data.batches import open_data, to_device
 from recipe.training.metrics import batch_sums, evaluate, means
 from recipe.training.validation import validate
 
@@ -30,6 +30,27 @@ def test_figures() -> None:
     assert sums.tolist() == pytest.approx([loss, 1, 2, 3], rel=1e-6)
     figures = means(sums)
     assert figures == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
+
+
+def test_the_label_of_a_mixed_image_is_its_largest_share() -> None:
+    outputs = torch.tensor([[3.0, 2, 1], [3, 2, 1], [1, 2, 3]])
+    shares = torch.tensor([[0.6, 0.4, 0], [0, 0.3, 0.7], [0.1, 0, 0.9]])
+    _, top1, _, count = sums_of(outputs, shares).tolist()
+    assert (top1, count) == (2, 3)
+
+
+def test_a_flipped_evaluation_takes_the_mean_of_both_outputs() -> None:
+    model, config = TinyNet(6), a_config(val_flip=True)
+    images = torch.randint(0, 256, (5, 3, 5, 5), dtype=torch.uint8)
+    targets = torch.arange(5)
+    whole = [(images, targets)], [(images.flip(-1), targets)]
+    one, other = (evaluate(model, batches, config, CPU) for batches in whole)
+    assert torch.equal(one, other), "left and right no longer count"
+    normalised, _ = to_device((images, targets), config, CPU)
+    with torch.no_grad():
+        outputs = (model.eval()(normalised) + model(normalised.flip(-1))) / 2
+    assert torch.equal(one, sums_of(outputs, targets))
+    assert not torch.equal(one, evaluate(model, whole[0], a_config(), CPU))
 
 
 @pytest.mark.parametrize("broken", ["all", "its own", "another"])

@@ -19,6 +19,7 @@ from recipe.training.model import (
     NORMS,
     autocast,
     batch_norm_buffers,
+    build_criterion,
     build_ema,
     build_model,
     build_optimizer,
@@ -28,6 +29,7 @@ from recipe.training.model import (
     parameter_groups,
     replace_batch_norm,
     seed_step,
+    update_ema,
     without_auxiliary_heads,
 )
 from recipe.training.sync_batch_norm import SyncBatchNorm
@@ -84,6 +86,23 @@ def test_the_networks_whose_blocks_can_begin_as_the_identity() -> None:
     assert weights_sha256(build_model(other, 10, True)) == weights_sha256(
         build_model(a_config(**SMALL), 10, True)
     )
+
+
+def test_blur_before_strides() -> None:
+    """By the binomial filter, where there are 16 channels; and the checkpoint does not show it."""
+    config = a_config(arch="resnet18", **sizes(32))
+    plain = build_model(config, 10, download=True).eval()
+    blurred = build_model(replace(config, blur_pool=True), 10, download=True).eval()
+    assert weights_sha256(plain) == weights_sha256(blurred)
+    images = torch.randn(2, 64, 9, 8)
+    strided, first = blurred.layer2[0].conv1, blurred.conv1
+    binomial = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]).expand(64, 1, 3, 3) / 16
+    expected = plain.layer2[0].conv1(nn.functional.conv2d(images, binomial, padding=1, groups=64))
+    assert torch.allclose(strided(images), expected, atol=1e-5)
+    assert torch.equal(first(images[:, :3]), plain.conv1(images[:, :3])), "of three channels only"
+    assert torch.equal(blurred.layer1[0].conv1(images), plain.layer1[0].conv1(images))
+    with pytest.raises(UserError, match="--blur-pool: --arch vgg11 has no convolution"):
+        build_model(a_config(arch="vgg11", blur_pool=True, **sizes(32)), 10, download=True)
 
 
 def test_momentum_of_batch_norm() -> None:
@@ -256,6 +275,30 @@ def test_moving_average() -> None:
     copy_buffers(model, ema.module)
     assert torch.equal(ema.module.norm.running_mean, torch.full((4,), 10.0))
     assert ema.module.norm.running_mean is not model.norm.running_mean
+
+
+def test_moving_average_of_every_third_step() -> None:
+    model, config = TinyNet(), a_config(model_ema=True, model_ema_decay=0.5, model_ema_steps=3)
+    ema = build_ema(model, config)
+    assert ema is not None
+    for step in range(1, 7):
+        with torch.no_grad():
+            model.head.bias.fill_(step)
+        update_ema(ema, model, config, step)
+    assert ema.module.head.bias.tolist() == [4.5] * 3, "the mean of those after steps 3 and 6"
+    update_ema(None, model, config, 3)
+
+
+def test_binary_cross_entropy() -> None:
+    """Of labels as of shares; smoothed, a target is (1 - s) x its share + s / classes."""
+    outputs, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    shares = nn.functional.one_hot(labels, 4).float()
+    targets = 0.9 * shares + 0.1 / 4
+    chance = outputs.sigmoid()
+    losses = -targets * chance.log() - (1 - targets) * (1 - chance).log()
+    criterion = build_criterion(a_config(loss="bce", label_smoothing=0.1))
+    assert torch.allclose(criterion(outputs, labels), losses.mean())
+    assert torch.equal(criterion(outputs, shares), criterion(outputs, labels))
 
 
 def test_flat_batch_norm() -> None:

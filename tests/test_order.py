@@ -64,6 +64,31 @@ def test_a_step_is_the_same_set_for_any_split(
     assert Counter(alone) == Counter(stream.samples(np.arange(start, start + step)))
 
 
+@quick
+@given(images, small, small, st.integers(2, 5), small, small, st.integers(0, 20))
+def test_each_image_of_an_epoch_so_many_times(
+    num_images: int, batch: int, size: int, repeats: int, new_batch: int, new_size: int, steps: int
+) -> None:
+    """One after the other, each time in another pass; also over a resume at another world size."""
+    stream, position = SampleStream(num_images, 7, repeats=repeats), steps * batch * size
+    before = read(stream, 0, position, batch, size) if steps else []
+    end = (position // num_images + 2) * num_images
+    seen = before + read(stream, position, end, new_batch, new_size)
+    assert len(set(seen)) == len(seen), "no image twice with the same augmentation"
+    for epoch in range(end // num_images):
+        passes = range(epoch * repeats, (epoch + 1) * repeats)
+        times = Counter(index for number, index in seen if number in passes)
+        *whole, rest = divmod(num_images, repeats)
+        expected = permutation(num_images, 7, epoch)[: -(-num_images // repeats)].tolist()
+        assert set(times) == set(expected)
+        assert sum(times.values()) == num_images
+        assert Counter(times.values()) == Counter([repeats] * whole[0] + [rest] * (rest > 0))
+    ahead = stream.samples(np.arange(num_images))
+    assert [index for _, index in ahead] == sorted(
+        (index for _, index in ahead), key=permutation(num_images, 7, 0).tolist().index
+    )
+
+
 def test_ranks_take_turns() -> None:
     stream = SampleStream(100, 0)
     ahead = stream.samples(np.arange(12))

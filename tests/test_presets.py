@@ -21,11 +21,17 @@ GOYAL = "arXiv 1706.02677, "
 KERAS = "horovod, examples/keras/keras_imagenet_resnet50.py: "
 VISION = "pytorch/vision, references/classification/train.py: "
 VISION_TRANSFORMS = "pytorch/vision, references/classification/presets.py: "
+VISION_V2 = "pytorch/vision, issue 3995, comment 1013906621, and README: "
+VISION_README = "pytorch/vision, references/classification/README.md, AlexNet and VGG: "
 DLE = "DeepLearningExamples, PyTorch/Classification/ConvNets/"
 DLE_README = DLE + "resnet50v1.5/README.md: "
 DLE_50 = DLE + "resnet50v1.5/training/AMP/DGX1_RN50_AMP_50E.sh: "
 DLE_90 = DLE + "resnet50v1.5/training/AMP/DGX1V_resnet50_AMP_90E.sh: "
+DLE_250 = DLE + "resnet50v1.5/training/AMP/DGXA100_resnet50_AMP_250E.sh: "
 DLE_CONFIGS = DLE + "configs.yml: "
+FFCV = "libffcv/ffcv-imagenet, train_imagenet.py: "
+FFCV_16 = "libffcv/ffcv-imagenet, rn50_configs/rn50_16_epochs.yaml: "
+FFCV_88 = "libffcv/ffcv-imagenet, rn50_configs/rn50_88_epochs.yaml: "
 
 # preset, field, its value, and the line of the source.
 VALUES: list[tuple[str, str, Any, str]] = [
@@ -70,6 +76,41 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("tv-v1", "hflip_prob", 0.5, VISION_TRANSFORMS + "hflip_prob=0.5"),
     ("tv-v1", "auto_augment", None, VISION + "--auto-augment default=None"),
     ("tv-v1", "random_erase", 0.0, VISION + "--random-erase default=0.0"),
+    ("tv-v2", "arch", "resnet50", "torchvision.models.ResNet50_Weights.IMAGENET1K_V2"),
+    ("tv-v2", "epochs", 600, VISION_V2 + "--epochs 600"),
+    ("tv-v2", "batch_size", 128, VISION_V2 + "--batch-size 128, on 8 GPUs"),
+    ("tv-v2", "base_lr", 0.5 / 8, VISION_V2 + "--lr 0.5, of 8 workers together"),
+    ("tv-v2", "momentum", 0.9, VISION + "--momentum default=0.9"),
+    ("tv-v2", "nesterov", False, VISION + '--opt default="sgd"'),
+    ("tv-v2", "wd", 0.00002, VISION_V2 + "--weight-decay 0.00002"),
+    ("tv-v2", "norm_weight_decay", 0.0, VISION_V2 + "--norm-weight-decay 0.0"),
+    ("tv-v2", "bias_weight_decay", None, VISION + "--bias-weight-decay default=None"),
+    ("tv-v2", "zero_init_residual", False, "torchvision.models.resnet50(): default"),
+    ("tv-v2", "lr_scheduler", "cosine", VISION_V2 + "--lr-scheduler cosineannealinglr"),
+    ("tv-v2", "lr_min", 0.0, VISION + "--lr-min default=0.0"),
+    ("tv-v2", "warmup_epochs", 5, VISION_V2 + "--lr-warmup-epochs 5"),
+    ("tv-v2", "warmup_method", "linear", VISION_V2 + "--lr-warmup-method linear, from 0.01"),
+    ("tv-v2", "loss", "cross-entropy", VISION + "nn.CrossEntropyLoss"),
+    ("tv-v2", "label_smoothing", 0.1, VISION_V2 + "--label-smoothing 0.1"),
+    ("tv-v2", "mixup_alpha", 0.2, VISION_V2 + "--mixup-alpha 0.2"),
+    ("tv-v2", "cutmix_alpha", 1.0, VISION_V2 + "--cutmix-alpha 1.0, RandomChoice of the two"),
+    ("tv-v2", "auto_augment", "ta_wide", VISION_V2 + "--auto-augment ta_wide"),
+    ("tv-v2", "random_erase", 0.1, VISION_V2 + "--random-erase 0.1"),
+    ("tv-v2", "augment_repeats", 4, VISION_V2 + "--ra-sampler --ra-reps 4"),
+    ("tv-v2", "model_ema", True, VISION_V2 + "--model-ema"),
+    ("tv-v2", "model_ema_steps", 32, VISION + "--model-ema-steps default=32"),
+    ("tv-v2", "model_ema_decay", 1 - 2e-5 * (8 * 128 * 32 / 600), VISION + "adjust"),
+    ("tv-v2", "train_crop_size", 176, VISION_V2 + "--train-crop-size 176"),
+    ("tv-v2", "val_resize_size", 232, VISION_V2 + "--val-resize-size 232"),
+    ("tv-v2", "val_crop_size", 224, VISION + "--val-crop-size default=224"),
+    ("tv-v2", "interpolation", "bilinear", VISION + '--interpolation default="bilinear"'),
+    ("tv-v2", "random_crop_scale", (0.08, 1.0), VISION_TRANSFORMS + "RandomResizedCrop, default"),
+    ("tv-v2", "hflip_prob", 0.5, VISION_TRANSFORMS + "hflip_prob=0.5"),
+    ("tv-v2", "precision", "fp32", VISION + "--amp: not given"),
+    ("tv-alexnet", "arch", "alexnet", VISION_README + "--model $MODEL"),
+    ("tv-alexnet", "base_lr", 1e-2 / 8, VISION_README + "--lr 1e-2, of 8 workers together"),
+    ("tv-vgg16", "arch", "vgg16", VISION_README + "--model $MODEL"),
+    ("tv-vgg16", "base_lr", 1e-2 / 8, VISION_README + "--lr 1e-2, of 8 workers together"),
     ("dle-90", "arch", "resnet50", DLE_90 + "--model resnet50"),
     ("dle-90", "epochs", 90, DLE_90 + "--epochs 90 --mixup 0.0"),
     ("dle-90", "batch_size", 256, DLE_CONFIGS + "batch_size: 256"),
@@ -101,10 +142,53 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("dle-50", "momentum", 0.875, DLE_50 + "--mom 0.875"),
     ("dle-50", "wd", 3.0517578125e-05, DLE_50 + "--wd 3.0517578125e-05"),
     ("dle-50", "label_smoothing", 0.1, DLE_50 + "--label-smoothing 0.1"),
+    ("dle-250", "epochs", 250, DLE_250 + "nothing said; " + DLE_CONFIGS + "epochs: 250"),
+    ("dle-250", "mixup_alpha", 0.2, DLE_CONFIGS + "mixup: 0.2"),
+    ("dle-250", "warmup_epochs", 8, DLE_CONFIGS + "warmup: 8"),
+    ("dle-250", "label_smoothing", 0.1, DLE_CONFIGS + "label_smoothing: 0.1"),
+    ("ffcv-rn50-16", "arch", "resnet50", FFCV_16 + "arch: resnet50"),
+    ("ffcv-rn50-16", "epochs", 16, FFCV_16 + "epochs: 16"),
+    ("ffcv-rn50-16", "batch_size", 512, FFCV_16 + "batch_size: 512, of each of 8 loaders"),
+    ("ffcv-rn50-16", "val_batch_size", 512, FFCV + "validation.batch_size default=512"),
+    ("ffcv-rn50-16", "base_lr", 1.7 / 8, FFCV_16 + "lr: 1.7, of 8 workers together"),
+    ("ffcv-rn50-16", "momentum", 0.9, FFCV_16 + "momentum: 0.9"),
+    ("ffcv-rn50-16", "nesterov", False, FFCV + "SGD(lr, momentum)"),
+    ("ffcv-rn50-16", "wd", 1e-4, FFCV_16 + "weight_decay: 0.0001"),
+    ("ffcv-rn50-16", "norm_weight_decay", 0.0, FFCV_16 + "bn_wd: 0; " + FFCV + "bn_params"),
+    ("ffcv-rn50-16", "bias_weight_decay", None, FFCV + "other_params"),
+    ("ffcv-rn50-16", "zero_init_residual", False, "torchvision.models.resnet50(): default"),
+    ("ffcv-rn50-16", "lr_scheduler", "linear", FFCV_16 + "cyclic; " + FFCV + "get_cyclic_lr"),
+    ("ffcv-rn50-16", "lr_min", 0.0, FFCV + "get_cyclic_lr: 0 at the end"),
+    ("ffcv-rn50-16", "warmup_epochs", 2, FFCV + "lr_peak_epoch default=2"),
+    ("ffcv-rn50-16", "warmup_method", "linear", FFCV + "get_cyclic_lr: from 1e-4 * lr"),
+    ("ffcv-rn50-16", "label_smoothing", 0.1, FFCV_16 + "label_smoothing: 0.1"),
+    ("ffcv-rn50-16", "blur_pool", True, FFCV_16 + "use_blurpool: 1"),
+    ("ffcv-rn50-16", "first_crop_size", 160, FFCV_16 + "min_res: 160"),
+    ("ffcv-rn50-16", "train_crop_size", 192, FFCV_16 + "max_res: 192"),
+    ("ffcv-rn50-16", "resize_epochs", (11, 13), FFCV_16 + "start_ramp: 11, end_ramp: 13"),
+    ("ffcv-rn50-16", "val_crop_size", 256, FFCV_16 + "resolution: 256"),
+    ("ffcv-rn50-16", "val_resize_size", round(256 * 256 / 224), FFCV + "DEFAULT_CROP_RATIO"),
+    ("ffcv-rn50-16", "val_flip", True, FFCV_16 + "lr_tta: true"),
+    ("ffcv-rn50-16", "precision", "fp16", FFCV + "autocast(), GradScaler()"),
+    ("ffcv-rn50-16", "channels_last", True, FFCV + "memory_format=ch.channels_last"),
+    ("ffcv-rn50-16", "random_crop_scale", (0.08, 1.0), "ffcv, RandomResizedCrop: scale default"),
+    ("ffcv-rn50-16", "hflip_prob", 0.5, "ffcv, RandomHorizontalFlip: flip_prob default"),
+    ("ffcv-rn50-88", "epochs", 88, FFCV_88 + "epochs: 88"),
+    ("ffcv-rn50-88", "resize_epochs", (65, 76), FFCV_88 + "start_ramp: 65, end_ramp: 76"),
+    ("ffcv-rn50-88", "base_lr", 1.7 / 8, FFCV_88 + "lr: 1.7"),
+    ("ffcv-rn50-88", "batch_size", 512, FFCV_88 + "batch_size: 512"),
+    ("ffcv-rn50-88", "wd", 1e-4, FFCV_88 + "weight_decay: 0.0001"),
 ]
 
 OURS = {"digits"}  # follows no source
-SAME_BUT_FOR = {"dle-50": "dle-90"}  # preset: the one with which it shares its other values
+# preset: the one with which it shares its other values
+SAME_BUT_FOR = {
+    "tv-alexnet": "tv-v1",
+    "tv-vgg16": "tv-v1",
+    "dle-50": "dle-90",
+    "dle-250": "dle-90",
+    "ffcv-rn50-88": "ffcv-rn50-16",
+}
 
 
 @pytest.mark.parametrize(("preset", "field", "value", "source"), VALUES)
@@ -134,8 +218,8 @@ def test_the_digits_have_forgotten_what_batch_norm_began_with_at_four_workers() 
 
 
 def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
-    """Goyal et al.: 0.1 for a batch of 256; torchvision's is that of 8 workers; NVIDIA's 0.256 per
-    256 images."""
+    """Goyal et al.: 0.1 for a batch of 256; torchvision's and FFCV's are those of 8 workers;
+    NVIDIA's 0.256 per 256 images."""
     assert learning_rate(PRESETS["goyal-90"](), 0, 256) == pytest.approx(0.1 / 8)
     assert learning_rate(PRESETS["goyal-90"](), 5, 8) == pytest.approx(0.1)
     assert learning_rate(PRESETS["goyal-90"](), 5, 256) == pytest.approx(3.2)
@@ -143,6 +227,11 @@ def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
     assert learning_rate(PRESETS["tv-v1"](), 89.9, 8) == pytest.approx(0.001)
     assert learning_rate(PRESETS["dle-90"](), 8, 8) == pytest.approx(2.048)
     assert learning_rate(PRESETS["dle-90"](), 90, 8) == pytest.approx(0)
+    assert learning_rate(PRESETS["tv-v2"](), 5, 8) == pytest.approx(0.5)
+    assert learning_rate(PRESETS["tv-vgg16"](), 0, 8) == pytest.approx(0.01)
+    assert learning_rate(PRESETS["ffcv-rn50-16"](), 2, 8) == pytest.approx(1.7)
+    assert learning_rate(PRESETS["ffcv-rn50-16"](), 9, 8) == pytest.approx(0.85)
+    assert learning_rate(PRESETS["ffcv-rn50-88"](), 88, 8) == pytest.approx(0)
 
 
 def test_the_decay_of_goyal_90_is_the_gradient_of_keras_penalty() -> None:

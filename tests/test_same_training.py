@@ -11,6 +11,8 @@ import pytest
 from launching import ENGINES, SMALL, launch, losses, rarely, read_json, read_lines, run, train
 from test_optimizers import needs_timm
 
+from recipe.presets import PRESETS
+
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
 Trained = Callable[..., Path]
@@ -33,10 +35,16 @@ VARIANTS = {
     "SyncBatchNorm": "--batch-norm sync --max-steps 8",
     "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 10",  # leaves out 8 steps
     "O3": "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 64 --max-steps 6",
+    # What is done to order, batches, network, loss and evaluation.
+    "recipes": (
+        "--augment-repeats 2 --first-crop-size 12 --resize-epochs 0 1 --blur-pool "
+        "--mixup-alpha 0.2 --cutmix-alpha 1 --loss bce --label-smoothing 0.1 "
+        "--val-flip --model-ema --model-ema-decay 0.9 --model-ema-steps 3 --lr-restart-epochs 1"
+    ),
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, SYNC, O2, O3, BF16 = VARIANTS
+FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, SYNC, O2, O3, RECIPES, BF16 = VARIANTS
 OFTEN = [WIRE, MANY]
 RARELY = [
     BUCKETS,
@@ -86,7 +94,7 @@ def check_equal(*folders: Path) -> None:
     [
         # Both engines over both transports.
         *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
-        *((variant, DDP, HOROVOD) for variant in [MANY, SYNC, O2]),
+        *((variant, DDP, HOROVOD) for variant in [MANY, SYNC, O2, RECIPES]),
         pytest.param(LAMB, DDP, HOROVOD, marks=needs_timm),
         pytest.param(LARS, DDP, HOROVOD, marks=[needs_timm, pytest.mark.full]),
         (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
@@ -103,10 +111,31 @@ def test_engines_end_with_equal_weights(
     check_equal(trained(*one, VARIANTS[variant]), trained(*other, VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("variant", [FP32, rarely(O2)])
+@pytest.mark.parametrize(
+    "preset",
+    [rarely(name) if name != "tv-v2" else name for name in sorted(PRESETS.keys() - {"digits"})],
+)
+def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) -> None:
+    """On images, batches and a network of this machine's size."""
+    small = (
+        "--data digits --arch shufflenet_v2_x0_5 --train-crop-size 40 --val-resize-size 40 "
+        "--val-crop-size 32 --batch-size 12 --threads 1 --max-steps 6"
+    )
+    if PRESETS[preset]().first_crop_size:
+        small += " --first-crop-size 32"
+    folders = []
+    for launcher, engine in (DDP, HOROVOD):
+        folders.append(tmp_path / engine)
+        place = f"--log-dir {tmp_path} --name {engine}"
+        finished = launch(launcher, engine, f"--preset {preset} {small} {place}")
+        assert finished.returncode == 0, finished.output
+    check_equal(*folders)
+
+
+@pytest.mark.parametrize("variant", [FP32, rarely(O2), rarely(RECIPES)])
 def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
     command = f"python baselines/single_process.py {SMALL} {VARIANTS[variant]}"
-    plain = run(command.replace("--model-ema", "").split(), 240)
+    plain = run(command.replace("--model-ema ", "").split(), 240)
     assert plain.returncode == 0, plain.output
     digest = plain.output.split("weights ")[-1].strip()
     for engine in ("ddp", "horovod"):
@@ -135,6 +164,7 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
     ("first", "second", "arguments"),
     [
         (DDP, HOROVOD, ""),
+        (HOROVOD, DDP, VARIANTS[RECIPES]),
         rarely(HOROVOD, DDP, ""),
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),

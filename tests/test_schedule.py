@@ -60,6 +60,24 @@ def test_cosine() -> None:
     assert learning_rate(COSINE, 10, 8) == pytest.approx(quarter)
 
 
+def test_linear() -> None:
+    config = a_config(**{**vars(COSINE), "lr_scheduler": "linear"})
+    assert learning_rate(config, 5, 8) == pytest.approx(0.8)
+    assert learning_rate(config, 10, 8) == pytest.approx(0.01 + 0.79 * 3 / 4)
+    assert learning_rate(config, 25, 8) == pytest.approx(0.01)
+    assert learning_rate(config, 26, 8) == pytest.approx(0.01)
+
+
+def test_a_cosine_with_restarts_is_several_cosines() -> None:
+    """Of the lengths 5, 10 and 5."""
+    config = a_config(**{**vars(COSINE), "lr_restart_epochs": (10, 20)})
+    for start, length in {5: 5, 10: 10, 20: 5}.items():
+        assert learning_rate(config, start, 8) == pytest.approx(0.8)
+        assert learning_rate(config, start + length / 2, 8) == pytest.approx((0.8 + 0.01) / 2)
+        assert learning_rate(config, (start + length) * JUST_BELOW, 8) == pytest.approx(0.01)
+    assert learning_rate(config, 26, 8) == pytest.approx(0.01)
+
+
 def test_warm_up_may_last_to_the_end() -> None:
     config = a_config(**{**vars(COSINE), "warmup_epochs": 25.0})
     assert learning_rate(config, 25, 8) == pytest.approx(0.8)  # and the cosine has no time left

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -15,6 +16,7 @@ from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -25,14 +27,15 @@ from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.data.images import TrainTransform, ValTransform, empty_batch
 from recipe.data.in_memory import keep_in_memory
-from recipe.data.order import SampleStream, permutation, validation_indices
+from recipe.data.mixing import mixed
+from recipe.data.order import Sample, SampleStream, permutation, validation_indices
 from recipe.data.shards import holds_shards, open_shards
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
 from recipe.watch import goes_on
 from recipe.world import World
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N]
+Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
 SYNTHETIC_CLASSES = 1000
 CPU = torch.device("cpu")
 
@@ -178,8 +181,9 @@ def open_input_meter(data: Data, workers: int) -> InputMeter | None:
 
 
 class TrainImages(Dataset):
-    """Augmented training images, in batches; an image's key (epoch, index) alone decides its
-    pixels."""
+    """Augmented training images, in batches, whose keys are samples (recipe/data/order.py). A key
+    alone decides an image's pixels, but for their number: all of a batch are of the size that its
+    first one has in its epoch."""
 
     def __init__(
         self,
@@ -188,15 +192,17 @@ class TrainImages(Dataset):
         meter: InputMeter | None = None,
         suspects: SuspectImages | None = None,
     ) -> None:
-        self.listing, self.seed, self.meter = listing, config.seed, meter
+        self.listing, self.config, self.meter = listing, config, meter
         self.suspects = suspects or SuspectImages(listing)
         self.transform = train_transform(config)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
-        images = empty_batch(len(keys), self.transform.size, self.transform.size)
-        for out, (epoch, index) in zip(images, keys, strict=True):
+    def __getitems__(self, keys: list[Sample]) -> Batch:
+        size = self.transform.size_in(keys[0][0] // self.config.augment_repeats)
+        images = empty_batch(len(keys), size, size)
+        for out, sample in zip(images, keys, strict=True):
+            index = sample[1]
             content, name = self.listing.read(index), self.listing.name(index)
-            if left_over := self.transform(content, name, (self.seed, epoch, index), out):
+            if left_over := self.transform(content, name, (self.config.seed, *sample), out):
                 self.suspects.add(index, left_over)
             if self.meter is not None:
                 self.meter.count(len(content))
@@ -229,6 +235,8 @@ def train_transform(config: Config) -> TrainTransform:
         flip_probability=config.hflip_prob,
         auto_augment=config.auto_augment,
         erase_probability=config.random_erase,
+        first_size=config.first_crop_size,
+        resize_epochs=config.resize_epochs or (0, 0),
     )
 
 
@@ -251,26 +259,33 @@ def training_batches(
     ranks.
 
     One iterator for the whole of training: the loader's workers start once, and read ahead across
-    epochs. `meter` counts the files that are read.
+    epochs. `meter` counts the files that are read. With --mixup-alpha or --cutmix-alpha they come
+    normalised, on the device, and with the shares of classes, float [N, classes], for labels.
     """
     num_files = data.num_train if data.train is None else len(data.train)
-    stream = SampleStream(data.num_train, config.seed, num_files)
+    stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
     batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
-    if IS_ENDLESS:  # no first epoch, in which files are decoded whole, to look for damage
-        batches = ([(epoch + 1, index) for epoch, index in keys] for keys in batches)
+    if IS_ENDLESS:  # no first pass, in which files are decoded whole, to look for damage
+        batches = ([(number + 1, index) for number, index in keys] for keys in batches)
+    ready: Iterator[Batch]
     if data.train is None:
-        yield from _synthetic_batches(
+        ready = _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     elif config.dali:
         count = meter.count if meter is not None else None
         encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
         # DALI takes plain memory, and works ahead by itself.
-        yield from dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
+        ready = dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
     else:
         images = TrainImages(data.train, config, meter, data.suspects[0])
-        loaded = _loaded(images, batches, device, workers)
-        yield from _on_device(loaded, config, device)
+        ready = _on_device(_loaded(images, batches, device, workers), config, device)
+    if config.mixup_alpha or config.cutmix_alpha:
+        positions = itertools.count(start, config.batch_size * world.size)
+        keys = ((config.seed, position, world.rank) for position in positions)
+        ready = (to_device(batch, config, device) for batch in ready)
+        ready = mixed(ready, config, data.num_classes, keys)
+    yield from ready
 
 
 def validation_batches(
@@ -301,6 +316,7 @@ def _loaded(
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else a session's first step draws other dropout
         multiprocessing_context=context,
         collate_fn=_in_shared_memory if workers else _as_it_is,
         worker_init_fn=_begin_worker if workers else None,
@@ -440,9 +456,10 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
 
 def data_order_sha256(data: Data, config: Config) -> str:
-    """Digest of which images are trained on in which order, pixels aside: names, labels, and epoch
-    0's permutation."""
-    digest = hashlib.sha256(permutation(data.num_train, config.seed, 0).tobytes())
+    """Digest of which images are trained on in which order, pixels aside: names, labels, and the
+    order of epoch 0."""
+    places = np.arange(data.num_train) // config.augment_repeats
+    digest = hashlib.sha256(permutation(data.num_train, config.seed, 0)[places].tobytes())
     if data.train is not None:
         digest.update(data.train.paths.tobytes())
         digest.update(data.train.labels.tobytes())

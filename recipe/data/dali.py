@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from recipe.config import Config
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform, decode, image_size
+from recipe.data.order import Sample
 from recipe.errors import UserError
 
 # The bytes of a batch's images end to end (uint8), the length of each, its crop (int32 [N, 4]:
@@ -41,8 +42,8 @@ def check_dali() -> None:
 
 
 class EncodedImages(Dataset):
-    """Training images as they are stored, with what was drawn for them; a batch's keys are
-    (epoch, index).
+    """Training images as they are stored, with what was drawn for them; a batch's keys are samples
+    (recipe/data/order.py).
 
     `count` is called with the size of each image that is read.
     """
@@ -50,12 +51,12 @@ class EncodedImages(Dataset):
     def __init__(self, listing: Listing, transform: TrainTransform, seed: int, count: Any) -> None:
         self.listing, self.transform, self.seed, self.count = listing, transform, seed, count
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> Encoded:
+    def __getitems__(self, keys: list[Sample]) -> Encoded:
         contents, crops, flips = [], [], []
-        for epoch, index in keys:
+        for number, index in keys:
             content = self.listing.read(index)
             size = image_size(content, self.listing.name(index))
-            drawn = self.transform.draw(*size, (self.seed, epoch, index))
+            drawn = self.transform.draw(*size, (self.seed, number, index))
             contents.append(content)
             crops.append([drawn.left, drawn.top, drawn.width, drawn.height])
             flips.append(drawn.flip)

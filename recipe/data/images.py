@@ -37,7 +37,8 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, an
 LEFT_OVER = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 CROP_ATTEMPTS = 10  # torchvision's number, then the largest central crop
 
-Key = tuple[int, int, int]  # (seed, epoch, index of the image in its data set), all at least 0
+# (seed, which pass, index of the image in its data set), all at least 0: see recipe/data/order.py.
+Key = tuple[int, int, int]
 
 
 # -- Decoding --------------------------------------------------------------------------------------
@@ -236,6 +237,8 @@ class TrainTransform:
     augmix_severity: int = 3
     erase_probability: float = 0.0
     erase_color: tuple[int, int, int] = MEAN_COLOR
+    first_size: int | None = None  # until the first of the two epochs; `size` from the second on
+    resize_epochs: tuple[int, int] = (0, 0)
     after_crop: tuple[nn.Module, ...] = field(init=False)  # what torchvision does after the flip
 
     def __post_init__(self) -> None:
@@ -273,6 +276,17 @@ class TrainTransform:
         raise UserError(
             f"auto augment {self.auto_augment!r}: choose one of {', '.join(AUTO_AUGMENTS)}"
         )
+
+    def size_in(self, epoch: int) -> int:
+        """Side of the images of an epoch, pixels; while it grows, the nearest multiple of 32 (as in
+        FFCV's ImageNet training)."""
+        begin, end = self.resize_epochs
+        if self.first_size is None or epoch >= end:
+            return self.size
+        if epoch <= begin:
+            return self.first_size
+        between = self.first_size + (self.size - self.first_size) * (epoch - begin) / (end - begin)
+        return min(max(self.first_size, 32 * round(between / 32)), self.size)
 
     def draw(self, height: int, width: int, key: Key) -> Draw:
         """Draw the augmentation of an image of this size, in pixels, from its key alone.
@@ -318,9 +332,9 @@ class TrainTransform:
                 drawn = self.draw(image.shape[0], image.shape[1], key)
             else:
                 drawn = self.draw(*size, key)
-                # In the first epoch all of each file is decoded, and so looked at for damage.
-                _, epoch, _ = key
-                rows = drawn.top + drawn.height if epoch else size[0]
+                # In the first pass all of each file is decoded, and so looked at for damage.
+                _, number, _ = key
+                rows = drawn.top + drawn.height if number else size[0]
                 image, left_over = _decode_jpeg(content, *size, rows)
         self.apply(image, drawn, out)
         return left_over
@@ -332,7 +346,7 @@ class TrainTransform:
         if drawn.flip:
             out.copy_(out.flip(-1))
         if self.after_crop:
-            with _seeded(drawn.seed):
+            with seeded(drawn.seed):
                 changed = out
                 for step in self.after_crop:
                     changed = step(changed)
@@ -349,7 +363,7 @@ def _uniform_numbers(key: Key) -> Iterator[float]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator, from which torchvision's transforms draw, and put it back to
     where it was."""
     # Not torch.manual_seed or torch.random.fork_rng: these reach for the GPU's generators too, and

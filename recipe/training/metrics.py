@@ -48,7 +48,10 @@ class Evaluation:
 @torch.no_grad()
 def batch_sums(outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> Sums:
     """Sums of one batch, left on the device; `outputs` float [N, classes], `loss` its mean over the
-    batch."""
+    batch. `targets` are labels, int64 [N], or shares of classes, float [N, classes], of which the
+    largest is the label."""
+    if targets.dim() == 2:
+        targets = targets.argmax(dim=1)
     logits, guesses = outputs.topk(min(5, outputs.shape[1]), dim=1)
     hits = (guesses == targets[:, None]) & ~logits.isnan()  # which topk takes for the greatest
     # Filled there: a tensor made from a number here would be copied, and the copy waited for.
@@ -77,6 +80,8 @@ def evaluate(
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
             outputs = network(images)
+            if config.val_flip:
+                outputs = (outputs + network(images.flip(-1))) / 2
         loss = nn.functional.cross_entropy(outputs.float(), targets)
         sums += batch_sums(outputs, targets, loss)
     network.train(was_training)

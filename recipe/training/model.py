@@ -58,6 +58,8 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.momentum = config.batch_norm_momentum
+    if config.blur_pool:
+        blur_before_strides(model, config)
     if published is not None and download:
         _load_published(model, published, config)
     _check_image_sizes(model, config)
@@ -120,6 +122,30 @@ def _load_published(
         ) from None
 
 
+def blur_before_strides(model: nn.Module, config: Config) -> None:
+    """Have each convolution with a stride, of at least 16 channels, read its images blurred, as
+    FFCV's ImageNet training does; UserError if there is none. The weights keep their names."""
+    strided = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and max(module.stride) > 1 and module.in_channels >= 16
+    ]
+    if not strided:
+        raise UserError(
+            f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
+            "channels; leave it out"
+        )
+    for convolution in strided:
+        convolution.register_forward_pre_hook(_blurred)
+
+
+def _blurred(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """Filtered by (1, 2, 1) / 4 across and down, with zeros beyond the border: twice the mean of
+    two."""
+    twice = nn.functional.avg_pool2d(inputs[0], 2, stride=1, padding=1)
+    return nn.functional.avg_pool2d(twice, 2, stride=1)
+
+
 def give_gradients_their_layout(model: nn.Module) -> None:
     """Prepare the weights for images in NHWC, without changing where any value lies.
 
@@ -168,6 +194,8 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
     sizes = {"--val-crop-size": config.val_crop_size}
     if not config.evaluate:
         sizes = {"--train-crop-size": config.train_crop_size, **sizes}
+        if config.first_crop_size is not None:
+            sizes["--first-crop-size"] = config.first_crop_size
     for option, size in sizes.items():
         try:
             with torch.no_grad():
@@ -208,10 +236,10 @@ def _settings(config: Config) -> dict[str, Any]:
         return {"aux_logits": False, "transform_input": True, "init_weights": True}
     if not config.arch.startswith(("vit_", "maxvit")) and not _is_fixed_in_size(config.arch):
         return {}
-    if size != config.val_crop_size:
+    if size != config.val_crop_size or config.first_crop_size not in (None, size):
         raise UserError(
             f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
-            f"and --val-crop-size {config.val_crop_size} the same value"
+            f"and --val-crop-size {config.val_crop_size} the same value, and no --first-crop-size"
         )
     if config.arch.startswith("timm:"):
         return {"img_size": size}
@@ -309,6 +337,32 @@ def build_scaler(config: Config, device: torch.device) -> LossScaler:
     return LossScaler(device.type, None if scale == "dynamic" else scale)
 
 
+def build_criterion(config: Config) -> nn.Module:
+    """The training loss, a mean: outputs [N, classes], and labels [N] or shares of classes [N,
+    classes], to a number."""
+    if config.loss == "cross-entropy":
+        return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    return BinaryCrossEntropy(config.label_smoothing)
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Each class is a question of its own, as in Wightman et al. 2021 (arXiv 2110.00476). Label
+    smoothing spreads a share of the targets over all classes, as for cross-entropy."""
+
+    def __init__(self, label_smoothing: float) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if targets.dim() == 1:
+            targets = nn.functional.one_hot(targets, outputs.shape[1])
+        targets = targets.to(outputs.dtype)
+        smoothed = targets.lerp(
+            torch.full_like(targets, 1 / outputs.shape[1]), self.label_smoothing
+        )
+        return nn.functional.binary_cross_entropy_with_logits(outputs, smoothed)
+
+
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
     """Exponential moving average of the weights; BatchNorm statistics are the model's own."""
     if not config.model_ema:
@@ -316,6 +370,12 @@ def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
     return AveragedModel(
         model, multi_avg_fn=get_ema_multi_avg_fn(config.model_ema_decay), use_buffers=False
     )
+
+
+def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step: int) -> None:
+    """Take the weights after `step` (from 1) into their moving average, if it is due."""
+    if ema is not None and step % config.model_ema_steps == 0:
+        ema.update_parameters(model)
 
 
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:

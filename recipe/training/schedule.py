@@ -10,7 +10,8 @@ def learning_rate(config: Config, epoch: float, scale: float) -> float:
 
     `scale` is what one worker's --base-lr is multiplied by: the linear scaling rule and the gradual
     warm-up from one worker's rate are those of Goyal et al. 2017 (arXiv 1706.02677, sections 2.1
-    and 2.2). The cosine comes down over the epochs after warm-up, as in torchvision's reference.
+    and 2.2). The cosine comes down over the epochs after warm-up, as in torchvision's reference, or
+    from one restart to the next (Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5).
     """
     peak = config.base_lr * scale
     if epoch < config.warmup_epochs:
@@ -20,7 +21,10 @@ def learning_rate(config: Config, epoch: float, scale: float) -> float:
         return start + (peak - start) * epoch / config.warmup_epochs
     if config.lr_scheduler == "step":
         return peak * config.lr_gamma ** sum(epoch >= step for step in config.lr_step_epochs)
-    progress = min(
-        1.0, (epoch - config.warmup_epochs) / max(config.epochs - config.warmup_epochs, 1e-9)
-    )
+    restarts = config.lr_restart_epochs if config.lr_scheduler == "cosine" else ()
+    begin = max([config.warmup_epochs, *(turn for turn in restarts if turn <= epoch)])
+    end = min([config.epochs, *(turn for turn in restarts if turn > epoch)])
+    progress = min(1.0, (epoch - begin) / max(end - begin, 1e-9))
+    if config.lr_scheduler == "linear":
+        return config.lr_min + (peak - config.lr_min) * (1 - progress)
     return config.lr_min + (peak - config.lr_min) * 0.5 * (1 + math.cos(math.pi * progress))
