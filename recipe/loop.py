@@ -250,7 +250,7 @@ def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
         sums += session.rung.forward_backward(parts, images, targets, sends, meter.lap)
         meter.lap("backward")
     session.rung.update(parts, rate)
-    update_ema(parts.ema, parts.model, config, session.progress.step + 1)
+    update_ema(parts.ema, parts.model, config, parts.progress.step + 1)
     meter.lap("optimizer")
     return sums, rate
 
