@@ -55,6 +55,7 @@ LOST_PEER_SIGNS = (
     "shutdown in progress",
     "Read error",
     "gloo/transport",
+    "tensorpipe/transport",
     "ncclRemoteError",
     "ncclSystemError",
 )

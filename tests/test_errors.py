@@ -117,6 +117,7 @@ class HorovodInternalError(RuntimeError):
     ("error", "lost"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("eof (this error originated at tensorpipe/transport/uv/x.cc:2)"), True),
         (RuntimeError("Application timeout: Connection reset by peer"), True),
         (HorovodInternalError("anything"), True),
         (RuntimeError("CUDA out of memory"), False),
