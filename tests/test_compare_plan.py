@@ -230,7 +230,7 @@ READY = sorted(path.stem for path in PLANS.glob("*.toml"))
 
 def test_there_is_a_plan_for_each_question():
     assert READY == [
-        "communication-bound", "input", "launchers", "null-test", "quick-look", "scaling",
+        "communication-bound", "input", "ladder", "launchers", "null-test", "quick-look", "scaling",
         "square", "strong-scaling", "time-to-accuracy", "tuned-against-tuned", "wire-format",
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from compare import report
 from compare.evidence.equality import compare_facts
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
-from compare.evidence.rows import speed_rows
+from compare.evidence.rows import ladder_rows, speed_rows
 from compare.evidence.verdicts import judge
 from compare.page.recommendation import recommend
 from compare.plan.configurations import Configuration
@@ -187,6 +187,19 @@ def test_the_table_holds_medians_and_scaling(folder):
     ]  # fmt: skip
     assert rows[0].scaling is None
     assert rows[2].scaling.ratio == pytest.approx(2**0.8 / 2, rel=0.03)
+
+
+def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_path, capsys):
+    plan = a_plan(configurations=("ddp-torchrun", "zero-optimizer", "data-parallel"), workers=(2,))
+    folder = make_comparison(tmp_path / "compare-1", plan)
+    for rung in folder.glob("block-*/data-parallel-2"):
+        edit(rung / "summary.json", world_size=1, weights_sha256="c" * 64)
+    for run in folder.glob("block-*/*"):
+        edit(run / "summary.json", network_bytes_per_step=2.5e6)
+    found = {row.configuration: row for row in ladder_rows(load_comparison(folder))}
+    assert [row.has_firsts_weights for row in found.values()] == [True, True, False]
+    assert found["zero-optimizer"].network_bytes_per_step == 2.5e6
+    assert "The ladder" in report_text(folder, capsys)
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):

@@ -164,6 +164,8 @@ def test_weights_sha256_of_any_layout_and_format() -> None:
 # What `summarize` and `usage_row` ask a StepMeter for.
 METER: Any = SimpleNamespace(
     cpu_seconds_before=0.0,
+    network_bytes=5e6,
+    first_step=15,
     first_samples_seen=100,
     images_per_second=8.0,
     step_seconds=50.0,
@@ -181,9 +183,11 @@ FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 def rows_of(*ranks: tuple[float, float, float]) -> torch.Tensor:
     """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, no
-    energy, 40 files of 1 MB, 2 suspect images."""
+    energy, 40 files of 1 MB, 2 suspect images, and 5 MB sent."""
     before = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, *[math.nan] * 4]
-    return torch.tensor([[*before, *rank, 40.0, 40e6, 2.0] for rank in ranks], dtype=torch.float64)
+    return torch.tensor(
+        [[*before, *rank, 40.0, 40e6, 2.0, 5e6] for rank in ranks], dtype=torch.float64
+    )
 
 
 def test_summary() -> None:
@@ -194,6 +198,7 @@ def test_summary() -> None:
     assert summary.skipped_steps == 3
     numbers = sum(weight.numel() for weight in TinyNet().parameters())
     assert summary.gradient_bytes == 4 * numbers
+    assert summary.network_bytes_per_step == 2 * 5e6 / 10
     assert summary.cpu_seconds == 40
     assert summary.cpu_seconds_per_image == 40 / 200  # of this session's images
     assert summary.peak_memory_bytes == 3000  # the hungriest rank's

@@ -375,7 +375,8 @@ def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
     if not complete:
         return
     run.written = read_run_folder(run.folder)
-    for field_, planned_value in (("engine", run.engine), ("world_size", run.workers)):
+    world_size = 1 if run.launcher == "python" else run.workers
+    for field_, planned_value in (("engine", run.engine), ("world_size", world_size)):
         if (written := getattr(run.summary, field_)) != planned_value:
             raise RecordError(
                 f"{summary_path}: {field_} is {written!r}, but the plan has "

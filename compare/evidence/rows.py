@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.evidence.records import Cell, Comparison, RunRecord
+from compare.evidence.records import ENGINES, Cell, Comparison, RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.words import label_of
 from recipe.record.schema import Energy, Input
@@ -66,6 +66,18 @@ class ResourceRow(CellRow):
     gpu_watts: float | None
     gpu_utilization_percent: float | None
     cpu_joules_per_image: float | None
+
+
+@dataclass(frozen=True)
+class LadderRow(CellRow):
+    """What a way of training costs, and whether it trains the same: medians over the cell's runs.
+    Not a speed: that of a pipeline's two ranks, say, is of other work than two workers'."""
+
+    engine: str
+    peak_memory_bytes: float  # of the largest rank
+    network_bytes_per_step: float | None
+    top1: float | None
+    has_firsts_weights: bool  # bit-equal to those of the plan's first configuration, in each block
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,35 @@ def resource_rows(comparison: Comparison) -> list[ResourceRow]:
                 straggler_ratio=spread,
                 straggler_phases=phases,
                 **medians([run.summary.energy for run in runs]),
+            )
+        )
+    return rows
+
+
+def ladder_rows(comparison: Comparison) -> list[LadderRow]:
+    """Return what the ways of training of a ladder cost; none where only the two engines train."""
+    if all(run.engine in ENGINES for run in comparison.runs):
+        return []
+    first = comparison.plan["configurations"][0]
+    digests = {
+        (run.block, run.case, run.workers): run.summary.weights_sha256
+        for run in comparison.complete
+        if run.configuration == first
+    }
+    rows = []
+    for cell, place in places(comparison):
+        if not (runs := comparison.complete_runs(cell)):
+            continue
+        summaries = [run.summary for run in runs]
+        firsts = [digests.get((run.block, run.case, run.workers)) for run in runs]
+        rows.append(
+            LadderRow(
+                **place,
+                engine=runs[0].engine,
+                peak_memory_bytes=median(summary.peak_memory_bytes for summary in summaries),
+                network_bytes_per_step=middle([s.network_bytes_per_step for s in summaries]),
+                top1=middle([summary.top1 for summary in summaries]),
+                has_firsts_weights=firsts == [summary.weights_sha256 for summary in summaries],
             )
         )
     return rows

@@ -13,10 +13,12 @@ from compare.evidence.records import ENGINES, Comparison
 from compare.evidence.rows import (
     BLOCKS_IN_DETAIL,
     CellRow,
+    LadderRow,
     ResourceRow,
     SpeedRow,
     by_turns,
     input_rows,
+    ladder_rows,
     resource_rows,
     speed_rows,
     step_rows,
@@ -25,6 +27,7 @@ from compare.evidence.rows import (
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, digits, loss_text, three_digits
 from compare.page.chart import COLOURS
+from compare.plan.plan import ROOT, TRAINERS
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 NOT_MEASURED = "not measured"
@@ -162,6 +165,7 @@ def tables(
     found = [
         speed_table(comparison, price_per_hour),
         training_table(comparison),
+        ladder_table(comparison),
         phase_table(comparison, verdicts),
         resource_table(comparison),
         cell_table(
@@ -191,6 +195,7 @@ def text_tables(
     return [
         speed_table(comparison, price_per_hour),
         training_table(comparison),
+        ladder_table(comparison),
         phase_table(comparison, verdicts),
     ]
 
@@ -237,6 +242,33 @@ def training_table(comparison: Comparison) -> Table:
     if by_turns(comparison):
         note += " No verdict on speed uses these runs: that is measured by turns."
     return cell_table(comparison, title, note, TRAININGS, rows)
+
+
+def ladder_table(comparison: Comparison) -> Table:
+    """Return what each way of training costs, where there are others than the two engines."""
+    first = comparison.plan["configurations"][0]
+
+    def lines(row: LadderRow) -> Cell:
+        script = ROOT / TRAINERS[row.engine]
+        return figure(len(script.read_text().splitlines()) if script.exists() else None, "{:,}")
+
+    note = (
+        f"Network: what the hosts' interfaces sent, loopback included, from the first step to the "
+        "end, validation included; messages through shared memory are not there. Lines: of the "
+        f"script alone, its text at the top included. Weights: bit-equal to those of {first}?"
+    )
+    columns = [
+        Column("memory, MB", of("peak_memory_bytes", "{:,.0f}", scale=1e-6)),
+        Column("network, MB a step", of("network_bytes_per_step", "{:,.1f}", scale=1e-6)),
+        Column("top-1, %", of("top1", "{:.2f}")),
+        Column("lines", lines),
+        Column(
+            "weights",
+            lambda row: Cell("equal" if row.has_firsts_weights else "other"),
+            is_number=False,
+        ),
+    ]
+    return cell_table(comparison, "The ladder", note, columns, ladder_rows(comparison))
 
 
 def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:

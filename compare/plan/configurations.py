@@ -37,6 +37,7 @@ class Configuration:
     launcher: str
     controller: str = ""  # horovodrun only: what it passes the messages with
     transport: str = ""  # what its trainer is told to send gradients over; "": its own choice
+    servers: int = 0  # ranks beside the workers, which do not train
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
@@ -79,7 +80,9 @@ class Configuration:
 
     def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
         """Return the launcher and its flags."""
-        n = str(workers)
+        n = str(workers + self.servers)
+        if self.launcher == "python":
+            return ["python"]
         if self.launcher == "torchrun":
             if is_only_here(workers, hosts):
                 return ["torchrun", "--standalone", "--nproc-per-node", n]
@@ -177,6 +180,16 @@ CONFIGURATIONS = {
         Configuration("horovod-mpirun", "horovod", "mpirun"),
         Configuration("horovod-srun", "horovod", "srun"),
         Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
+        # The rungs of docs/ladder.md; what starts no launcher is one process, whatever --workers.
+        Configuration("data-parallel", "data_parallel", "python"),
+        Configuration("parameter-averaging", "parameter_averaging", "torchrun"),
+        Configuration("zero-optimizer", "zero_optimizer", "torchrun"),
+        Configuration("fsdp", "fsdp", "torchrun"),
+        Configuration("model-parallel", "model_parallel", "torchrun"),
+        Configuration("pipeline", "pipeline", "torchrun"),
+        Configuration("parameter-server", "parameter_server", "torchrun", servers=1),
+        Configuration("rpc-pipeline", "rpc_pipeline", "torchrun"),
+        Configuration("ddp-with-rpc", "ddp_with_rpc", "torchrun", servers=1),
     )
 }
 

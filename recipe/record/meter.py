@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 
 from recipe.config import Config
@@ -52,10 +53,13 @@ class StepMeter:
         self.throughput_images = self.throughput_seconds = 0.0
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
+        self.sends_for_host = world.local_rank == 0
+        self.network_bytes_before = network_bytes()
 
     def start(self) -> None:
         """Training begins now."""
         self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
+        self.network_bytes_before = network_bytes()
         self.energy.start()
         self.clock.restart()
 
@@ -101,7 +105,17 @@ class StepMeter:
         return self.earlier_train_seconds + time.perf_counter() - self.started
 
     @property
+    def network_bytes(self) -> int:
+        """What this host sent since training began; 0 on ranks that leave that to its first."""
+        return (network_bytes() - self.network_bytes_before) * self.sends_for_host
+
+    @property
     def images_per_second(self) -> float | None:
         """Training throughput of all ranks together, without the first steps and evaluation; None
         if too short."""
         return self.throughput_images / self.throughput_seconds if self.throughput_seconds else None
+
+
+def network_bytes() -> int:
+    """Bytes that this host's network interfaces have sent so far, the loopback's among them."""
+    return int(psutil.net_io_counters().bytes_sent)

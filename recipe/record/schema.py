@@ -199,6 +199,9 @@ class Summary:
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None
     gradient_bytes: int | None = None  # of one worker, for a step, as they travel
+    # What the hosts' interfaces sent on the training clock, the loopback's among them, and whoever
+    # sent it; what ranks of one host tell each other through its memory is not there.
+    network_bytes_per_step: float | None = None
     loss: float | None  # of the last evaluation; None if nothing was evaluated
     top1: float | None
     top5: float | None
