@@ -24,7 +24,8 @@ from compare.evidence.load import quiet_load
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
-from compare.running.agent import tell
+from compare.running import turn_client
+from compare.running.agent import hear, tell
 from compare.running.launch import marked_processes
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.stage import Performer, Stage, Told, make_turn
@@ -81,41 +82,50 @@ def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
 
     sides = [side(name="quick", steps=0), side(name="slow", steps=0), side(name="usual", steps=7)]
     made = with_steps(MadeUp(), sides)  # type: ignore[arg-type]
-    assert [one.steps for one in made] == [15, 15, 7]
+    assert [one.steps for one in made] == [5, 5, 7]
 
 
-def told(
-    copy: int, start: float, end: float, cpu: float, busy: float = 9.0, machine: str = "a"
-) -> Told:
-    """What a process says at a turn's end."""
-    values = {"start": start, "end": end, "cpu_seconds": cpu, "busy": busy, "window": end - start}
+def told(copy: int, seconds: float, cpu: float, busy: float = 9.0, machine: str = "a") -> Told:
+    """What a process says at the end of a turn whose lead-in took half a second."""
+    values = {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5}
     return Performer("x", copy, 0, machine, machine, 2, Pipe()[0]), values
 
 
-def test_ranks_that_train_together_are_as_fast_as_the_slowest() -> None:
-    messages = [told(0, 0.0, 2.0, 1.5), told(0, 0.5, 2.5, 2.0, busy=4.5)]
+def test_ranks_that_train_together_count_by_their_mean() -> None:
+    messages = [told(0, 2.4, 1.5), told(0, 2.6, 2.0, busy=4.5)]
     turn = make_turn(side(ranks=2, images_per_step=16), 3, messages, messages[1:])
     assert (turn.round, turn.seconds) == (3, 2.5)
     assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
-    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 80)
-    assert turn.other_load == pytest.approx((4.5 - 2.0) / 2)
+    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 96)  # of the lead-in, too
+    assert turn.other_load == pytest.approx((4.5 - 2.0) / 3.1, abs=1e-3)
 
 
 def test_independent_copies_add_up() -> None:
-    messages = [told(0, 0.0, 2.0, 2.0), told(1, 0.0, 4.0, 3.0)]
+    messages = [told(0, 2.0, 2.0), told(1, 4.0, 3.0)]
     turn = make_turn(side(copies=2), 0, messages, messages)
     assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
-    assert turn.cpu_seconds_per_image == pytest.approx(5 / 80)
+    assert turn.cpu_seconds_per_image == pytest.approx(5 / 96)
 
 
-def test_machines_have_clocks_and_cores_of_their_own() -> None:
-    messages = [
-        told(0, 5.0, 7.0, 1.0, busy=1.0),
-        told(0, 900.0, 902.5, 2.0, busy=3.0, machine="b"),
-    ]
+def test_machines_have_cores_of_their_own() -> None:
+    messages = [told(0, 2.5, 1.0, busy=1.0), told(0, 2.5, 2.0, busy=3.5, machine="b")]
     turn = make_turn(side(ranks=2), 0, messages, messages)
-    assert turn.seconds == 2.5
-    assert turn.other_load == pytest.approx((3.0 - 2.0) / 2.5)
+    assert turn.other_load == pytest.approx((3.5 - 2.0) / 3.0)
+
+
+def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Pipe()
+    client = turn_client.Client(here, warm_up=1, overruns=False)
+    clock = iter([10.0, 14.0])  # the ends of the lead-in and of the last step
+    tell(there, "go", steps=2)
+    client.step_ended()
+    tell(there, "go", steps=2)
+    monkeypatch.setattr(client, "spent", dict)
+    monkeypatch.setattr(turn_client.time, "monotonic", lambda: next(clock))
+    for _ in range(turn_client.LEAD_IN_STEPS + 2):
+        client.step_ended()
+    assert hear(there) == {"kind": "ready"}
+    assert hear(there) == {"kind": "turn", "seconds": 4.0}
 
 
 # ------------------------------------------------------------------------------ what is started

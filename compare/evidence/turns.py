@@ -25,7 +25,7 @@ class Turn:
 
     side: str
     round: int  # from 0
-    seconds: float  # of the slowest rank
+    seconds: float  # of its steps, the lead-in aside; the mean over ranks, of the slowest copy
     images_per_second: float  # of all copies together
     cpu_seconds_per_image: float
     other_load: float = 0.0  # cores that others kept busy meanwhile

@@ -26,7 +26,7 @@ from compare.running.progress import is_complete, missing, read_json
 from compare.running.sides import training_side
 from compare.running.turns import PATIENCE, run_block
 
-ROUNDS = 6  # of a block of turns: in each every side has a turn
+ROUNDS = 10  # of a block of turns: in each every side has a turn
 
 
 @dataclass(frozen=True)

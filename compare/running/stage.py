@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import psutil
@@ -33,6 +34,7 @@ from compare.running.launch import (
     start_watchdog,
 )
 from compare.running.sides import MeasurementError, NoTurns, Side
+from compare.running.turn_client import LEAD_IN_STEPS
 
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
 END_SECONDS = 10.0
@@ -358,18 +360,17 @@ def tail(folder: Path) -> str:
 def make_turn(side: Side, round_: int, told: list[Told], spent: list[Told]) -> Turn:
     """What the messages of a side's processes come to.
 
-    Ranks that train together are as fast as the slowest of them, from the first one's start on:
-    each machine by its own clock. Independent copies add up. `spent` are the messages whose CPU
-    time, of all processes of a machine, is the side's own: what more its cores did is others'.
+    Ranks that train together take the same time from one step's end to another's, but for a few
+    milliseconds by which one of them is ahead: their mean counts. Independent copies add up.
+    `spent` are the messages whose CPU time, of all processes of a machine, is the side's own: what
+    more its cores did is others'. CPU time is that of the lead-in as well.
     """
     images = side.steps * side.images_per_step
-    by_copy: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    by_copy: dict[int, list[float]] = {}
     for performer, message in told:
-        by_copy.setdefault(performer.copy, {}).setdefault(performer.machine, []).append(message)
-    seconds = [
-        max(max(m["end"] for m in ms) - min(m["start"] for m in ms) for ms in machines.values())
-        for machines in by_copy.values()
-    ]
+        by_copy.setdefault(performer.copy, []).append(message["seconds"])
+    seconds = [mean(of_ranks) for of_ranks in by_copy.values()]
+    all_images = (LEAD_IN_STEPS + side.steps) * side.images_per_step * len(seconds)
     cpu_seconds = sum(message["cpu_seconds"] for _, message in told)
     by_machine: dict[str, list[dict[str, Any]]] = {}
     for performer, message in spent:
@@ -384,6 +385,6 @@ def make_turn(side: Side, round_: int, told: list[Told], spent: list[Told]) -> T
         round_,
         max(seconds),
         sum(images / each for each in seconds),
-        cpu_seconds / (images * len(seconds)),
+        cpu_seconds / all_images,
         max(0.0, round(max(loads), 3)),
     )

@@ -16,9 +16,14 @@ import psutil
 from compare.running.agent import hear, tell
 from compare.running.launch import busy_cpu_seconds
 
+LEAD_IN_STEPS = 1  # of each turn, before its clock starts
+
 
 class Client:
-    """One process's turns: a turn is `steps` optimizer steps from the word "go" on.
+    """One process's turns: a turn is a lead-in step and then `steps` optimizer steps on the clock.
+
+    The lead-in is there because a turn's first step is not like the others: all ranks begin it at
+    once, and the caches hold what another side left.
 
     Processes that train together all do exactly these steps. Independent ones (`overruns`) go on
     until each of them has done its own, so that none of them measures a machine that it has to
@@ -27,13 +32,16 @@ class Client:
 
     def __init__(self, agent: Connection, warm_up: int, overruns: bool) -> None:
         self.agent, self.overruns = agent, overruns
-        self.is_warm, self.steps_left = False, warm_up
+        self.is_warm, self.steps_left, self.steps = False, warm_up, 0
         self.start = self.cpu_start = 0.0
 
     def step_ended(self) -> None:
         """Count a step; at a turn's end report it and wait for the next one."""
         self.steps_left -= 1
-        if self.steps_left == 0:
+        if self.is_warm and self.steps_left == self.steps:
+            synchronize()
+            self.start = time.monotonic()
+        elif self.steps_left == 0:
             synchronize()
             end = time.monotonic()
             if not self.is_warm:
@@ -41,7 +49,7 @@ class Client:
                 tell(self.agent, "ready")
                 self.wait()
                 return
-            tell(self.agent, "turn", start=self.start, end=end, **self.spent())
+            tell(self.agent, "turn", seconds=end - self.start, **self.spent())
             if not self.overruns:
                 self.wait()
         elif self.steps_left < 0 and self.agent.poll():
@@ -62,9 +70,9 @@ class Client:
                 tell(self.agent, "held", **self.spent())
                 continue
             if message["kind"] == "go":
-                self.steps_left = message["steps"]
-                # The system's clock, which is the same for all processes of a machine.
-                self.cpu_start, self.start = cpu_seconds(), time.monotonic()
+                self.steps = message["steps"]
+                self.steps_left = LEAD_IN_STEPS + self.steps
+                self.cpu_start = cpu_seconds()
                 return
             leave()
 
