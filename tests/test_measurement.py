@@ -209,6 +209,8 @@ TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-
 
 @pytest.mark.launch
 @pytest.mark.timeout(300)
+@pytest.mark.launch
+@pytest.mark.full  # CI runs make compare
 def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
     """The default, but for the whole runs and the runs for the phases."""
     monkeypatch.setattr("compare.running.turns.TURN_SECONDS", 0.2)

@@ -2,17 +2,16 @@
 
 Both ask the same functions, so that the live line says what the report will say.
 
-What was chosen, and why. In results/xeon-2-cores/2026-11-22-bench the logarithm of two sides' ratio
-varies by 3 to 7 % from round to round and by 1 to 3 % from block to block, hardly more than the
-rounds explain: a launch adds about 0.9 %. Four sides take some 25 s a block to start and end, and
-7 s a round. Six rounds a block make the narrowest interval after 8 minutes, of 3, 4, 6, 8 and 12
-(half-widths in %, in the median of 1500 simulations):
+What was chosen, and why. On two cores that others share, the logarithm of one side's turn of two
+steps varies by 6 to 8 % from round to round; a launch adds about 0.7 %. Four sides take some 33 s a
+block to start and end, and 4.5 s a round. Ten rounds a block make the narrowest interval after 8
+minutes, of 6, 8, 10, 12 and 16 (half-widths in %, in the median of 1500 simulations):
 
-    one side's turn varies by     3 rounds   4     6     8     12
-    3.2 %                         1.9        1.8   1.8   2.0   2.1
-    4.5 %                         2.5        2.4   2.3   2.6   2.7
-    6 %                           3.3        3.2   3.0   3.4   3.5
-    9 %                           4.9        4.7   4.5   4.9   5.0
+    one side's turn varies by     6 rounds   8     10    12    16
+    3.2 %                         1.6        1.8   1.6   1.7   1.9
+    4.5 %                         2.2        2.4   2.1   2.2   2.4
+    6.4 %                         3.0        3.2   2.9   3.0   3.3
+    9 %                           4.2        4.4   4.0   4.1   4.5
 
 Whoever stops at the first narrow interval prefers those that are narrow by chance. From
 MIN_DEGREES_TO_STOP on (five blocks of four sides, seven of two) little is left of that: where the
