@@ -37,8 +37,8 @@ SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpirun", "horovod-mpi")
 PAIRS = ((0, 1), (2, 3), (2, 0), (3, 1))  # of these: engine at each transport, and back
 TRUTH = (0.04, 0.0, -0.03, 0.02)  # each side's speed, on logarithms
 BLOCK_SECONDS = 33 + 4.5 * ROUNDS  # of four sides on two cores
-# What a launch decides for all its turns (results/xeon-2-cores/2026-11-22-bench), and what is each
-# turn's own (2026-11-23-square-short-turns there), as the standard deviation of one side's logarithm.
+# Standard deviations of one side's logarithm: of what a launch decides for all its turns
+# (results/xeon-2-cores/2026-11-22-bench), and of each turn's own (2026-11-23-square-short-turns).
 LAUNCH, TURN = 0.0065, 0.06
 
 
