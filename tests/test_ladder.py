@@ -61,6 +61,13 @@ def test_the_steps_are_those_of_ddp(name: str, trained: Trained) -> None:
     assert one["fingerprint"] == other["fingerprint"]
 
 
+@pytest.mark.full
+def test_a_sharded_optimizer_may_be_another_than_sgd(trained: Trained) -> None:
+    adamw = f"{FEW} --optimizer adamw"
+    zero, ddp = trained_as("zero_optimizer", trained, adamw), trained_as("ddp", trained, adamw)
+    check_losses(zero, ddp, is_exact=True)
+
+
 LOCAL = f"{FEW} --warmup-epochs 0.1"  # gradients are averaged in six steps, then weights
 
 
