@@ -66,6 +66,20 @@ class UserError(ValueError):
     what to do."""
 
 
+def run_command(body: Callable[[], list[str]]) -> int:
+    """Print the lines that `body`, a command that prepares data, returns. Its exit code: 0, 1 after
+    a message about what is wrong, or 130 if it was interrupted."""
+    try:
+        print("\n".join(body()))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
 def sentence(error: UserError) -> str:
     """The message of `error`, without the traceback that a DataLoader's worker wraps it in."""
     return str(error).rpartition(f"{UserError.__module__}.{UserError.__qualname__}: ")[2].strip()

@@ -20,6 +20,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from recipe.data.damage import SuspectImages
 from recipe.data.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
 from recipe.data.images import decode_and_look, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
-from recipe.errors import UserError
+from recipe.errors import UserError, run_command
 from recipe.files import whole_file
 from recipe.flags import DataFlags
 
@@ -65,6 +66,12 @@ def make_shards(
         raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     listings = {part: list_images(source / part, cache_dir) for part in PARTS}
     check_train_and_val(listings["train"], listings["val"])
+    return write_shards(listings, target, images_per_shard)
+
+
+def write_shards(listings: Mapping[str, Listing], target: Path, images_per_shard: int) -> list[str]:
+    """Write the images of each listing, wherever they are, as shards into `target`/NAME; what is
+    there already is kept. Returns a line about each. UserError as in `make_shards`."""
     lines = []
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -257,8 +264,7 @@ def _of_others(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 after a message about what is wrong, or 130 if
-    it was interrupted."""
+    """Run the command; returns its exit code (`run_command`)."""
     parser = argparse.ArgumentParser(prog="python -m recipe.make_shards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -281,20 +287,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.shards is None) != options.verify:
         parser.error("name the folder and where to write its shards, or the shards and --verify")
-    try:
-        if options.verify:
-            lines = verify_shards(options.folder)
-        else:
-            cache = Path(cache_folder(options.cache_dir))
-            lines = make_shards(options.folder, options.shards, cache, options.images_per_shard)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
-        return 130
-    print("\n".join(lines))
-    return 0
+    if options.verify:
+        return run_command(lambda: verify_shards(options.folder))
+    cache = Path(cache_folder(options.cache_dir))
+    return run_command(
+        lambda: make_shards(options.folder, options.shards, cache, options.images_per_shard)
+    )
 
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ import argparse
 import csv
 import io
 import os
-import re
 import sys
 import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.data.folder_errors import first_few
-from recipe.errors import UserError
+from recipe.data.folder_errors import CLASS_NAME, VAL_IMAGE, first_few
+from recipe.errors import UserError, run_command
 
-CLASS_NAME = re.compile(r"n\d{8}")
-IMAGE_NAME = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
 META = "meta.mat"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 LABELS_HELP = (
@@ -82,9 +79,9 @@ def make_plan(val_dir: Path, labels: dict[str, str]) -> Plan:
             is_class = CLASS_NAME.fullmatch(entry.name)
             if entry.is_dir():
                 names = os.listdir(entry.path) if is_class else []
-                images = filter(None, map(IMAGE_NAME.fullmatch, names))
+                images = filter(None, map(VAL_IMAGE.fullmatch, names))
                 filed |= {image[1]: entry.name for image in images}
-            elif match := IMAGE_NAME.fullmatch(entry.name):
+            elif match := VAL_IMAGE.fullmatch(entry.name):
                 flat[match[1]] = entry.name
             elif is_class:
                 raise UserError(f"{entry.path}: a file where a class folder must be. Move it away.")
@@ -150,7 +147,7 @@ def _labels_from_devkit(meta: bytes, ground_truth: bytes) -> dict[str, str]:
 
 def _checked(labels: dict[str, str], source: str) -> dict[str, str]:
     for image, name in labels.items():
-        if not IMAGE_NAME.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
+        if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
             raise UserError(
                 f"{source}: {image!r} with class {name!r} is not one of ImageNet's validation "
                 f"images. Give {LABELS_HELP}."
@@ -173,7 +170,7 @@ def _refuse(images: set[str], what: str, remedy: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, or 1 after a message about what is wrong."""
+    """Run the command; returns its exit code (`run_command`)."""
     parser = argparse.ArgumentParser(prog="python -m recipe.prepare_val", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("val_dir", type=Path, help="the folder with ILSVRC2012_val_*.JPEG")
@@ -183,12 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--allow-missing", action="store_true", help="continue even if labelled images are missing"
     )
     options = parser.parse_args(arguments)
-    try:
-        print(prepare(options.val_dir, options.labels, options.dry_run, options.allow_missing))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(
+        lambda: [prepare(options.val_dir, options.labels, options.dry_run, options.allow_missing)]
+    )
 
 
 def prepare(val_dir: Path, labels_file: Path, dry_run: bool, allow_missing: bool) -> str:

@@ -360,7 +360,7 @@ def test_folder_of_kaggles_archive(tmp_path: Path, cache: Path, inner: str) -> N
 
 def test_archives_not_unpacked(tmp_path: Path, cache: Path) -> None:
     make(tmp_path, "ILSVRC2012_img_train.tar")
-    assert "tar -xf" in refused(tmp_path / "train", cache)
+    assert f"recipe.prepare_imagenet {tmp_path} OUT" in refused(tmp_path / "train", cache)
     archive = tmp_path / "ILSVRC2012_img_train.tar"
     assert "unpack" in refused(archive, cache)
     # As --data ARCHIVE asks for it.

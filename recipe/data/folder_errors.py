@@ -13,8 +13,11 @@ from recipe.errors import UserError
 SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif".split()
 )
-FLAT_VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.jpe?g", re.IGNORECASE)
+# ImageNet's names.
+CLASS_NAME = re.compile(r"n\d{8}")
 CLASS_ARCHIVE = re.compile(r"(n\d{8})\.tar")
+TRAIN_IMAGE = re.compile(r"(n\d{8})_\d+\.JPEG")
+VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
 # Where Kaggle's archive and common set-ups have train/ and val/, below the folder that users name.
 LIKELY_INNER_FOLDERS = (
     "ILSVRC/Data/CLS-LOC",
@@ -24,6 +27,8 @@ LIKELY_INNER_FOLDERS = (
     "imagenet",
     "images",
 )
+# What `make_shards` and `prepare_imagenet` keep beside their output until all of it is there.
+UNFINISHED = ".unfinished"
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 
 
@@ -38,7 +43,7 @@ def first_few(names: list[str], count: int = 3) -> str:
 def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> None:
     """UserError unless the `folders` in `root` can be class folders: it may be one of ImageNet's
     archives half unpacked, hold train/ and val/, or images only."""
-    flat_val_images = sum(bool(FLAT_VAL_IMAGE.fullmatch(name)) for name in files)
+    flat_val_images = sum(bool(VAL_IMAGE.fullmatch(name)) for name in files)
     if flat_val_images:
         raise UserError(
             f"{root}: {flat_val_images:,} images of ImageNet's validation set are in it without "
@@ -88,15 +93,19 @@ def missing_folder(root: Path) -> str:
         close = _close_name(nearest, missing)
         hint = f"did you mean {nearest / close}?" if close else "is the disk mounted?"
         return f"{root}: no such folder; {nearest} has no {missing}: {hint}"
+    if (parent / UNFINISHED).is_dir():
+        return (
+            f"{root}: not complete yet. Run the same python -m recipe.prepare_imagenet command "
+            "again: it resumes where it stopped."
+        )
     for inner in LIKELY_INNER_FOLDERS:
         if (parent / inner / root.name).is_dir():
             return f"{root}: no such folder; did you mean --data {parent / inner}?"
     archives = sorted(path.name for path in parent.glob("ILSVRC2012_img_*.tar"))
     if archives:
-        archive, folder = shlex.quote(str(parent / archives[0])), shlex.quote(str(root))
         return (
-            f"{root}: no such folder, but {parent} holds {first_few(archives)}: unpack first, "
-            f"for instance: mkdir {folder} && tar -xf {archive} -C {folder}"
+            f"{root}: no such folder, but {parent} holds {first_few(archives)}. Unpack first: "
+            f"python -m recipe.prepare_imagenet {shlex.quote(str(parent))} OUT"
         )
     close = _close_name(parent, root.name)
     if close:

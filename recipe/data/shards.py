@@ -17,13 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from recipe.data.folder_errors import first_few
+from recipe.data.folder_errors import UNFINISHED, first_few
 from recipe.data.image_folder import Listing
 from recipe.errors import UserError
 
 INDEX = "index.npz"
-# What `make_shards` keeps beside the shards until all are there.
-UNFINISHED = ".unfinished"
 # Raise it whenever an index would be written or read differently.
 INDEX_VERSION = 1
 # Below the usual limit of 1,024 open files a process. ImageNet has 129 + 5 shards.
