@@ -25,6 +25,7 @@ from compare.evidence.records import (
     newest_comparison,
     recorded_comparison,
 )
+from compare.evidence.references import Reference, load_references
 from compare.evidence.run_folder import RecordError
 from recipe.files import replace_file
 
@@ -123,6 +124,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="of all workers together: adds what 90 epochs of ImageNet take and cost at the "
         "measured speed",
     )  # fmt: skip
+    add(
+        "--reference", type=Path, metavar="FILE",
+        help="published speeds to draw beside the measured ones: a CSV file with the columns "
+        "name,workers,images_per_second,source, such as compare/references/resnet50-v100.csv",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     asked = [name for name in (*TEXT_FORMATS, "html", "svg") if getattr(options, name)]
     to_terminal = [f"--{name}" for name in asked if getattr(options, name) == STDOUT]
@@ -148,6 +154,13 @@ def report(options: argparse.Namespace) -> None:
     comparisons, note = load_comparisons(options.comparisons)
     price = options.price_per_hour
     single = comparisons[0] if len(comparisons) == 1 else None
+    page = page_path(options, comparisons, is_recorded=bool(note))
+    references = load_references(options.reference) if options.reference else []
+    if references and not (single and (page or options.svg)):
+        raise UserError(
+            "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
+            "or --svg"
+        )
     if not options.to_terminal:
         from compare.page.text import side_by_side_report, terminal_report
 
@@ -160,15 +173,17 @@ def report(options: argparse.Namespace) -> None:
         if (path := getattr(options, name)) is not None:
             write(path, format_text(name, comparisons, price), options)
 
-    if page := page_path(options, comparisons, is_recorded=bool(note)):
+    if page:
         from compare.page.html import render_page, render_side_by_side
 
-        text = render_page(single, price) if single else render_side_by_side(comparisons)
+        text = (
+            render_page(single, price, references) if single else render_side_by_side(comparisons)
+        )
         write(page, text, options)
     elif single and note and (single.folder / "report.html").exists():
         say(f"the whole report: {single.folder / 'report.html'}", options)
     if options.svg is not None:
-        say(write_plots(options.svg, comparisons), options)
+        say(write_plots(options.svg, comparisons, references), options)
 
 
 def load_comparisons(paths: list[Path]) -> tuple[list[Comparison], str]:
@@ -231,7 +246,7 @@ def say(text: str, options: argparse.Namespace) -> None:
     print(f"\n{text}", file=sys.stderr if options.to_terminal else sys.stdout)
 
 
-def write_plots(folder: Path, comparisons: list[Comparison]) -> str:
+def write_plots(folder: Path, comparisons: list[Comparison], references: list[Reference]) -> str:
     """Write every plot as a file that opens by itself, and return what is to be said of it."""
     from compare.page.chart import standalone
     from compare.page.plots import all_plots
@@ -239,7 +254,7 @@ def write_plots(folder: Path, comparisons: list[Comparison]) -> str:
     if len(comparisons) > 1:
         raise RecordError("--svg takes one comparison: several have no plots in common")
     folder = comparisons[0].folder / "plots" if folder == DEFAULT else folder
-    plots = all_plots(comparisons[0])
+    plots = all_plots(comparisons[0], references)
     folder.mkdir(parents=True, exist_ok=True)
     for plot in plots:
         replace_file(folder / f"{plot.name}.svg", standalone(plot.svg))

@@ -337,7 +337,7 @@ def test_the_page_keeps_its_order_and_its_plots_have_words(folder):
         "What this does not show",
     ]  # fmt: skip
     assert text.index("times as fast as") < text.index("What was equal")
-    assert len(page.images) == 14
+    assert len(page.images) == 15
     assert all(image["role"] == "img" and len(image["aria-label"]) > 30 for image in page.images)
     # No colour is fixed: each is the page's, light or dark.
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
@@ -468,7 +468,7 @@ def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, capsys
 def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
     written([str(folder), "--svg", str(tmp_path / "plots")], capsys)
     files = sorted((tmp_path / "plots").iterdir())
-    assert len(files) == 14
+    assert len(files) == 15
     for path in files:
         root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"

@@ -14,6 +14,7 @@ from recipe.record.schema import Energy, Input
 # A rank's own work: with ablation its backward holds no exchange, without it no clock can tell.
 ABLATED_COMPUTING = ("forward_seconds", "backward_seconds")
 COMPUTING = ("data_seconds", "forward_seconds")
+EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
 BLOCKS_IN_DETAIL = 8  # whose single steps and epochs are read: of hundreds nobody sees more
 
 
@@ -168,6 +169,11 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
             )
         )
     return rows
+
+
+def hours(images_per_second: float) -> float:
+    """Return how long 90 epochs of ImageNet take at a speed."""
+    return EPOCHS * IMAGES / images_per_second / 3600
 
 
 def training_rows(comparison: Comparison) -> list[TrainingRow]:

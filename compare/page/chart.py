@@ -98,6 +98,12 @@ def whole(values: Sequence[int], margin: float) -> Scale:
     return Scale(low - space, high + space, tuple((n, str(n)) for n in reversed(shown)))
 
 
+def powers(values: Sequence[int]) -> Scale:
+    """Return a logarithmic scale whose ticks are these numbers, which lie far apart."""
+    ticks = tuple((n, str(n)) for n in sorted(values))
+    return Scale(min(values) / 1.2, max(values) * 1.2, ticks, logarithmic=True)
+
+
 def round_step(step: float) -> float:
     """Return the next larger one of 1, 2, 5, 10 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))

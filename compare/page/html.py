@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.notices import ASIDE, notices
 from compare.evidence.records import Comparison
+from compare.evidence.references import Reference
 from compare.evidence.rows import by_turns
 from compare.evidence.run_folder import recorded
 from compare.evidence.verdicts import correction_text, judge
@@ -29,10 +30,14 @@ MANY_COLUMNS = 4
 MAX_PLOT_CHARACTERS = 600_000  # of all plots: a page is to stay below a megabyte
 
 
-def render_page(comparison: Comparison, price_per_hour: float | None = None) -> str:
+def render_page(
+    comparison: Comparison,
+    price_per_hour: float | None = None,
+    references: Sequence[Reference] = (),
+) -> str:
     """Return the page: no request goes out of it, so that it can be sent, archived and printed."""
     verdicts = judge(comparison)
-    groups, left_out = fitting(plots.draw_plots(comparison))
+    groups, left_out = fitting(plots.draw_plots(comparison, references))
     facts = list(facts_by_place(comparison))
     places = list(dict.fromkeys(place_text(fact.case, fact.workers) for fact in facts))
     varied = [fact for fact in facts if fact.is_varied]

@@ -6,6 +6,7 @@ from functools import cached_property
 from statistics import median
 
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.references import Reference
 from compare.evidence.words import count
 from compare.page.chart import (
     DASHES,
@@ -179,6 +180,12 @@ class Selection:
     case: str
     runs: Sequence[RunRecord]  # in the order of the plan's configurations
     workers: int | None = None
+    references: Sequence[Reference] = ()  # drawn beside what was measured
+
+    @property
+    def sources(self) -> str:
+        """Where the references are from."""
+        return "; ".join(f"{one.name}: {one.source}" for one in self.references)
 
     def title(self, text: str) -> str:
         workers = count(self.workers, "worker") if self.workers else ""

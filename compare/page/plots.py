@@ -10,11 +10,24 @@ from statistics import median
 from compare.evidence.paired import Estimate
 from compare.evidence.phases import ALONE, PHASES, PhaseRow, phase_rows
 from compare.evidence.records import Comparison
+from compare.evidence.references import Reference
 from compare.evidence.rows import by_turns, in_detail, speeds
 from compare.evidence.verdicts import Verdict, judge
-from compare.evidence.words import count, digits
+from compare.evidence.words import count, digits, three_digits
 from compare.page import learning
-from compare.page.chart import INK, MUTED, Key, Scale, categories, linear, whole
+from compare.page.bars import plot_input, plot_time
+from compare.page.chart import (
+    INK,
+    MARKERS,
+    MUTED,
+    Key,
+    Scale,
+    categories,
+    linear,
+    logarithmic,
+    powers,
+    whole,
+)
 from compare.page.exchange import plot_exchange
 from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Points, Selection, Series, thinned
 
@@ -39,7 +52,7 @@ class PlotGroup:
     folded: bool = False
 
 
-def draw_plots(comparison: Comparison) -> list[PlotGroup]:
+def draw_plots(comparison: Comparison, references: Sequence[Reference] = ()) -> list[PlotGroup]:
     """Return the page's plots but the verdict's, which stands with its sentence.
 
     The learning curves of all numbers of workers but the largest are folded away, and with several
@@ -53,7 +66,7 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
             continue
         runs = [run for run in comparison.complete if run.case == case]
         runs.sort(key=lambda run: order(run.configuration))
-        selection = Selection(comparison, case, runs)
+        selection = Selection(comparison, case, runs, references=references)
         speed = present(draw(selection) for draw in SPEED_PLOTS)
         groups.append(PlotGroup(selection.title("Speed"), speed))
         numbers = sorted({run.workers for run in runs}, reverse=True)
@@ -69,9 +82,9 @@ def draw_plots(comparison: Comparison) -> list[PlotGroup]:
     return groups
 
 
-def all_plots(comparison: Comparison) -> list[Plot]:
+def all_plots(comparison: Comparison, references: Sequence[Reference] = ()) -> list[Plot]:
     """Return every plot, the verdict's first."""
-    grouped = [plot for group in draw_plots(comparison) for plot in group.plots]
+    grouped = [plot for group in draw_plots(comparison, references) for plot in group.plots]
     return [*present([plot_verdicts(judge(comparison), comparison.plan.get("margin"))]), *grouped]
 
 
@@ -155,7 +168,8 @@ def verdict_series(y: int, name: str, decision: str, speed: Estimate) -> Series:
 
 
 def plot_throughput(selection: Selection) -> Plot | None:
-    """Show the speed of each block and its median for each configuration; None without any."""
+    """Show the speed of each block and its median for each configuration; None without any. With
+    references both axes are logarithmic: theirs may be far away."""
     lines: dict[str, dict[int, list[float]]] = {}
     for cell in selection.comparison.cells:
         measured = speeds(selection.comparison, cell) if cell[0] == selection.case else {}
@@ -164,23 +178,55 @@ def plot_throughput(selection: Selection) -> Plot | None:
             lines.setdefault(cell[2], {})[cell[1]] = rates
     if not lines:
         return None
-    numbers = sorted({n for line in lines.values() for n in line})
-    ideal = []
-    for line in lines.values():
-        fewest = min(line)
-        ideal.append([(n, median(line[fewest]) * n / fewest) for n in line])
-    series = [Series([Layer("line", line, MUTED, 1, IDEAL)]) for line in ideal]
+    references = selection.references
+    medians = [{n: median(rates) for n, rates in line.items()} for line in lines.values()]
+    medians += [reference.images_per_second for reference in references]
+    numbers = sorted({n for line in medians for n in line})
+    ideal = [[(n, line[min(line)] * n / min(line)) for n in line] for line in medians]
     reached = [value for line in ideal for _, value in line]
+    reached += [rate for line in lines.values() for rates in line.values() for rate in rates]
+    caption = (
+        "Training images per second of all workers, without the first steps and evaluation. Lines: "
+        "medians; small marks: blocks; dotted: ideal scaling."
+    )
+    looks = [MARKERS[order % len(MARKERS)] for order in range(len(references))]
+    return Plot(
+        selection.file_name("throughput"),
+        selection.title("Training throughput"),
+        f"{caption} Grey: {selection.sources}." if references else caption,
+        Axis("workers", powers(numbers) if references else whole(numbers, margin=0.12)),
+        Axis("images/s", logarithmic(reached) if references else linear(reached, zero=True)),
+        [
+            *(Series([Layer("line", line, MUTED, 1, IDEAL)]) for line in ideal),
+            *throughput_series(selection, lines, numbers),
+            *map(reference_series, references, looks, itertools.repeat(numbers)),
+        ],
+        (("configuration", ""), *((count(n, "worker"), "images/s") for n in numbers)),
+        keys=[
+            *selection.keys(lines, True),
+            *(
+                Key(reference.name, MUTED, marker=marker, hollow=True)
+                for reference, marker in zip(references, looks, strict=True)
+            ),
+            Key("ideal", MUTED, dash=IDEAL, width=1),
+        ],
+    )
+
+
+def throughput_series(
+    selection: Selection, lines: dict[str, dict[int, list[float]]], numbers: Sequence[int]
+) -> list[Series]:
+    series = []
     for order, (configuration, by_workers) in enumerate(lines.items()):
         look = selection.look(configuration)
         # Side by side rather than on top of each other.
         shift = (order - (len(lines) - 1) / 2) * (0.03 * (numbers[-1] - numbers[0]) or 0.1)
+        shift = 0.0 if selection.references else shift
         marks, texts = [], []
         for n, blocks in by_workers.items():
-            reached += blocks
             for value in blocks[:: -(-len(blocks) // MAX_MARKS)]:
                 marks.append((n + shift, value))
-                texts.append(f"{configuration}, {count(n, 'worker')}: {value:,.4g} images/s")
+                texts.append(speed_text(configuration, n, value))
         middle = {n: median(blocks) for n, blocks in by_workers.items()}
         points = [(n + shift, value) for n, value in middle.items()]
         layers = [
@@ -188,19 +234,26 @@ def plot_throughput(selection: Selection) -> Plot | None:
             Layer(look.marker, marks, look.colour, 2, opacity=0.5, texts=texts),
             Layer(look.marker, points, look.colour, 3.4),
         ]
-        printed = (f"{middle[n]:,.4g}" if n in middle else "–" for n in numbers)
-        series.append(Series(layers, (configuration, *printed)))
-    return Plot(
-        selection.file_name("throughput"),
-        selection.title("Training throughput"),
-        "Training images per second of all workers, without the first steps and evaluation. Lines: "
-        "medians; small marks: blocks; dotted: ideal scaling.",
-        Axis("workers", whole(numbers, margin=0.12)),
-        Axis("images/s", linear(reached, zero=True)),
-        series,
-        (("configuration", ""), *((count(n, "worker"), "images/s") for n in numbers)),
-        keys=selection.keys(lines, True) + [Key("ideal", MUTED, dash=IDEAL, width=1)],
-    )
+        series.append(Series(layers, speed_cells(configuration, middle, numbers)))
+    return series
+
+
+def reference_series(reference: Reference, marker: str, numbers: Sequence[int]) -> Series:
+    points = sorted(reference.images_per_second.items())
+    texts = [speed_text(reference.name, n, value) for n, value in points]
+    layers = [
+        Layer("line", points, MUTED, 1.6),
+        Layer(marker, points, MUTED, 3, hollow=True, texts=texts),
+    ]
+    return Series(layers, speed_cells(reference.name, reference.images_per_second, numbers))
+
+
+def speed_text(name: str, workers: int, value: float) -> str:
+    return f"{name}, {count(workers, 'worker')}: {three_digits(value)} images/s"
+
+
+def speed_cells(name: str, by_workers: dict[int, float], numbers: Sequence[int]) -> tuple[str, ...]:
+    return name, *(three_digits(by_workers[n]) if n in by_workers else "–" for n in numbers)
 
 
 # ------------------------------------------------------------------------------- against the clock
@@ -359,5 +412,5 @@ def phases_caption(rows: list[PhaseRow], unsplit: list[PhaseRow]) -> str:
 
 
 SPEED_PLOTS: tuple[Callable[[Selection], Plot | None], ...] = (
-    plot_throughput, plot_clock, plot_phases,
+    plot_throughput, plot_time, plot_clock, plot_phases, plot_input,
 )  # fmt: skip

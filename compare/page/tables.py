@@ -12,11 +12,12 @@ from compare.evidence.phases import PHASES, PhaseRow, phase_differences, phase_r
 from compare.evidence.records import ENGINES, Comparison
 from compare.evidence.rows import (
     BLOCKS_IN_DETAIL,
+    IMAGES,
     CellRow,
     LadderRow,
     ResourceRow,
-    SpeedRow,
     by_turns,
+    hours,
     input_rows,
     ladder_rows,
     resource_rows,
@@ -31,7 +32,6 @@ from compare.plan.plan import ROOT, TRAINERS
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 NOT_MEASURED = "not measured"
-EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ SPEED = (
     SCALING,
     Column("CPU ms per image", of("cpu_ms_per_image")),
     Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
-    Column("90 epochs, hours", lambda row: figure(hours(row))),
+    Column("90 epochs, hours", lambda row: figure(hours(row.images_per_second))),
 )
 TRAININGS = (
     Column("start and end, s", of("startup_seconds", "{:,.1f}")),
@@ -210,7 +210,12 @@ def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
     )
     if price_per_hour is not None:
         price = price_per_hour  # of all workers
-        columns.append(Column("90 epochs, cost", lambda row: figure(price * hours(row), "{:,.2f}")))
+        columns.append(
+            Column(
+                "90 epochs, cost",
+                lambda row: figure(price * hours(row.images_per_second), "{:,.2f}"),
+            )
+        )
         note += f", at {price:g} an hour for all workers"
     note += "."
     if SCALING in columns:
@@ -223,11 +228,6 @@ def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
         )
     title = "Speed, by turns" if by_turns(comparison) else "Speed, of whole runs"
     return cell_table(comparison, title, note, columns, rows)
-
-
-def hours(row: SpeedRow) -> float:
-    """Return how long 90 epochs of ImageNet take at a row's speed."""
-    return EPOCHS * IMAGES / row.images_per_second / 3600
 
 
 def training_table(comparison: Comparison) -> Table:

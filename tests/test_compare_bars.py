@@ -1,0 +1,94 @@
+"""The plots of bars, and published speeds beside the measured ones."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from test_compare_records import edit, make_comparison
+
+from compare import report
+from compare.errors import UserError
+from compare.evidence.records import load_comparison
+from compare.evidence.references import COLUMNS, load_references
+from compare.evidence.rows import speed_rows
+from compare.evidence.words import three_digits
+from compare.page.plots import all_plots
+
+PUBLISHED = Path(__file__).resolve().parent.parent / "compare/references/resnet50-v100.csv"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return make_comparison(tmp_path_factory.mktemp("template") / "comparison")
+
+
+@pytest.fixture
+def folder(tmp_path, template):
+    return Path(shutil.copytree(template, tmp_path / "comparison"))
+
+
+def plot_named(name, comparison, references=()):
+    return next(plot for plot in all_plots(comparison, references) if plot.name == name)
+
+
+def test_bars_show_the_time_of_90_epochs_and_the_range_of_the_blocks(folder):
+    comparison = load_comparison(folder)
+    row = speed_rows(comparison)[0]
+    speeds = (row.images_per_second, row.highest, row.lowest)
+    value, low, high = (three_digits(90 * 1_281_167 / speed / 3600) for speed in speeds)
+    cells = plot_named("time", comparison).table[1]
+    assert cells == (f"{row.configuration}, 1 worker", f"{value} h", f"{low} to {high}")
+
+
+def test_bars_show_the_wait_for_input_where_it_came_from_files(folder):
+    assert not any(plot.name == "input" for plot in all_plots(load_comparison(folder)))
+    summaries = sorted(folder.glob("block-*/ddp-torchrun-2/summary.json"))
+    for share, path in zip((0.1, 0.2, 0.6), summaries, strict=True):
+        edit(path, input={"wait_share": share, "files_per_second": 1000 * share})
+    cells = plot_named("input", load_comparison(folder)).table[1]
+    assert cells == ("ddp-torchrun, 2 workers", "20.0 %, 200 files/s", "10.0 to 60.0")
+
+
+def test_published_speeds_are_drawn_beside_the_measured(folder, tmp_path):
+    (reference,) = load_references(PUBLISHED)
+    assert list(reference.images_per_second) == [4, 8, 16, 32, 64]
+    assert "distributed-pytorch" in reference.source
+    comparison = load_comparison(folder)
+    plot = plot_named("throughput", comparison, [reference])
+    assert plot.x.scale.logarithmic and plot.y.scale.logarithmic
+    line = next(cells for cells in plot.table if cells[0] == reference.name)
+    assert line[-5:] == ("3,003", "5,807", "11,265", "19,458", "33,132")
+    cells = plot_named("time", comparison, [reference]).table[-5]
+    assert cells == (f"{reference.name}, 4 workers", "10.7 h", "–")
+    page = tmp_path / "page.html"
+    assert report.main([str(folder), "--html", str(page), "--reference", str(PUBLISHED)]) == 0
+    assert page.read_text().count(reference.source) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("name,workers,source\n", "must name the columns name,workers,images_per_second,source"),
+        ("", "must name the columns"),
+        ("HEADER", "holds no line with a speed"),
+        ("HEADER\na,4,fast,b", "line 2: could not convert"),
+        ("HEADER\na,4,100,b\na,8,-1,b", "line 3: a name, a source and positive numbers"),
+        ("HEADER\na,4,100,", "a name, a source"),
+        ("HEADER\na,4", "line 2: "),
+        ("\xff", "line 0: "),
+    ],
+)
+def test_references_that_cannot_be_read(tmp_path, content, words):
+    file = tmp_path / "speeds.csv"
+    file.write_bytes(content.replace("HEADER", ",".join(COLUMNS)).encode("latin-1"))
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_references(file)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_references(tmp_path / "none.csv")
+
+
+def test_a_reference_needs_a_plot(folder, capsys):
+    for others in (["--no-html"], ["--markdown"], [str(folder), "--html", "both.html"]):
+        assert report.main([str(folder), *others, "--reference", str(PUBLISHED)]) == 1
+        assert "--reference is drawn in the plots" in capsys.readouterr().err
