@@ -1,4 +1,4 @@
-"""What the engines are held against: the training without an engine, the all-reduce of plain MPI.
+"""Other ways of training than by the two engines: without any, by MPI alone, and the ladder's rungs.
 
-Enters: programs with neither Horovod nor DDP. Not: what they have in common (recipe).
+Enters: one way a file, over the recipe. Not: what they have in common (recipe.loop).
 """
