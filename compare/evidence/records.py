@@ -26,6 +26,8 @@ from compare.evidence.turns import Block
 from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
+# What one process trains, whatever --workers: on all its GPUs, or by calls to other ranks.
+ONE_WORKER = {"data_parallel", "rpc_pipeline"}
 STATUSES = ("completed", "failed", "timed out", "not run", "interrupted")
 NUMBERED = re.compile(r"block-[1-9][0-9]*")
 Cell = tuple[str, int, str]  # case, workers, configuration: the runs of a cell repeat each other
@@ -375,7 +377,7 @@ def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
     if not complete:
         return
     run.written = read_run_folder(run.folder)
-    world_size = 1 if run.launcher == "python" else run.workers
+    world_size = 1 if run.engine in ONE_WORKER else run.workers
     for field_, planned_value in (("engine", run.engine), ("world_size", world_size)):
         if (written := getattr(run.summary, field_)) != planned_value:
             raise RecordError(
