@@ -281,6 +281,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
     """MPI's polling threads, Horovod's background thread and loader workers stand still, too;
     and all go on afterwards."""
