@@ -20,7 +20,7 @@ from recipe.data.batches import to_device, training_batches, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
-from recipe.training.half_weights import half_copy, round_weights, train_masters
+from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import evaluate, means
 from recipe.training.model import autocast, build_criterion, build_model, build_optimizer
@@ -43,16 +43,16 @@ def main(config: Config, world: World) -> None:
     workers = loader_workers(config, device, threads)
 
     model = build_model(config, data.num_classes, download=True).to(device)
-    half = half_copy(model, config)  # under O2 fp16 weights: the model has the fp32 masters
-    optimizer, scaler = build_optimizer(half, config), build_scaler(config, device)
-    train_masters(optimizer, half, model, from_rank_0=lambda values: values)
-    parts = Trainables(model, optimizer, scaler, None, half)
+    working = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
+    optimizer, scaler = build_optimizer(working, config), build_scaler(config, device)
+    train_masters(optimizer, working, model, from_rank_0=lambda values: values)
+    parts = Trainables(model, optimizer, scaler, None, working)
     criterion = build_criterion(config)
 
     step_samples = samples_per_step(config, world)
     num_steps = remaining_steps(config, world, data, step=0, samples_seen=0)
     batches = training_batches(data, config, world, device, workers, 0, num_steps * step_samples)
-    half.train()
+    working.train()
     for step in range(num_steps):
         seed_step(config, step, rank=0)
         position = step * step_samples
@@ -63,13 +63,13 @@ def main(config: Config, world: World) -> None:
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
             with autocast(config, device):
-                loss = criterion(half(images), targets)
+                loss = criterion(working(images), targets)
             scaler.scale(loss / config.batches_per_allreduce).backward()
         unscale_and_clip(parts, config.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        round_weights(half, model)
-        half.zero_grad()
+        round_weights(working, model)
+        working.zero_grad()
 
         epoch = position // data.num_train
         if (position + step_samples) // data.num_train > epoch or step + 1 == num_steps:

@@ -37,7 +37,7 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
 from recipe.training.agreement import check_same_training, check_same_weights, facts_of
-from recipe.training.half_weights import half_copy, round_weights, train_masters
+from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import batch_sums, check_evaluations, check_steps
 from recipe.training.model import autocast, build_criterion, build_ema, build_model
@@ -103,12 +103,12 @@ def main(config: Config, world: World) -> None:
         )
 
     config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
-    half = half_copy(model, config)  # under O2 fp16 weights: the model has the fp32 masters
-    network, optimizer = distribute(half, config)
-    train_masters(optimizer, half, model, from_rank_0)
+    working = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
+    network, optimizer = distribute(working, config)
+    train_masters(optimizer, working, model, from_rank_0)
     ema = build_ema(model, config)
     criterion = build_criterion(config)
-    parts = Trainables(model, optimizer, scaler, ema, half)
+    parts = Trainables(model, optimizer, scaler, ema, working)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, data, folder, from_rank_0)
     first_step, start = progress.step, progress.samples_seen
@@ -116,7 +116,7 @@ def main(config: Config, world: World) -> None:
     work = fingerprint(config, world, data, model, device, threads, lr_scale)
     recorder = Recorder(config, world, data, folder, progress, environment)
     meter = StepMeter(config, world, device, data, progress, workers)
-    profiler = StepProfiler(config, world, folder, first_step, half)
+    profiler = StepProfiler(config, world, folder, first_step, working)
     profiler.timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
 
     def validate_all(epoch: int) -> dict[str, float]:
@@ -169,7 +169,7 @@ def main(config: Config, world: World) -> None:
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
-            round_weights(half, model)
+            round_weights(working, model)
         write_trace(config, world, folder, progress.step + 1, model, loss)
         network.zero_grad()
         update_ema(ema, model, config, progress.step + 1)

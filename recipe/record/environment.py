@@ -33,7 +33,7 @@ from recipe.record.schema import (
     Summary,
     SuspectImages,
 )
-from recipe.training.half_weights import half_copy
+from recipe.training.half_weights import working_copy
 from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
 from recipe.variables import steers_rank
@@ -261,7 +261,7 @@ def summarize(
             count=sum(int(usage.suspect_images) for usage in used),
             names=[name for images in meter.data.suspects for name in images.names],
         ),
-        gradient_bytes=gradient_bytes(half_copy(model, meter.config), work),
+        gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),
         network_bytes_per_step=sum(usage.network_bytes for usage in used)
         / max(1, progress.step - meter.first_step),
         loss=figures.get("loss"),

@@ -42,7 +42,7 @@ def _outputs_to_float(network: nn.Module, arguments: Any, outputs: torch.Tensor)
     return outputs.float()
 
 
-def half_copy(model: nn.Module, config: Config) -> nn.Module:
+def working_copy(model: nn.Module, config: Config) -> nn.Module:
     """What runs forward and backward for `model`: under O2 a fp16 copy, else `model` itself.
 
     BatchNorm's running statistics are the model's, also where its layers are copied: the copy takes
@@ -53,12 +53,12 @@ def half_copy(model: nn.Module, config: Config) -> nn.Module:
     shared = {}
     if config.keeps_batch_norm_fp32:
         shared = {id(module): module for module in model.modules() if _is_batch_norm(module)}
-    half = copy.deepcopy(model, shared)
-    make_half(half, config)
+    working = copy.deepcopy(model, shared)
+    make_half(working, config)
     if not config.keeps_batch_norm_fp32:
-        half.register_forward_pre_hook(lambda *_: _copy_buffers(model, half))
-        half.register_forward_hook(lambda *_: _copy_buffers(half, model))
-    return half
+        working.register_forward_pre_hook(lambda *_: _copy_buffers(model, working))
+        working.register_forward_hook(lambda *_: _copy_buffers(working, model))
+    return working
 
 
 def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
@@ -66,23 +66,23 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
         mine.copy_(theirs)
 
 
-def _pairs(half: nn.Module | None, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The fp16 weights of `half`, each with its fp32 master in `model`."""
-    if half is None:
+def _pairs(working: nn.Module | None, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The fp16 weights of `working`, each with its fp32 master in `model`."""
+    if working is None or working is model:  # without masters no weight is looked at
         return []
-    both = zip(half.parameters(), model.parameters(), strict=True)
+    both = zip(working.parameters(), model.parameters(), strict=True)
     return [(weight, master) for weight, master in both if weight is not master]
 
 
 def train_masters(
     optimizer: torch.optim.Optimizer,
-    half: nn.Module,
+    working: nn.Module,
     model: nn.Module,
     from_rank_0: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Have an optimizer that was made for `half` change the masters instead, which are rank 0's on
-    all ranks. An engine's hooks stay on the fp16 weights: their gradients are what it averages."""
-    master_of = dict(_pairs(half, model))
+    """Have an optimizer that was made for `working` change the masters instead, which are rank 0's
+    on all ranks. An engine's hooks stay on the fp16 weights: it averages their gradients."""
+    master_of = dict(_pairs(working, model))
     for values in model.state_dict().values() if master_of else []:
         values.copy_(from_rank_0(values))
     for group in optimizer.param_groups:
@@ -90,15 +90,14 @@ def train_masters(
 
 
 @torch.no_grad()
-def take_gradients(half: nn.Module | None, model: nn.Module) -> None:
+def take_gradients(working: nn.Module | None, model: nn.Module) -> None:
     """Give the masters the averaged gradients of the fp16 weights."""
-    for weight, master in _pairs(half, model):
-        if weight.grad is not None:
-            master.grad = weight.grad.float()
+    for weight, master in _pairs(working, model):
+        master.grad = None if weight.grad is None else weight.grad.float()
 
 
 @torch.no_grad()
-def round_weights(half: nn.Module | None, model: nn.Module) -> None:
+def round_weights(working: nn.Module | None, model: nn.Module) -> None:
     """Set the fp16 weights, if there are any, to the masters, rounded."""
-    for weight, master in _pairs(half, model):
+    for weight, master in _pairs(working, model):
         weight.copy_(master)

@@ -36,7 +36,7 @@ class LossScaler(torch.amp.GradScaler):
         if not sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         self.skipped_steps += 1
-        if self.fixed is None and self.get_scale() < LEAST_SCALE:
+        if self.fixed is None and self.get_scale() <= LEAST_SCALE:
             raise UserError(
                 f"gradients overflow at a loss scale of {self.get_scale():.2g} still: training "
                 "has diverged; lower --base-lr, lengthen --warmup-epochs or use --precision bf16"
@@ -56,7 +56,7 @@ class LossScaler(torch.amp.GradScaler):
 def unscale_and_clip(parts: Trainables, clip_grad_norm: float | None) -> None:
     """Make the averaged gradients those that the optimizer takes: of the fp32 weights, divided by
     the loss scale, and no longer than --clip-grad-norm."""
-    take_gradients(parts.half, parts.model)
+    take_gradients(parts.working, parts.model)
     parts.scaler.unscale_(parts.optimizer)
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(parts.model.parameters(), clip_grad_norm)

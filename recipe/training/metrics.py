@@ -11,7 +11,7 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import Batch, to_device
 from recipe.errors import UserError
-from recipe.training.half_weights import half_copy
+from recipe.training.half_weights import working_copy
 from recipe.training.model import autocast
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
@@ -74,7 +74,7 @@ def evaluate(
     """Sums over this rank's validation images; the ranks' sums added up are exact, whatever their
     number."""
     was_training = model.training
-    network = half_copy(model, config).eval()
+    network = working_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         images, targets = to_device(batch, config, device)

@@ -44,4 +44,4 @@ class Trainables:
     optimizer: torch.optim.Optimizer
     scaler: "LossScaler"
     ema: AveragedModel | None
-    half: nn.Module | None = None  # the copy with fp16 weights that is trained for the model
+    working: nn.Module | None = None  # what computes for it: itself, or under O2 a fp16 copy
