@@ -56,6 +56,10 @@ def read_flags(
     sense, and SystemExit after --help or a value that the parser does not know. `program`: what
     these say that --help is given to, if not this process's script."""
     knobs = read_knobs(last_value(argv, "--knobs"), engine)
+    given = {word.split("=")[0].replace("_", "-") for word in argv}
+    for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
+        if {shorthand, flag} <= given:
+            raise UserError(f"{shorthand}: stands for a value of {flag}; give one of the two")
     base = replace(_chosen_preset(argv), **knobs.settings)
     config = _resolve(_parse_flags(base, argv, talk, program))
     check(config, engine, world_size)
@@ -250,6 +254,11 @@ def _mistakes(config: Config) -> Mistakes:
     yield (
         not all(0 <= beta < 1 for beta in config.betas),
         f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
+    )
+    yield (
+        config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
+        f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust ratio; "
+        "give --wd above 0, or use sgd or adamw",
     )
     of_timm = config.arch.startswith("timm:")
     yield (

@@ -132,7 +132,11 @@ class DataFlags:
     random_erase: float = work(0.0, SHARE, needs="images")
     """Probability that a random rectangle is erased."""
     augment_repeats: int = work(
-        1, at_least(1), aliases="--ra-reps", needs="training", decides="data_order_sha256"
+        1,
+        at_least(1),
+        aliases="--ra-reps",
+        needs=("images", "training"),
+        decides="data_order_sha256",
     )
     """Repeated augmentation: each image comes so many times in a row, augmented anew each time, and
     an epoch, as long as ever, has as many times fewer images."""

@@ -196,6 +196,7 @@ def test_folders() -> None:
         ({"opt_level": "O3", "optimizer": "adamw"}, "use --precision O2"),
         ({"opt_level": "O2", "compile": True}, "--precision fp16 or bf16"),
         ({"betas": (0.9, 1.0)}, "from 0 to below 1"),
+        ({"optimizer": "apex-lamb", "wd": 0.0}, "--wd 0: with --optimizer apex-lamb only weights"),
         ({"trust_coefficient": 0.0}, "above 0"),
         ({"loss_scale": 0.0}, "above 0"),
         ({"loss_scale": float("nan")}, "above 0"),
@@ -370,6 +371,7 @@ def test_check_accepts_the_presets() -> None:
         ({"checkpoint_steps": 5, "keep_checkpoints": 0}, "checkpoint-steps", "ddp", 2),
         ({"data": "synthetic", "workers": 2}, "workers", "ddp", 2),
         ({"data": "synthetic", "random_erase": 0.5}, "random-erase", "ddp", 2),
+        ({"data": "synthetic", "augment_repeats": 2}, "augment-repeats", "ddp", 2),
         ({"data": "synthetic", "auto_augment": "ra"}, "auto-augment", "ddp", 2),
         ({"data": "synthetic", "hflip_prob": 0.1}, "hflip-prob", "ddp", 2),
         ({"data": "synthetic", "random_crop_scale": (0.5, 1)}, "random-crop-scale", "ddp", 2),
@@ -472,6 +474,21 @@ def test_mistyped_flag(line: str, suggestion: str, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert suggestion in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--precision bf16 --opt-level O2", "--opt-level: stands for a value of --precision"),
+        ("--opt_level=O2 --precision=fp32", "--opt-level: stands for a value of --precision"),
+        ("--fp16-allreduce --wire-format auto", "--fp16-allreduce: stands for a value of --wire"),
+    ],
+)
+def test_a_shorthand_and_what_it_stands_for(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(line) == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
 
 
 def test_value_that_is_none_of_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
