@@ -299,6 +299,8 @@ def test_binary_cross_entropy() -> None:
     criterion = build_criterion(a_config(loss="bce", label_smoothing=0.1))
     assert torch.allclose(criterion(outputs, labels), losses.mean())
     assert torch.equal(criterion(outputs, shares), criterion(outputs, labels))
+    half = outputs.half()
+    assert torch.equal(criterion(half, shares), criterion(half.float(), shares)), "as autocast's"
 
 
 def test_flat_batch_norm() -> None:

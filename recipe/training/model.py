@@ -356,11 +356,8 @@ class BinaryCrossEntropy(nn.Module):
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.dim() == 1:
             targets = nn.functional.one_hot(targets, outputs.shape[1])
-        targets = targets.to(outputs.dtype)
-        smoothed = targets.lerp(
-            torch.full_like(targets, 1 / outputs.shape[1]), self.label_smoothing
-        )
-        return nn.functional.binary_cross_entropy_with_logits(outputs, smoothed)
+        smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / outputs.shape[1]
+        return nn.functional.binary_cross_entropy_with_logits(outputs.float(), smoothed)
 
 
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
