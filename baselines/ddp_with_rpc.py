@@ -24,7 +24,7 @@ with one to single_process.py. With more, only the order of additions in the las
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "ddp_with_rpc"
@@ -35,20 +35,18 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     keep_watch(world, config.stall_timeout)
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from threading import Lock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, bind_rpc, prepare, train
+from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import process_group, remote_calls
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import build_optimizer
 
@@ -110,19 +108,6 @@ def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 # -- On the trainers -------------------------------------------------------------------------------
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
-
-
 class Trainer:
     """What a trainer does together with the server."""
 
@@ -146,9 +131,8 @@ class Trainer:
         trunk._modules = {**model._modules, "fc": nn.Identity()}
         self.weights = list(trunk.parameters())
         parts.network = DistributedDataParallel(trunk)
-        parts.network.broadcast_buffers = (
-            False  # BatchNorm's statistics travel as --batch-norm says
-        )
+        # BatchNorm's statistics travel as --batch-norm says.
+        parts.network.broadcast_buffers = False
 
     def forward_backward(
         self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
@@ -186,22 +170,15 @@ class Trainer:
 
     def run(self, device: torch.device) -> None:
         """Train."""
-        timeout = timedelta(seconds=engine_timeout(self.config.stall_timeout))
-        rank, size = self.world.rank, self.world.size
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-
-        rung = Rung(
-            name=ENGINE,
-            transport="Gloo",
-            sum_over_ranks=sum_over_ranks,
-            from_rank_0=from_rank_0,
-            distribute=self.distribute,
-            forward_backward=self.forward_backward,
-            update=self.update,
-            whole=self.whole,
-        )
-        train(self.config, self.world, device, rung)
-        dist.destroy_process_group()
+        with process_group(self.config, self.world):
+            rung = Rung(
+                name=ENGINE,
+                distribute=self.distribute,
+                forward_backward=self.forward_backward,
+                update=self.update,
+                whole=self.whole,
+            )
+            train(self.config, self.world, device, rung)
 
 
 def main(config: Config, world: World) -> None:
@@ -211,18 +188,11 @@ def main(config: Config, world: World) -> None:
         raise UserError("1 rank: the last one only serves; start at least 2")
     if device.type != "cpu":
         raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    bind_rpc()
-    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
-    patience = engine_timeout(config.stall_timeout)
-    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=patience)
-    rpc.init_rpc(
-        f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
-    )
-    trainers = world.size - 1
-    if world.rank < trainers:
-        place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-        Trainer(config, place).run(device)
-    rpc.shutdown()  # which waits for the others
+    with remote_calls(config, world):
+        trainers = world.size - 1
+        if world.rank < trainers:
+            place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+            Trainer(config, place).run(device)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ numbers, wherever they are.
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "model_parallel"
@@ -27,30 +27,16 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args(ENGINE, world)
     keep_watch(world, config.stall_timeout)
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import process_group
 from recipe.training.model import build_optimizer
 
 LACKS = ("model_ema",)  # the average would have to be split as well
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
 
 
 def two_devices(first: torch.device, world: World) -> tuple[torch.device, torch.device]:
@@ -103,9 +89,8 @@ def distribute(parts: Parts, second: torch.device) -> None:
             print(f"{ENGINE}: without GPUs both halves of the network are on the CPU")
         print(f"weights of a worker: {halves}")
     kept = parts.optimizer.state_dict()
-    parts.optimizer = build_optimizer(
-        parts.model, parts.config
-    )  # of the weights where they are now
+    # Of the weights where they are now.
+    parts.optimizer = build_optimizer(parts.model, parts.config)
     parts.optimizer.load_state_dict(kept)
     parts.network = DistributedDataParallel(parts.model)  # no device_ids: there are two
     parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
@@ -114,16 +99,9 @@ def distribute(parts: Parts, second: torch.device) -> None:
 def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     first, second = two_devices(prepare(config, world, LACKS), world)
-    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
-    rung = Rung(
-        name=ENGINE,
-        transport="NCCL" if first.type == "cuda" else "Gloo",
-        sum_over_ranks=sum_over_ranks,
-        from_rank_0=from_rank_0,
-        distribute=lambda parts: distribute(parts, second),
-    )
-    train(config, world, first, rung)
-    dist.destroy_process_group()
+    with process_group(config, world):
+        rung = Rung(name=ENGINE, distribute=lambda parts: distribute(parts, second))
+        train(config, world, first, rung)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ does what it would have done.
 
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "parameter_averaging"
@@ -32,7 +32,6 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     keep_watch(world, config.stall_timeout)
 
 import math
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -44,23 +43,11 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import process_group
 
 # Each rank would have a moving average of its own, and leave out its own steps; and it is SGD's
 # state that is averaged.
 LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer")
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
 
 
 def warm_up_steps(parts: Parts) -> int:
@@ -96,17 +83,9 @@ def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
 def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
-    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
-    rung = Rung(
-        name=ENGINE,
-        transport="NCCL" if device.type == "cuda" else "Gloo",
-        sum_over_ranks=sum_over_ranks,
-        from_rank_0=from_rank_0,
-        distribute=distribute,
-        whole=whole,
-    )
-    train(config, world, device, rung)
-    dist.destroy_process_group()
+    with process_group(config, world):
+        rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
+        train(config, world, device, rung)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import sys
 
 from recipe.config import Config, parse_args
 from recipe.errors import UserError, one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE, SYNCHRONOUS = "parameter_server", "--synchronous"
@@ -41,10 +41,8 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args(ENGINE, world, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
     keep_watch(world, config.stall_timeout)
 
-import warnings
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from threading import Lock
 
 import torch
@@ -54,7 +52,8 @@ from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from recipe.loop import Parts, Rung, bind_rpc, prepare, train
+from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import process_group, remote_calls
 
 LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
 Answer = tuple[int, torch.Tensor]  # how many updates the weights have had, and all of them: [n]
@@ -125,19 +124,6 @@ def pull() -> tuple[Answer, dict, Counter[int]]:
 
 
 # -- On the trainers -------------------------------------------------------------------------------
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
-
-
 class Trainer:
     """What a trainer does by the server instead of by itself."""
 
@@ -178,28 +164,21 @@ class Trainer:
 
     def run(self, device: torch.device) -> None:
         """Train."""
-        timeout = timedelta(seconds=engine_timeout(self.config.stall_timeout))
-        rank, size = self.world.rank, self.world.size
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-
-        rung = Rung(
-            name=ENGINE,
-            transport="TensorPipe",
-            sum_over_ranks=sum_over_ranks,
-            from_rank_0=from_rank_0,
-            distribute=self.distribute,
-            update=self.update,
-            whole=self.whole,
-        )
-        train(self.config, self.world, device, rung)
-        if self.world.is_first and self.staleness:
-            pushes = self.staleness.total()
-            mean = sum(age * count for age, count in self.staleness.items()) / pushes
-            largest = max(self.staleness)
-            print(
-                f"staleness: {mean:.2f} updates in the mean of {pushes} pushes, {largest} at most"
+        with process_group(self.config, self.world):
+            rung = Rung(
+                name=ENGINE,
+                transport="TensorPipe",
+                distribute=self.distribute,
+                update=self.update,
+                whole=self.whole,
             )
-        dist.destroy_process_group()
+            train(self.config, self.world, device, rung)
+            if self.world.is_first and self.staleness:
+                pushes = self.staleness.total()
+                mean = sum(age * count for age, count in self.staleness.items()) / pushes
+                largest = max(self.staleness)
+                told = f"{mean:.2f} updates in the mean of {pushes} pushes, {largest} at most"
+                print(f"staleness: {told}")
 
 
 def main(config: Config, world: World) -> None:
@@ -209,18 +188,11 @@ def main(config: Config, world: World) -> None:
         raise UserError("1 rank: the last one only serves; start at least 2")
     if device.type != "cpu":
         raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    bind_rpc()
-    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
-    patience = engine_timeout(config.stall_timeout)
-    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=patience)
-    rpc.init_rpc(
-        f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
-    )
-    trainers = world.size - 1
-    if world.rank < trainers:
-        place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-        Trainer(config, place, SYNCHRONOUS in sys.argv).run(device)
-    rpc.shutdown()  # which waits for the others
+    with remote_calls(config, world):
+        trainers = world.size - 1
+        if world.rank < trainers:
+            place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+            Trainer(config, place, SYNCHRONOUS in sys.argv).run(device)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ itself) only the order of additions differs.
 
 from recipe.config import Config, is_resnet, parse_args
 from recipe.errors import UserError, one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "pipeline"
@@ -39,7 +39,6 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -49,35 +48,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import process_group, sum_over_ranks
 from recipe.training.metrics import Sums, batch_sums
+from recipe.training.model import blocks_of
 
 LACKS = (
     "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
     "compile",
 )  # fmt: skip
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
-
-
-def blocks_of(resnet: Any) -> list[nn.Module]:
-    """A ResNet's blocks, each of which takes what the one before it returns; the first layers
-    belong to the first block, and the classifier to the last."""
-    blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
-    stem = [resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool]
-    blocks[0] = nn.Sequential(*stem, blocks[0])
-    blocks[-1] = nn.Sequential(blocks[-1], resnet.avgpool, nn.Flatten(1), resnet.fc)
-    return blocks
 
 
 class Pipeline:
@@ -169,26 +147,22 @@ def main(config: Config, world: World) -> None:
             f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs one "
             f"a stage; give {stages} or more, and a smaller --batch-size"
         )
-    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
-    pipeline = Pipeline(config, world)
-    rung = Rung(
-        name=ENGINE,
-        transport="NCCL" if device.type == "cuda" else "Gloo",
-        sum_over_ranks=sum_over_ranks,
-        from_rank_0=from_rank_0,
-        distribute=pipeline.distribute,
-        forward_backward=pipeline.forward_backward,
-        whole=pipeline.whole,
-        readers=replace(world, rank=0, size=1),
-    )
-    train(config, world, device, rung)
-    if pipeline.seconds:
-        busy = torch.tensor([pipeline.busy_seconds / pipeline.seconds])
-        bubble = 1 - float(sum_over_ranks(busy)) / stages
-        formula = (stages - 1) / (count + stages - 1)
-        if world.is_first:
-            print(f"bubble: {bubble:.2f} of the steps; {formula:.2f} if the stages were equal")
-    dist.destroy_process_group()
+    with process_group(config, world):
+        pipeline = Pipeline(config, world)
+        rung = Rung(
+            name=ENGINE,
+            distribute=pipeline.distribute,
+            forward_backward=pipeline.forward_backward,
+            whole=pipeline.whole,
+            readers=replace(world, rank=0, size=1),
+        )
+        train(config, world, device, rung)
+        if pipeline.seconds:
+            busy = torch.tensor([pipeline.busy_seconds / pipeline.seconds])
+            bubble = 1 - float(sum_over_ranks(busy)) / stages
+            formula = (stages - 1) / (count + stages - 1)
+            if world.is_first:
+                print(f"bubble: {bubble:.2f} of the steps; {formula:.2f} if the stages were equal")
 
 
 if __name__ == "__main__":

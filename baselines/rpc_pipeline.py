@@ -28,7 +28,7 @@ nearly equal: micro-batches reach a piece in any order, and so do their gradient
 
 from recipe.config import Config, is_resnet, parse_args
 from recipe.errors import UserError, one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "rpc_pipeline"
@@ -39,34 +39,23 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     keep_watch(world, config.stall_timeout)
 
 import logging
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from recipe.loop import Parts, Rung, bind_rpc, prepare, train
+from recipe.loop import Parts, Rung, prepare, train
+from recipe.ranks import remote_calls
 from recipe.training.metrics import Sums, batch_sums
-from recipe.training.model import build_optimizer
+from recipe.training.model import blocks_of, build_optimizer
 
 LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
-
-
-def blocks_of(resnet: Any) -> list[nn.Module]:
-    """A ResNet's blocks, each of which takes what the one before it returns; the first layers
-    belong to the first block, and the classifier to the last."""
-    blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
-    stem = [resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool]
-    blocks[0] = nn.Sequential(*stem, blocks[0])
-    blocks[-1] = nn.Sequential(blocks[-1], resnet.avgpool, nn.Flatten(1), resnet.fc)
-    return blocks
 
 
 # -- On each rank ----------------------------------------------------------------------------------
@@ -180,28 +169,20 @@ def main(config: Config, world: World) -> None:
         raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
     if device.type != "cpu":
         raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    bind_rpc()
-    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(
-        logging.ERROR
-    )  # "might be slow"
-    patience = engine_timeout(config.stall_timeout)
-    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=patience)
-    rpc.init_rpc(
-        f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
-    )
-    if world.is_first:
-        driver = Driver(config, world.size)
-        rung = Rung(
-            name=ENGINE,
-            transport="TensorPipe",
-            distribute=driver.distribute,
-            forward_backward=driver.forward_backward,
-            update=driver.update,
-            whole=driver.whole,
-        )
-        train(config, replace(world, size=1, local_size=1), device, rung)
-    rpc.shutdown()  # which waits for the others
+    optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
+    optimizers_log.setLevel(logging.ERROR)  # "might be slow"
+    with remote_calls(config, world):
+        if world.is_first:
+            driver = Driver(config, world.size)
+            rung = Rung(
+                name=ENGINE,
+                transport="TensorPipe",
+                distribute=driver.distribute,
+                forward_backward=driver.forward_backward,
+                update=driver.update,
+                whole=driver.whole,
+            )
+            train(config, replace(world, size=1, local_size=1), device, rung)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ The weights are bit-equal to those of ddp_train: each is updated once, by the sa
 
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.watch import engine_timeout, keep_watch
+from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
 ENGINE = "zero_optimizer"
@@ -26,28 +26,13 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args(ENGINE, world)
     keep_watch(world, config.stall_timeout)
 
-from datetime import timedelta
-
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Parts, Rung, prepare, show_memory, train
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
-    dist.broadcast(values, src=0)
-    return values
+from recipe.ranks import process_group
 
 
 def distribute(parts: Parts) -> None:
@@ -71,20 +56,12 @@ def whole(parts: Parts) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
 def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world)
-    dist.init_process_group(timeout=timedelta(seconds=engine_timeout(config.stall_timeout)))
-    rung = Rung(
-        name=ENGINE,
-        transport="NCCL" if device.type == "cuda" else "Gloo",
-        sum_over_ranks=sum_over_ranks,
-        from_rank_0=from_rank_0,
-        distribute=distribute,
-        whole=whole,
-    )
-    parts = train(config, world, device, rung)
-    own = (value for state in parts.optimizer.optim.state.values() for value in state.values())
-    show_memory(world, rung, "optimizer", filter(torch.is_tensor, own))
-    show_memory(world, rung, "weights", parts.model.parameters())
-    dist.destroy_process_group()
+    with process_group(config, world):
+        rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
+        parts = train(config, world, device, rung)
+        own = (value for state in parts.optimizer.optim.state.values() for value in state.values())
+        show_memory(world, "optimizer", filter(torch.is_tensor, own))
+        show_memory(world, "weights", parts.model.parameters())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from recipe.data.batches import (
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.errors import UserError
 from recipe.flags import spelled
+from recipe.ranks import from_rank_0, sum_over_ranks, transport_of
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
 from recipe.record.environment import describe, fingerprint, summarize, usage_row
 from recipe.record.meter import StepMeter
@@ -53,7 +54,7 @@ from recipe.training.model import (
 )
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Progress, Trainables
-from recipe.training.validation import Collective, align_batch_norm, validate
+from recipe.training.validation import align_batch_norm, validate
 from recipe.world import World
 
 # Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
@@ -121,10 +122,7 @@ class Rung:
     """What a way of training does differently from one process."""
 
     name: str  # of the engine, in the run folder
-    transport: str = "none"  # what carries its messages, there
-    # For figures: the ranks' values added up, in a new tensor; and rank 0's values, on each rank.
-    sum_over_ranks: Collective = torch.clone
-    from_rank_0: Collective = torch.clone
+    transport: str = ""  # what carries its messages, there; "": its process group, if it has one
     # Called once, with rank 0's weights on all ranks, and a checkpoint's momentum in the optimizer:
     # replaces the network and the optimizer.
     distribute: Callable[[Parts], object] = lambda parts: None
@@ -159,24 +157,11 @@ def prepare(
     return choose_device(config, world)
 
 
-def bind_rpc() -> None:
-    """After `prepare`: have torch.distributed.rpc listen at the interface that Gloo uses, and at no
-    other, for it runs what it is sent. UserError, on several hosts, if none was chosen."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface is None:
-        raise UserError(
-            "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
-            "of a network that only your hosts can reach; there are "
-            + ", ".join(psutil.net_if_addrs())
-        )
-    os.environ["TP_SOCKET_IFNAME"] = interface
-
-
-def show_memory(world: World, rung: Rung, what: str, tensors: Iterable[torch.Tensor]) -> None:
+def show_memory(world: World, what: str, tensors: Iterable[torch.Tensor]) -> None:
     """Print how much memory these tensors, of sharded ones this rank's part, take on each rank."""
     parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
     own = sum(part.nbytes for part in parts)
-    ranks = rung.sum_over_ranks(own_row(world, torch.tensor([own]))).flatten() / 1e6
+    ranks = sum_over_ranks(own_row(world, torch.tensor([own]))).flatten() / 1e6
     if world.is_first:
         each = ", ".join(f"rank {rank} {size:.2f} MB" for rank, size in enumerate(ranks.tolist()))
         print(f"memory of the {what}: {each}")
@@ -201,7 +186,7 @@ class _Session:
 
 def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _Session:
     """Data, model, and what was kept of an earlier run; open the record."""
-    readers, sum_over_ranks = rung.readers or world, rung.sum_over_ranks
+    readers = rung.readers or world
     data = open_data(config, world)
     check_same_training(facts_of(rung.name, config, data, device), world, device, sum_over_ranks)
     cores = sum_over_ranks(own_row(world, core_row(world)))
@@ -215,19 +200,20 @@ def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _S
     model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():
-            values.copy_(rung.from_rank_0(values.clone()))
+            values.copy_(from_rank_0(values.clone()))
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
     criterion = build_criterion(config)
     ema = build_ema(model, config)
-    folder = open_run_folder(config, world, rung.name, rung.from_rank_0)
+    folder = open_run_folder(config, world, rung.name, from_rank_0)
     kept = Trainables(model, optimizer, scaler, ema)
-    progress = resume(kept, config, world, data, folder, rung.from_rank_0)
+    progress = resume(kept, config, world, data, folder, from_rank_0)
     lr_scale = config.batches_per_allreduce * readers.size
     work = fingerprint(config, readers, data, model, device, threads, lr_scale)
     parts = Parts(config, device, data, progress, model, model, optimizer, scaler, ema, criterion)
     rung.distribute(parts)
 
-    environment = describe(world, rung.name, rung.transport, device, threads, cores)
+    transport = rung.transport or transport_of(device)
+    environment = describe(world, rung.name, transport, device, threads, cores)
     reporting = replace(world, size=readers.size)  # rank 0 speaks; who reads makes up a step
     recorder = Recorder(config, reporting, data, folder, progress, environment)
     meter = StepMeter(config, readers, device, data, progress, workers)
@@ -263,10 +249,10 @@ def _whole(session: _Session) -> Trainables:
 
 def _validate(session: _Session, trained: Trainables, epoch: int) -> dict[str, float]:
     """The figures of the better of model and moving average, on all validation images."""
-    config, parts, rung = session.config, session.parts, session.rung
+    config, parts = session.config, session.parts
     evaluations = validate(
         trained, config, session.world, parts.data, parts.device, session.workers,
-        rung.sum_over_ranks, rung.from_rank_0,
+        sum_over_ranks, from_rank_0,
     )  # fmt: skip
     check_evaluations(evaluations, parts.progress.step, config, session.meter.first_step)
     parts.progress.train_seconds = session.meter.train_seconds
@@ -275,14 +261,12 @@ def _validate(session: _Session, trained: Trainables, epoch: int) -> dict[str, f
 
 def _keep(session: _Session, trained: Trainables, figures: dict[str, float]) -> None:
     """Keep a checkpoint."""
-    config, world, rung = session.config, session.world, session.rung
+    config, world = session.config, session.world
     progress = session.parts.progress
-    align_batch_norm(trained.model, config, world, rung.sum_over_ranks, rung.from_rank_0)
-    check_same_weights(trained.model, progress.step, world, rung.sum_over_ranks)
+    align_batch_norm(trained.model, config, world, sum_over_ranks, from_rank_0)
+    check_same_weights(trained.model, progress.step, world, sum_over_ranks)
     is_best, data = progress.take_best(figures), session.parts.data
-    keep_checkpoint(
-        trained, progress, config, world, data, session.folder, is_best, rung.sum_over_ranks
-    )
+    keep_checkpoint(trained, progress, config, world, data, session.folder, is_best, sum_over_ranks)
 
 
 def train(config: Config, world: World, device: torch.device, rung: Rung) -> Parts:
@@ -290,7 +274,7 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
     rank that trains calls this."""
     session = _begin(config, world, device, rung)
     parts, meter, recorder = session.parts, session.meter, session.recorder
-    data, progress, sum_over_ranks = parts.data, parts.progress, rung.sum_over_ranks
+    data, progress = parts.data, parts.progress
     start, step_samples = progress.samples_seen, samples_per_step(config, session.readers)
     steps_left = remaining_steps(config, session.readers, data, progress.step, start)
     stop = start + step_samples * steps_left
@@ -319,7 +303,7 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
             steps = meter.take_steps(sum_over_ranks)
             recorder.write_steps(steps)
             check_steps(steps, meter.first_step)
-            stopped = stop_is_asked(session.folder, world, rung.from_rank_0)
+            stopped = stop_is_asked(session.folder, world, from_rank_0)
         if save or stopped:
             trained = _whole(session)
         if epoch_ended or finished:

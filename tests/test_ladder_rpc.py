@@ -16,7 +16,7 @@ from torch import nn
 from baselines import parameter_server
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.loop import bind_rpc
+from recipe.ranks import bind_rpc
 from recipe.training.model import build_optimizer
 
 pytestmark = pytest.mark.timeout(600)

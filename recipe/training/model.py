@@ -414,3 +414,13 @@ def seed_step(config: Config, step: int, rank: int) -> None:
     need be saved.
     """
     torch.manual_seed(zlib.crc32(f"{config.seed} {step} {rank}".encode()))
+
+
+def blocks_of(resnet: Any) -> list[nn.Module]:
+    """A ResNet's blocks, each of which takes what the one before it returns; the first layers
+    belong to the first block, and the classifier to the last."""
+    blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
+    stem = [resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool]
+    blocks[0] = nn.Sequential(*stem, blocks[0])
+    blocks[-1] = nn.Sequential(blocks[-1], resnet.avgpool, nn.Flatten(1), resnet.fc)
+    return blocks

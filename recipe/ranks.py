@@ -1,0 +1,83 @@
+"""How the ranks of a script in baselines/ find each other, and what they tell each other for
+figures. Both train.py show their engine's own calls instead."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.watch import engine_timeout
+from recipe.world import World
+
+
+@contextmanager
+def process_group(config: Config, world: World) -> Iterator[None]:
+    """The ranks of `world`, which torchrun has started, as torch's process group. After an error it
+    is not taken down (no `finally`): that could wait for ranks which wait for this one."""
+    timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
+    dist.init_process_group(rank=world.rank, world_size=world.size, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+def transport_of(device: torch.device) -> str:
+    """What carries the messages of the process group, as the run folder says it."""
+    if not dist.is_initialized():
+        return "none"
+    return "NCCL" if device.type == "cuda" else "Gloo"
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """For figures: the ranks' values added up, in a new tensor; without a process group, one
+    process's."""
+    total = values.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def from_rank_0(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, on each rank."""
+    if dist.is_initialized():
+        dist.broadcast(values, src=0)
+    return values
+
+
+@contextmanager
+def remote_calls(config: Config, world: World) -> Iterator[None]:
+    """Let each rank of `world` call functions on "rank0", "rank1" and so on. At the end it waits
+    for the others; not after an error (no `finally`), for they may wait for this one."""
+    from torch.distributed import rpc  # most scripts do without
+
+    bind_rpc()
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
+    rpc.init_rpc(
+        f"rank{world.rank}",
+        rank=world.rank,
+        world_size=world.size,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method="env://", rpc_timeout=engine_timeout(config.stall_timeout)
+        ),
+    )
+    yield
+    rpc.shutdown()
+
+
+def bind_rpc() -> None:
+    """Have torch.distributed.rpc listen at the interface that Gloo uses, and at no other, for it
+    runs what it is sent. UserError, on several hosts, if none was chosen."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is None:
+        raise UserError(
+            "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
+            "of a network that only your hosts can reach; there are "
+            + ", ".join(psutil.net_if_addrs())
+        )
+    os.environ["TP_SOCKET_IFNAME"] = interface
