@@ -102,7 +102,7 @@ def answer(argv: list[str]) -> int:
             print("\n".join(lines), flush=True)
         return 0
     launchers = {configuration.launcher for configuration in plan.members()}
-    check_logins(max(plan.workers), plan.hosts, launchers)
+    check_logins(plan.most_ranks, plan.hosts, launchers)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, raise_interrupt)

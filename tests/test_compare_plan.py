@@ -22,7 +22,7 @@ from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import Plan, varied_fields
+from compare.plan.plan import Plan, Run, varied_fields
 from compare.plan.plan_file import PLANS, read_percentage
 from compare.plan.record import plan_record, read_plan, run_record
 from compare.run import main
@@ -369,6 +369,15 @@ def test_torchrun_is_started_once_on_each_host(here):
     assert words[start + 7 : start + 10] == ["--rdzv-backend", "c10d", "--rdzv-endpoint"]
 
 
+def test_a_server_takes_a_slot_as_a_worker_does():
+    words = CONFIGURATIONS["parameter-server"].launch_words(3, "a:2,b:2")
+    assert words[words.index("--nnodes") + 1] == "2"
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert Run(
+        1, CONFIGURATIONS["parameter-server"], 2, 42, hosts="localhost:2,b:2"
+    ).leaves_this_host
+
+
 def rendezvous(words: list[str]) -> tuple[str, str]:
     """Under which id, and where, the torchruns of a command meet."""
     return tuple(words[words.index(flag) + 1] for flag in ("--rdzv-id", "--rdzv-endpoint"))
@@ -428,7 +437,8 @@ def test_the_network_interface_reaches_every_launcher(here):
         (["--hosts", "slurm"], ["no Slurm allocation"]),
         (["--hosts", "a:2", "--configurations", "ddp-srun"], ["Slurm allocation"]),
         (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
-         ["takes 2 workers, but 3"]),
+         ["takes 2 ranks, but 3"]),
+        (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
         (["--slurm", "", "--hosts", "a:1"], ["--hosts a:1", "leave one of the two out"]),

@@ -80,7 +80,8 @@ class Configuration:
 
     def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
         """Return the launcher and its flags."""
-        n = str(workers + self.servers)
+        workers += self.servers  # a launcher knows no difference
+        n = str(workers)
         if self.launcher == "python":
             return ["python"]
         if self.launcher == "torchrun":
@@ -110,7 +111,7 @@ class Configuration:
         if len(on_each) > 1:
             told = ", ".join(f"{count} on {host}" for host, count in placed.items())
             raise UserError(
-                f"{self.name}: torchrun takes the same number of workers on each host, which "
+                f"{self.name}: torchrun takes the same number of ranks on each host, which "
                 f"{told} are not; give other --workers or --hosts, or take ddp-mpirun"
             )
         one_each = ",".join(f"{host}:1" for host in placed)

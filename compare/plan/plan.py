@@ -83,7 +83,7 @@ class Run:
 
     @property
     def leaves_this_host(self) -> bool:
-        return not is_only_here(self.workers, self.hosts)
+        return not is_only_here(self.workers + self.configuration.servers, self.hosts)
 
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
@@ -143,6 +143,11 @@ class Plan:
         if not self.null:
             return chosen
         return [twin for c in chosen for twin in (c, replace(c, name=f"{c.name}-again"))]
+
+    @property
+    def most_ranks(self) -> int:
+        """Return how many ranks the largest start has, its servers among them."""
+        return max(self.workers) + max(configuration.servers for configuration in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return which configurations are judged against each other."""

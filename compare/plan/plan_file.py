@@ -430,10 +430,10 @@ def check_hosts(plan: Plan) -> None:
             )
         return
     hosts = read_hosts(plan.hosts)
-    if max(plan.workers) > sum(hosts.values()):
+    if plan.most_ranks > sum(hosts.values()):
         raise UserError(
-            f"--hosts {plan.hosts}: takes {sum(hosts.values())} workers, but {max(plan.workers)} "
-            "are asked for; give more slots, or fewer --workers"
+            f"--hosts {plan.hosts}: takes {sum(hosts.values())} ranks, but {plan.most_ranks} are "
+            "asked for; give more slots, or fewer --workers"
         )
     for configuration in plan.members():
         if configuration.launcher == "srun" and not plan.is_allocation:

@@ -45,7 +45,7 @@ def check_tools(plan: Plan) -> None:
         raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {' '.join(instead)}")
     for configuration in chosen:
         tools = [configuration.launcher]
-        reaches_hosts = not is_only_here(max(plan.workers), plan.hosts)
+        reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
         if configuration.controller == "mpi" or (tools == ["torchrun"] and reaches_hosts):
             tools.append("mpirun")
         for tool in tools:
