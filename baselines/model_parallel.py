@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import process_group
-from recipe.training.model import build_optimizer
+from recipe.training.model import blocks_of, build_optimizer
 
 LACKS = ("model_ema",)  # the average would have to be split as well
 
@@ -58,19 +58,11 @@ def two_devices(first: torch.device, world: World) -> tuple[torch.device, torch.
 
 def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
     """Put the later blocks of a network, which hold the second half of its weights, on the second
-    device; what each device holds then, in words.
-
-    A block is a child of the network, or of a Sequential in it. They are taken to compute in the
-    order in which they stand, as those of torchvision's networks do.
-    """
-    blocks = [
-        block
-        for child in model.children()
-        for block in (child if isinstance(child, nn.Sequential) else [child])
-    ]
+    device; what each device holds then, in words. They are taken to compute in the order in which
+    they stand, as those of torchvision's networks do."""
     size = sum(weight.numel() for weight in model.parameters())
     before = 0
-    for block in blocks:
+    for block in blocks_of(model):
         own = sum(weight.numel() for weight in block.parameters())
         if 2 * before < size:
             before += own

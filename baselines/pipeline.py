@@ -23,7 +23,7 @@ there BatchNorm normalises by all images. Without BatchNorm (or dropout, which e
 itself) only the order of additions differs.
 """
 
-from recipe.config import Config, is_resnet, parse_args
+from recipe.config import Config, parse_args
 from recipe.errors import UserError, one_message
 from recipe.watch import keep_watch
 from recipe.world import World, read_world
@@ -39,7 +39,6 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,11 +49,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import process_group, sum_over_ranks
 from recipe.training.metrics import Sums, batch_sums
-from recipe.training.model import blocks_of
+from recipe.training.model import pieces_of
 
 LACKS = (
     "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
-    "compile",
+    "compile", "first_crop_size",  # micro-batches have one shape
 )  # fmt: skip
 
 
@@ -67,13 +66,9 @@ class Pipeline:
         self.seconds = self.busy_seconds = 0.0  # of all steps; of this rank's computation in them
 
     def distribute(self, parts: Parts) -> None:
-        """Cut the network into stages of as many blocks each: a ResNet's blocks cost about the
-        same."""
-        rank, stages, blocks = self.world.rank, self.world.size, blocks_of(parts.model)
-        if stages > len(blocks):
-            raise UserError(f"{stages} ranks: this network has {len(blocks)} blocks; start fewer")
-        ends = [len(blocks) * stage // stages for stage in range(stages + 1)]
-        self.stages = [nn.Sequential(*blocks[begin:end]) for begin, end in pairwise(ends)]
+        """Cut the network into stages."""
+        rank, stages = self.world.rank, self.world.size
+        self.stages = pieces_of(parts.model, self.config, stages)
         parts.network = self.stages[rank]
         size, count = self.config.train_crop_size, self.config.batches_per_allreduce
         passed = [torch.empty(self.config.batch_size, 3, size, size, device="meta")]
@@ -86,18 +81,18 @@ class Pipeline:
             return loss / count
 
         own = PipelineStage(parts.network, rank, stages, parts.device, *passed[rank : rank + 2])
-        own.forward_one_chunk = self.timed(own.forward_one_chunk)
-        own.backward_one_chunk = self.timed(own.backward_one_chunk)
+        own.forward_one_chunk = self.timed(own.forward_one_chunk, parts.device)
+        own.backward_one_chunk = self.timed(own.backward_one_chunk, parts.device)
         self.schedule = Schedule1F1B(own, count, loss_of, scale_grads=False)
 
-    def timed(self, compute: Callable) -> Callable:
+    def timed(self, compute: Callable, device: torch.device) -> Callable:
         """`compute`, which adds up its seconds."""
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = compute(*args, **kwargs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             self.busy_seconds += time.perf_counter() - started
             return result
 
@@ -140,8 +135,6 @@ def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     stages, count = world.size, config.batches_per_allreduce
-    if not is_resnet(config.arch):
-        raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
     if count < stages:
         raise UserError(
             f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs one "

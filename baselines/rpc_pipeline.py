@@ -26,7 +26,7 @@ Weights are bit-equal to single_process.py's. With --batches-per-allreduce above
 nearly equal: micro-batches reach a piece in any order, and so do their gradients.
 """
 
-from recipe.config import Config, is_resnet, parse_args
+from recipe.config import Config, parse_args
 from recipe.errors import UserError, one_message
 from recipe.watch import keep_watch
 from recipe.world import World, read_world
@@ -42,7 +42,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
 from threading import Lock
 
 import torch
@@ -53,7 +52,7 @@ from torch.distributed.optim import DistributedOptimizer
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import remote_calls
 from recipe.training.metrics import Sums, batch_sums
-from recipe.training.model import blocks_of, build_optimizer
+from recipe.training.model import build_optimizer, pieces_of
 
 LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
 
@@ -105,13 +104,7 @@ class Driver:
 
     def distribute(self, parts: Parts) -> None:
         """Send each rank its piece."""
-        blocks = blocks_of(parts.model)
-        if self.ranks > len(blocks):
-            raise UserError(
-                f"{self.ranks} ranks: the network has {len(blocks)} blocks; start fewer"
-            )
-        ends = [len(blocks) * rank // self.ranks for rank in range(self.ranks + 1)]
-        self.copies = [nn.Sequential(*blocks[begin:end]) for begin, end in pairwise(ends)]
+        self.copies = pieces_of(parts.model, self.config, self.ranks)
         self.pieces = []
         for rank, layers in enumerate(self.copies):
             optimizer, state = build_optimizer(layers, self.config), parts.optimizer.state
@@ -165,8 +158,6 @@ class Driver:
 def main(config: Config, world: World) -> None:
     """Train, or hold a piece, as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
-    if not is_resnet(config.arch):
-        raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
     if device.type != "cpu":
         raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
     optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")

@@ -159,19 +159,22 @@ def give_gradients_their_layout(model: nn.Module) -> None:
             weight.data = weight.data.as_strided(weight.shape, strides)
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The children of a network, and in the place of a Sequential its children."""
+    return [
+        block
+        for child in model.children()
+        for block in (child if isinstance(child, nn.Sequential) else [child])
+    ]
+
+
 def compile_blocks(model: nn.Module) -> None:
-    """Have torch.compile make one piece of each block: a child of the network, or of a Sequential
-    in it, that has parts of its own.
+    """Have torch.compile make one piece of each block that has parts of its own.
 
     Not of the whole network: its backward pass would hand out all gradients at its end, and none of
     their exchange could hide behind the rest. Equal blocks are also compiled only once.
     """
-    blocks = [
-        block
-        for child in model.children()
-        for block in (child if isinstance(child, nn.Sequential) else [child])
-        if any(block.children())
-    ]
+    blocks = [block for block in blocks_of(model) if any(block.children())]
     # DDP would have each block cut where one of its buckets ends, which the exchange gains nothing
     # from (a block's gradients come at its end) and Horovod's blocks are not.
     torch._dynamo.config.optimize_ddp = False
@@ -416,11 +419,17 @@ def seed_step(config: Config, step: int, rank: int) -> None:
     torch.manual_seed(zlib.crc32(f"{config.seed} {step} {rank}".encode()))
 
 
-def blocks_of(resnet: Any) -> list[nn.Module]:
-    """A ResNet's blocks, each of which takes what the one before it returns; the first layers
-    belong to the first block, and the classifier to the last."""
-    blocks = [*resnet.layer1, *resnet.layer2, *resnet.layer3, *resnet.layer4]
-    stem = [resnet.conv1, resnet.bn1, resnet.relu, resnet.maxpool]
-    blocks[0] = nn.Sequential(*stem, blocks[0])
-    blocks[-1] = nn.Sequential(blocks[-1], resnet.avgpool, nn.Flatten(1), resnet.fc)
-    return blocks
+def pieces_of(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
+    """A ResNet in pieces for as many ranks, each of which takes what the one before it returns.
+    They have equal numbers of its residual blocks, which cost about the same. UserError for other
+    networks, and if there are fewer blocks."""
+    if not is_resnet(config.arch):
+        raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
+    blocks = [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
+    if ranks > len(blocks):
+        raise UserError(f"{ranks} ranks: the network has {len(blocks)} blocks; start fewer")
+    ends = [len(blocks) * rank // ranks for rank in range(ranks + 1)]
+    pieces = [blocks[begin:end] for begin, end in itertools.pairwise(ends)]
+    pieces[0] = [model.conv1, model.bn1, model.relu, model.maxpool, *pieces[0]]
+    pieces[-1] += [model.avgpool, nn.Flatten(1), model.fc]
+    return [nn.Sequential(*piece) for piece in pieces]
