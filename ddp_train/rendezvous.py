@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.ranks import keep_to_this_host
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi
 
@@ -30,8 +31,7 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface in psutil.net_if_addrs():  # and no list of prefixes
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # others have no business with its ports
+    keep_to_this_host(world)
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
     if world.launcher == "horovodrun":

@@ -6,17 +6,14 @@ baselines/single_process.py, bit by bit.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from recipe.config import Config
 from recipe.data.batches import (
@@ -40,7 +37,7 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
 from recipe.training.agreement import check_same_training, check_same_weights, facts_of
-from recipe.training.loss_scale import LossScaler
+from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
 from recipe.training.model import (
     autocast,
@@ -60,26 +57,22 @@ from recipe.world import World
 # Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
 # Config; with a value, only that is meant.
 ENGINES_OWN = (
-    "transport mpi", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
+    "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "ablation_steps",
     "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
-@dataclass
-class Parts:
-    """What a rung's functions work on."""
+@dataclass(kw_only=True)
+class Parts(Trainables):
+    """What a rung's functions work on; the `model` is as one process has it."""
 
     config: Config
     device: torch.device
     data: Data
     progress: Progress
-    model: nn.Module  # as one process has it
     network: nn.Module  # what the forward pass calls: the model, or what a rung makes of it
-    optimizer: Any
-    scaler: LossScaler
-    ema: AveragedModel | None
     criterion: nn.Module
 
 
@@ -102,9 +95,7 @@ def update(parts: Parts, rate: float) -> None:
     """Change the weights by the gradients of the step, at this learning rate, and clear these."""
     for group in parts.optimizer.param_groups:
         group["lr"] = rate
-    parts.scaler.unscale_(parts.optimizer)
-    if parts.config.clip_grad_norm is not None:
-        nn.utils.clip_grad_norm_(parts.model.parameters(), parts.config.clip_grad_norm)
+    unscale_and_clip(parts, parts.config.clip_grad_norm)
     parts.scaler.step(parts.optimizer)
     parts.scaler.update()
     parts.model.zero_grad()
@@ -138,9 +129,8 @@ class Rung:
 def prepare(
     config: Config, world: World, lacks: tuple[str, ...] = (), launcher: str = "torchrun"
 ) -> torch.device:
-    """This rank's device, and variables that torch's process groups read; call it before one is
-    made. UserError for settings that no rung has, for those that this one `lacks` (as
-    in ENGINES_OWN), and if another `launcher` started this process."""
+    """This rank's device. UserError for settings that no rung has, for those that this one `lacks`
+    (as in ENGINES_OWN), and if another `launcher` started this process."""
     default = Config()
     for name, _, value in (words.partition(" ") for words in (*ENGINES_OWN, *lacks)):
         given = getattr(config, name)
@@ -152,8 +142,6 @@ def prepare(
             f"this script was started by {by.get(world.launcher, world.launcher)}: start it with "
             f"{by.get(launcher, launcher)}, as its first lines say"
         )
-    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # others have no business with its ports
     return choose_device(config, world)
 
 
@@ -202,14 +190,16 @@ def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _S
         for values in model.state_dict().values():
             values.copy_(from_rank_0(values.clone()))
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
-    criterion = build_criterion(config)
-    ema = build_ema(model, config)
+    criterion, ema = build_criterion(config), build_ema(model, config)
     folder = open_run_folder(config, world, rung.name, from_rank_0)
     kept = Trainables(model, optimizer, scaler, ema)
     progress = resume(kept, config, world, data, folder, from_rank_0)
     lr_scale = config.batches_per_allreduce * readers.size
     work = fingerprint(config, readers, data, model, device, threads, lr_scale)
-    parts = Parts(config, device, data, progress, model, model, optimizer, scaler, ema, criterion)
+    parts = Parts(
+        **vars(kept), config=config, device=device, data=data, progress=progress, network=model,
+        criterion=criterion,
+    )  # fmt: skip
     rung.distribute(parts)
 
     transport = rung.transport or transport_of(device)
