@@ -183,6 +183,11 @@ def losses(run_folder: Path) -> list[float]:
     return [step["loss"] for step in read_lines(run_folder, "step")]
 
 
+def resumed_at(run_folder: Path) -> list[int]:
+    """The steps at which a run has gone on from a checkpoint."""
+    return [event["step"] for event in read_lines(run_folder, "event") if event["name"] == "resume"]
+
+
 def read_lines(run_folder: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics.jsonl."""
     lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())

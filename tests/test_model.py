@@ -27,6 +27,7 @@ from recipe.training.model import (
     copy_buffers,
     flat_batch_norm,
     parameter_groups,
+    pieces_of,
     replace_batch_norm,
     seed_step,
     update_ema,
@@ -103,6 +104,25 @@ def test_blur_before_strides() -> None:
     assert torch.equal(blurred.layer1[0].conv1(images), plain.layer1[0].conv1(images))
     with pytest.raises(UserError, match="--blur-pool: --arch vgg11 has no convolution"):
         build_model(a_config(arch="vgg11", blur_pool=True, **sizes(32)), 10, download=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_pieces_of_a_network_compute_what_it_computes(ranks: int) -> None:
+    config = a_config(arch="resnet18", **sizes(32))
+    model = build_model(config, 10, download=True).eval()
+    pieces, images = pieces_of(model, config, ranks), torch.randn(2, 3, 32, 32)
+    assert len(pieces) == ranks
+    assert torch.equal(nn.Sequential(*pieces)(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [("resnet18", "9 ranks: the network has 8 blocks"), ("vgg11", "--arch vgg11: .* cut a resnet")],
+)
+def test_a_network_that_cannot_be_cut_is_refused(arch: str, message: str) -> None:
+    config = a_config(arch=arch, **sizes(32))
+    with torch.device("meta"), pytest.raises(UserError, match=message):
+        pieces_of(build_model(config, 10, download=True), config, 9)
 
 
 def test_momentum_of_batch_norm() -> None:

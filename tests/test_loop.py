@@ -1,0 +1,42 @@
+"""What every script in baselines/ refuses before it begins."""
+
+from typing import Any
+
+import pytest
+from making import a_config, a_world
+
+from recipe.errors import UserError
+from recipe.loop import prepare
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bucket_cap_mb": 5.0}, "--bucket-cap-mb 5.0"),  # no rung has it
+        ({"transport": "gloo"}, "--transport gloo"),
+        ({"precision": "O2"}, "--precision O2"),
+        ({"precision": "fp16"}, "--precision fp16"),  # this one lacks it
+        ({"model_ema": True}, "--model-ema True"),
+    ],
+)
+def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}: this script has no such thing"):
+        prepare(a_config(**given), a_world(), ("precision fp16", "model_ema"), launcher="none")
+
+
+def test_only_the_value_that_a_rung_lacks_is_refused() -> None:
+    prepare(a_config(precision="bf16"), a_world(), ("precision fp16",), launcher="none")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "message"),
+    [
+        ("torchrun", 1, "was started by python: start it with torchrun"),
+        ("none", 2, "was started by torchrun: start it with python"),
+    ],
+)
+def test_a_rung_that_another_launcher_started_is_refused(
+    launcher: str, ranks: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(a_config(), a_world(0, ranks), launcher=launcher)
