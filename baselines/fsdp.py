@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from recipe.loop import Parts, Rung, prepare, show_memory, train
+from recipe.loop import Parts, Rung, memory_by_rank, prepare, train
 from recipe.ranks import process_group
 from recipe.training.model import build_model, build_optimizer
 
@@ -90,11 +90,13 @@ def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     with process_group(config, world):
-        rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
-        parts = train(config, world, device, rung)
-        momenta = (value for state in parts.optimizer.state.values() for value in state.values())
-        show_memory(world, "optimizer", filter(torch.is_tensor, momenta))
-        show_memory(world, "weights", parts.model.parameters())
+        rung = Rung(
+            name=ENGINE,
+            distribute=distribute,
+            whole=whole,
+            measured=lambda parts: memory_by_rank(world, parts.optimizer, parts.model),
+        )
+        train(config, world, device, rung)
 
 
 if __name__ == "__main__":

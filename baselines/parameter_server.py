@@ -54,6 +54,7 @@ from torch.optim import Optimizer
 
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import process_group, remote_calls
+from recipe.record.schema import RungFigures
 
 LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
 Answer = tuple[int, torch.Tensor]  # how many updates the weights have had, and all of them: [n]
@@ -162,6 +163,15 @@ class Trainer:
         dist.barrier()  # before one of them pushes again
         return parts.model, parts.optimizer
 
+    def measured(self, parts: Parts) -> RungFigures:
+        """How old the weights were that gradients were pushed for."""
+        if not self.staleness:
+            return RungFigures()
+        updates = sum(age * pushes for age, pushes in self.staleness.items())
+        return RungFigures(
+            staleness=updates / self.staleness.total(), largest_staleness=max(self.staleness)
+        )
+
     def run(self, device: torch.device) -> None:
         """Train."""
         with process_group(self.config, self.world):
@@ -171,14 +181,9 @@ class Trainer:
                 distribute=self.distribute,
                 update=self.update,
                 whole=self.whole,
+                measured=self.measured,
             )
             train(self.config, self.world, device, rung)
-            if self.world.is_first and self.staleness:
-                pushes = self.staleness.total()
-                mean = sum(age * count for age, count in self.staleness.items()) / pushes
-                largest = max(self.staleness)
-                told = f"{mean:.2f} updates in the mean of {pushes} pushes, {largest} at most"
-                print(f"staleness: {told}")
 
 
 def main(config: Config, world: World) -> None:

@@ -48,6 +48,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import process_group, sum_over_ranks
+from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import pieces_of
 
@@ -130,6 +131,17 @@ class Pipeline:
                     state[weight]["momentum_buffer"] = momentum
         return parts.model, parts.optimizer
 
+    def measured(self, parts: Parts) -> RungFigures:
+        """How long the stages have waited for each other."""
+        if not self.seconds:
+            return RungFigures()
+        stages, count = self.world.size, self.config.batches_per_allreduce
+        busy = sum_over_ranks(torch.tensor([self.busy_seconds / self.seconds]))
+        return RungFigures(
+            bubble_share=1 - float(busy) / stages,
+            equal_bubble_share=(stages - 1) / (count + stages - 1),
+        )
+
 
 def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
@@ -147,15 +159,10 @@ def main(config: Config, world: World) -> None:
             distribute=pipeline.distribute,
             forward_backward=pipeline.forward_backward,
             whole=pipeline.whole,
+            measured=pipeline.measured,
             readers=replace(world, rank=0, size=1),
         )
         train(config, world, device, rung)
-        if pipeline.seconds:
-            busy = torch.tensor([pipeline.busy_seconds / pipeline.seconds])
-            bubble = 1 - float(sum_over_ranks(busy)) / stages
-            formula = (stages - 1) / (count + stages - 1)
-            if world.is_first:
-                print(f"bubble: {bubble:.2f} of the steps; {formula:.2f} if the stages were equal")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,11 @@ if __name__ == "__main__":  # before torch is loaded: --help and typing errors a
     config = parse_args(ENGINE, world)
     keep_watch(world, config.stall_timeout)
 
-import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, prepare, show_memory, train
+from recipe.loop import Parts, Rung, memory_by_rank, prepare, train
 from recipe.ranks import process_group
 
 
@@ -57,11 +56,13 @@ def main(config: Config, world: World) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world)
     with process_group(config, world):
-        rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
-        parts = train(config, world, device, rung)
-        own = (value for state in parts.optimizer.optim.state.values() for value in state.values())
-        show_memory(world, "optimizer", filter(torch.is_tensor, own))
-        show_memory(world, "weights", parts.model.parameters())
+        rung = Rung(
+            name=ENGINE,
+            distribute=distribute,
+            whole=whole,
+            measured=lambda parts: memory_by_rank(world, parts.optimizer.optim, parts.model),
+        )
+        train(config, world, device, rung)
 
 
 if __name__ == "__main__":

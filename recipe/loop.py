@@ -31,10 +31,12 @@ from recipe.flags import spelled
 from recipe.ranks import from_rank_0, sum_over_ranks, transport_of
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
 from recipe.record.environment import describe, fingerprint, summarize, usage_row
+from recipe.record.lines import rung_lines
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
 from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
+from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
 from recipe.training.agreement import check_same_training, check_same_weights, facts_of
 from recipe.training.loss_scale import unscale_and_clip
@@ -122,6 +124,8 @@ class Rung:
     )
     update: Callable[[Parts, float], object] = update
     whole: Callable[[Parts], tuple[nn.Module, Any]] = whole
+    # Called once, on each rank, when training is complete.
+    measured: Callable[[Parts], RungFigures] = lambda parts: RungFigures()
     # This rank's place among those that read different images, where not all ranks do.
     readers: World | None = None
 
@@ -145,14 +149,19 @@ def prepare(
     return choose_device(config, world)
 
 
-def show_memory(world: World, what: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Print how much memory these tensors, of sharded ones this rank's part, take on each rank."""
-    parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
-    own = sum(part.nbytes for part in parts)
-    ranks = sum_over_ranks(own_row(world, torch.tensor([own]))).flatten() / 1e6
-    if world.is_first:
-        each = ", ".join(f"rank {rank} {size:.2f} MB" for rank, size in enumerate(ranks.tolist()))
-        print(f"memory of the {what}: {each}")
+def memory_by_rank(world: World, optimizer: torch.optim.Optimizer, model: nn.Module) -> RungFigures:
+    """What each rank holds of an optimizer's state and of the weights, of sharded ones its part."""
+
+    def by_rank(tensors: Iterable[Any]) -> list[int]:
+        parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
+        own = torch.tensor([sum(part.nbytes for part in parts)])
+        return sum_over_ranks(own_row(world, own)).flatten().tolist()
+
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return RungFigures(
+        optimizer_bytes=by_rank(filter(torch.is_tensor, values)),
+        weight_bytes=by_rank(model.parameters()),
+    )
 
 
 @dataclass
@@ -259,9 +268,9 @@ def _keep(session: _Session, trained: Trainables, figures: dict[str, float]) -> 
     keep_checkpoint(trained, progress, config, world, data, session.folder, is_best, sum_over_ranks)
 
 
-def train(config: Config, world: World, device: torch.device, rung: Rung) -> Parts:
-    """Train, or only evaluate, as `config` says, and write the run folder; what was trained. Every
-    rank that trains calls this."""
+def train(config: Config, world: World, device: torch.device, rung: Rung) -> None:
+    """Train, or only evaluate, as `config` says, and write the run folder. Every rank that trains
+    calls this."""
     session = _begin(config, world, device, rung)
     parts, meter, recorder = session.parts, session.meter, session.recorder
     data, progress = parts.data, parts.progress
@@ -310,9 +319,10 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Par
 
     if finished:
         usage = sum_over_ranks(own_row(world, usage_row(meter, trained.model, device)))
-        summary = summarize(
-            recorder.environment, session.work, meter, figures, usage, trained.model
-        )
+        ran_on, work = recorder.environment, session.work
+        summary = summarize(ran_on, work, meter, figures, usage, trained.model)
+        summary = replace(summary, rung=rung.measured(parts))
     finish_checkpoint()
     recorder.close(summary) if finished else recorder.stop()
-    return parts
+    for line in rung_lines(summary.rung) if finished and world.is_first else ():
+        print(line)

@@ -190,16 +190,25 @@ def test_the_table_holds_medians_and_scaling(folder):
 
 
 def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_path, capsys):
-    plan = a_plan(configurations=("ddp-torchrun", "zero-optimizer", "data-parallel"), workers=(2,))
+    plan = a_plan(
+        configurations=("ddp-torchrun", "zero-optimizer", "data-parallel", "parameter-server"),
+        workers=(2,),
+    )
     folder = make_comparison(tmp_path / "compare-1", plan)
     for rung in folder.glob("block-*/data-parallel-2"):
         edit(rung / "summary.json", world_size=1, weights_sha256="c" * 64)
     for run in folder.glob("block-*/*"):
         edit(run / "summary.json", network_bytes_per_step=2.5e6)
+    for server in folder.glob("block-*/parameter-server-2"):
+        edit(server / "summary.json", rung={"staleness": 0.75, "largest_staleness": 2})
     found = {row.configuration: row for row in ladder_rows(load_comparison(folder))}
-    assert [row.has_firsts_weights for row in found.values()] == [True, True, False]
+    assert [row.has_firsts_weights for row in found.values()] == [True, True, False, True]
     assert found["zero-optimizer"].network_bytes_per_step == 2.5e6
-    assert "The ladder" in report_text(folder, capsys)
+    assert [row.staleness for row in found.values()] == [None, None, None, 0.75]
+    text = report_text(folder, capsys)
+    assert "The ladder" in text
+    assert "Staleness: " in text
+    assert "Bubble: " not in text, "nothing of this comparison is a pipeline"
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):

@@ -1,12 +1,12 @@
 """The rungs in baselines/: equal to DDP step by step where they can be, and able to learn."""
 
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torchvision
 from launching import SMALL, launch, losses, rarely, read_json, resumed_at, train
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
@@ -111,14 +111,16 @@ def test_weights_that_are_averaged_now_and_then_are_another_training_s(trained: 
 
 @pytest.mark.parametrize("name", ["zero_optimizer", rarely("fsdp")])
 def test_each_rank_holds_a_part_of_the_optimizer(name: str, tmp_path: Path) -> None:
-    output = launch("torchrun", name, f"{SMALL} --max-steps 1 --log-dir {tmp_path}").output
-    held = {
-        what: [float(size) for size in re.findall(r"rank \d ([\d.]+) MB", sizes)]
-        for what, sizes in re.findall(r"memory of the (\w+): (.*)", output)
-    }
-    everything = sum(held["weights"]) / (2 if name == "zero_optimizer" else 1)
-    assert sum(held["optimizer"]) == pytest.approx(everything, abs=0.03), output
-    assert max(held["optimizer"]) < 0.6 * everything, output
+    held = train(tmp_path / "run", "torchrun", name, "--max-steps 1")["rung"]
+    network = torchvision.models.shufflenet_v2_x0_5(num_classes=10)
+    everything = 4 * sum(weight.numel() for weight in network.parameters())
+    assert sum(held["optimizer_bytes"]) == everything
+    assert max(held["optimizer_bytes"]) < 0.6 * everything
+    if name == "fsdp":
+        assert sum(held["weight_bytes"]) == everything
+        assert max(held["weight_bytes"]) < 0.6 * everything
+    else:
+        assert held["weight_bytes"] == [everything] * 2
 
 
 @pytest.mark.full

@@ -77,6 +77,8 @@ class LadderRow(CellRow):
     engine: str
     peak_memory_bytes: float  # of the largest rank
     network_bytes_per_step: float | None
+    bubble_share: float | None  # of a pipeline
+    staleness: float | None  # of a parameter server, in updates
     top1: float | None
     has_firsts_weights: bool  # bit-equal to those of the plan's first configuration, in each block
 
@@ -266,6 +268,8 @@ def ladder_rows(comparison: Comparison) -> list[LadderRow]:
                 engine=runs[0].engine,
                 peak_memory_bytes=median(summary.peak_memory_bytes for summary in summaries),
                 network_bytes_per_step=middle([s.network_bytes_per_step for s in summaries]),
+                bubble_share=middle([summary.rung.bubble_share for summary in summaries]),
+                staleness=middle([summary.rung.staleness for summary in summaries]),
                 top1=middle([summary.top1 for summary in summaries]),
                 has_firsts_weights=firsts == [summary.weights_sha256 for summary in summaries],
             )

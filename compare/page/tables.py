@@ -252,14 +252,23 @@ def ladder_table(comparison: Comparison) -> Table:
         script = ROOT / TRAINERS[row.engine]
         return figure(len(script.read_text().splitlines()) if script.exists() else None, "{:,}")
 
+    rows = ladder_rows(comparison)
     note = (
         f"Network: what the hosts' interfaces sent, loopback included, from the first step to the "
         "end, validation included; messages through shared memory are not there. Lines: of the "
         f"script alone, its text at the top included. Weights: bit-equal to those of {first}?"
     )
+    own = []
+    if any(row.bubble_share is not None for row in rows):
+        own.append(Column("bubble, %", of("bubble_share", "{:.0f}", scale=100)))
+        note += " Bubble: the share of the steps in which the mean stage of a pipeline has no work."
+    if any(row.staleness is not None for row in rows):
+        own.append(Column("staleness, updates", of("staleness", "{:.2f}")))
+        note += " Staleness: updates since the weights that a gradient is of, in the mean."
     columns = [
         Column("memory, MB", of("peak_memory_bytes", "{:,.0f}", scale=1e-6)),
         Column("network, MB a step", of("network_bytes_per_step", "{:,.1f}", scale=1e-6)),
+        *own,
         Column("top-1, %", of("top1", "{:.2f}")),
         Column("lines", lines),
         Column(
@@ -268,7 +277,7 @@ def ladder_table(comparison: Comparison) -> Table:
             is_number=False,
         ),
     ]
-    return cell_table(comparison, "The ladder", note, columns, ladder_rows(comparison))
+    return cell_table(comparison, "The ladder", note, columns, rows)
 
 
 def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:

@@ -2,7 +2,7 @@
 points."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
-from recipe.record.schema import Environment, StepLine, Summary
+from recipe.record.schema import Environment, RungFigures, StepLine, Summary
 from recipe.training.metrics import Step, Sums, means
 from recipe.world import World
 
@@ -60,6 +60,24 @@ def introduction(
         f"{data.num_val:,} validation images of {data.num_classes} classes, "
         f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch; run folder {folder}",
     ]
+
+
+def rung_lines(figures: RungFigures) -> Iterator[str]:
+    """What a script in baselines/ has measured of its way of training, for the console."""
+    for what, sizes in ("optimizer", figures.optimizer_bytes), ("weights", figures.weight_bytes):
+        if sizes is not None:
+            each = ", ".join(f"rank {rank} {size / 1e6:.2f} MB" for rank, size in enumerate(sizes))
+            yield f"memory of the {what}: {each}"
+    if figures.bubble_share is not None:
+        yield (
+            f"bubble: {figures.bubble_share:.2f} of the steps; {figures.equal_bubble_share:.2f} if "
+            "the stages were equal"
+        )
+    if figures.staleness is not None:
+        yield (
+            f"staleness: {figures.staleness:.2f} updates in the mean of all pushes, "
+            f"{figures.largest_staleness} at most"
+        )
 
 
 def console_line(epoch: int, epochs: int, name: str, figures: Figures) -> str:

@@ -175,6 +175,18 @@ class SuspectImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RungFigures:
+    """What a script in baselines/ measures of its own way of training."""
+
+    optimizer_bytes: list[int] | None = None  # by rank: what it holds of the optimizer's state
+    weight_bytes: list[int] | None = None  # and of the weights
+    bubble_share: float | None = None  # of a step, 0 to 1: the mean stage of a pipeline has no work
+    equal_bubble_share: float | None = None  # the same for equal stages, and messages in no time
+    staleness: float | None = None  # updates since the weights that a gradient is of: the mean
+    largest_staleness: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """What a complete run measured, of all its ranks."""
 
@@ -202,6 +214,7 @@ class Summary:
     # What the hosts' interfaces sent on the training clock, the loopback's among them, and whoever
     # sent it; what ranks of one host tell each other through its memory is not there.
     network_bytes_per_step: float | None = None
+    rung: RungFigures = RungFigures()
     loss: float | None  # of the last evaluation; None if nothing was evaluated
     top1: float | None
     top5: float | None
