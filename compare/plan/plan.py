@@ -13,24 +13,10 @@ from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
 from recipe.flags import flag_name, last_value, without_flag
 
-TRAINERS = {
+TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
     "ddp": "ddp_train/train.py",
     "horovod": "horovod_train/train.py",
     "mpi4py": "baselines/mpi4py_train.py",
-    **{
-        engine: f"baselines/{engine}.py"
-        for engine in (
-            "data_parallel",
-            "parameter_averaging",
-            "zero_optimizer",
-            "fsdp",
-            "model_parallel",
-            "pipeline",
-            "parameter_server",
-            "rpc_pipeline",
-            "ddp_with_rpc",
-        )
-    },
 }
 
 # Flags by which run.py itself steers a trainer, and what the user is told instead.
