@@ -25,6 +25,7 @@ from compare.evidence.records import load_comparison
 from compare.evidence.rows import ladder_rows, speed_rows
 from compare.evidence.verdicts import judge
 from compare.page.recommendation import recommend
+from compare.page.tables import ladder_table
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
@@ -205,10 +206,10 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     assert [row.has_firsts_weights for row in found.values()] == [True, True, False, True]
     assert found["zero-optimizer"].network_bytes_per_step == 2.5e6
     assert [row.staleness for row in found.values()] == [None, None, None, 0.75]
-    text = report_text(folder, capsys)
-    assert "The ladder" in text
-    assert "Staleness: " in text
-    assert "Bubble: " not in text, "nothing of this comparison is a pipeline"
+    names = [column.name for column in ladder_table(load_comparison(folder)).columns]
+    assert "staleness, updates" in names
+    assert "bubble, %" not in names, "none of them is a pipeline"
+    assert "The ladder" in report_text(folder, capsys)
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):
