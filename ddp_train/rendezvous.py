@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.ranks import keep_to_this_host
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
-from recipe.world import World, lone_copy_message, prepare_mpi
+from recipe.world import World, lone_copy_message, prepare_gloo, prepare_mpi
 
 # Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
 # shared file system, or to list its data; how long a process at a port may take to answer; what a
@@ -31,7 +30,7 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface in psutil.net_if_addrs():  # and no list of prefixes
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    keep_to_this_host(world)
+    prepare_gloo(world)
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
     if world.launcher == "horovodrun":

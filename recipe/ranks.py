@@ -1,5 +1,6 @@
 """How the ranks of a script in baselines/ find each other, and what they tell each other for
-figures. Both train.py show their engine's own calls of this kind."""
+figures. The one module here that knows torch.distributed: both train.py show such calls themselves.
+"""
 
 import os
 import warnings
@@ -14,21 +15,14 @@ import torch.distributed as dist
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.watch import engine_timeout
-from recipe.world import World
-
-
-def keep_to_this_host(world: World) -> None:
-    """If all ranks are on one host, have Gloo listen at the loopback interface, unless the user has
-    chosen another one: others have no business with its ports."""
-    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+from recipe.world import World, prepare_gloo
 
 
 @contextmanager
 def process_group(config: Config, world: World) -> Iterator[None]:
     """The ranks of `world`, which torchrun has started, as torch's process group. After an error it
     is not taken down (no `finally`): that could wait for ranks which wait for this one."""
-    keep_to_this_host(world)
+    prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
     dist.init_process_group(rank=world.rank, world_size=world.size, timeout=timeout)
     yield
@@ -64,7 +58,7 @@ def remote_calls(config: Config, world: World) -> Iterator[None]:
     for the others; not after an error (no `finally`), for they may wait for this one."""
     from torch.distributed import rpc  # most scripts do without
 
-    keep_to_this_host(world)
+    prepare_gloo(world)
     bind_rpc()
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
     rpc.init_rpc(
