@@ -3,7 +3,8 @@
     python benchmarks/communication_bound.py
 
 As row 4 with a seventh of the computation a gradient: ResNet-18 at 96 pixels, 8 images a worker.
-Each engine with its defaults, and with the knobs of TUNED. Try others without changing this file:
+DDP over each transport, Horovod over MPI, and each with the knobs of TUNED. Try others without
+changing this file:
 
     BENCH_DDP="--bucket-cap-mb 50" BENCH_HOROVOD="HOROVOD_CYCLE_TIME=0.5" \\
         python benchmarks/communication_bound.py --blocks 2
@@ -36,14 +37,14 @@ def tuning(words: str) -> scaling.Tuning:
 
 
 def measure(options: bench.Options) -> bench.Measured:
-    """Measure both engines with defaults and tuned."""
+    """Measure both engines with their defaults and tuned, DDP over MPI, too."""
     workload, steps = (QUICK, 2) if options.quick else (Workload("resnet18", 96, 8), 5)
+    tuned = {
+        engine: tuning(os.environ.get(f"BENCH_{engine.upper()}", TUNED[engine])) for engine in GOALS
+    }
     tunings = {
-        engine: {
-            "defaults": scaling.Tuning(),
-            "tuned": tuning(os.environ.get(f"BENCH_{engine.upper()}", TUNED[engine])),
-        }
-        for engine in GOALS
+        "ddp": {**scaling.TRANSPORTS_OF_DDP, "over Gloo, tuned": tuned["ddp"]},
+        "horovod": {"over MPI": scaling.Tuning(), "over MPI, tuned": tuned["horovod"]},
     }
     return scaling.measure_scaling(
         options, 5, "communication-bound", workload, steps, GOALS, tunings

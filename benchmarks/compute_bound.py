@@ -17,10 +17,10 @@ GOALS = {"ddp": 0.98, "horovod": 0.97}
 
 
 def measure(options: bench.Options) -> bench.Measured:
-    """Measure both engines with their defaults."""
+    """Measure DDP over each transport, and Horovod with its defaults."""
     workload = QUICK if options.quick else Workload("resnet18", 224, 16)
-    as_it_is = {engine: {"default": scaling.Tuning()} for engine in GOALS}
-    return scaling.measure_scaling(options, 4, "compute-bound", workload, 1, GOALS, as_it_is)
+    tunings = {"ddp": scaling.TRANSPORTS_OF_DDP, "horovod": {"over MPI": scaling.Tuning()}}
+    return scaling.measure_scaling(options, 4, "compute-bound", workload, 1, GOALS, tunings)
 
 
 if __name__ == "__main__":

@@ -244,6 +244,8 @@ def test_commands() -> None:
     ddp = trainer_side("x", "ddp", workload, 5, workers=2)
     assert ddp.images_per_step == 16 and ddp.ranks == 2
     assert ddp.shown().startswith("torchrun --standalone --nproc-per-node 2 ddp_train/train.py")
+    over_mpi = trainer_side("z", "ddp", workload, 5, workers=2, configuration="ddp-mpi").shown()
+    assert over_mpi.startswith("mpirun -np 2 ") and "--transport mpi" in over_mpi
     pair = trainer_side("y", "horovod", workload, 5, copies=2, environment={"A": "1"})
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
@@ -268,7 +270,7 @@ def test_goals_of_gpus() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("trainer_overhead", 4), ("input_pipeline", 4), ("compute_bound", 2), ("instrumentation", 1)],
+    [("trainer_overhead", 4), ("input_pipeline", 4), ("compute_bound", 3), ("instrumentation", 1)],
 )
 def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--out", str(tmp_path)]

@@ -25,6 +25,10 @@ class Tuning:
 
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    configuration: str = ""  # of compare's table; "": the engine's usual one
+
+
+TRANSPORTS_OF_DDP = {"over Gloo": Tuning(), "over MPI": Tuning(configuration="ddp-mpi")}
 
 
 def measure_scaling(
@@ -45,13 +49,14 @@ def measure_scaling(
         single = trainer_side(f"{engine}-singles", engine, workload, steps, copies=WORKERS)
         teams = {
             name: trainer_side(
-                f"{engine}-{name}",
+                f"{engine}-{name}".replace(",", "").replace(" ", "-"),
                 engine,
                 workload,
                 steps,
                 workers=WORKERS,
                 flags=tuning.flags,
                 environment=dict(tuning.environment),
+                configuration=tuning.configuration,
             )
             for name, tuning in tunings[engine].items()
         }
@@ -61,9 +66,7 @@ def measure_scaling(
         all_sides += sides
         all_blocks[engine] = blocks
         for name, team in teams.items():
-            title = f"2 workers / 2 alone, {question}, {ENGINES[engine]}"
-            if len(teams) > 1:
-                title += f", {name}"
+            title = f"2 workers / 2 alone, {question}, {ENGINES[engine]} {name}"
             note = f"{workload}; no process bound to a core"
             row = bench.Row(number, title, goal, notes=(note,))
             row = row.compared(blocks, team.name, single.name, confidence=options.confidence)

@@ -8,7 +8,8 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import TRAINERS
 from compare.running.sides import Side
 
-LAUNCHED_BY = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}  # in compare's table
+# Of several workers, if nothing else is asked for: names in compare's table.
+CONFIGURED_AS = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,15 @@ def trainer_side(
     flags: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     data: str = "synthetic",
+    configuration: str = "",
     **others: Any,
 ) -> Side:
-    """A trainer as a side: `engine` is "ddp" or "horovod"; one worker is started by python."""
+    """A trainer as a side: `engine` is "ddp" or "horovod"; one worker is started by python, several
+    as `configuration` of compare's table."""
     launcher = ["python"]
     if workers > 1:
-        launcher = CONFIGURATIONS[LAUNCHED_BY[engine]].launch_words(workers, None)
+        chosen = CONFIGURATIONS[configuration or CONFIGURED_AS[engine]]
+        launcher, flags = chosen.launch_words(workers, None), (*chosen.arguments, *flags)
     program = [TRAINERS[engine], "--data", data, *workload.words()]
     program += ["--val-crop-size", str(workload.image_size), "--epochs", "1000"]
     if data == "synthetic":
