@@ -263,9 +263,8 @@ def _mistakes(config: Config) -> Mistakes:
     of_timm = config.arch.startswith("timm:")
     yield (
         config.uses_timm and importlib.util.find_spec("timm") is None,
-        f"{f'--arch {config.arch}' if of_timm else f'--optimizer {config.optimizer}'}: needs timm, "
-        "which is not installed here: pip install 'imagenet-horovod-ddp[timm]' (in a checkout: pip "
-        "install -e '.[timm]')",
+        f"{config.uses_timm}: needs timm, which is not installed here: pip install "
+        "'imagenet-horovod-ddp[timm]' (in a checkout: pip install -e '.[timm]')",
     )
     yield (
         of_timm and config.pretrained,
@@ -300,6 +299,11 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             alpha and config.batch_size == 1,
             f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
         )
+    yield (
+        config.drop_path and not config.arch.startswith("timm:"),
+        f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth that "
+        "could be set; take one of timm's networks, such as --arch timm:resnet50",
+    )
     if config.first_crop_size is not None:
         yield from _mistakes_of_resizing(config, config.first_crop_size)
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
@@ -466,6 +470,7 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
             config.optimizer in ("adamw", "lamb", "apex-adam", "apex-lamb"),
             f"--optimizer {config.optimizer} has --momentum",
         ),
+        "BCE": (config.loss == "bce", f"--loss is {config.loss}"),
         "LARS": (config.optimizer == "lars", f"--optimizer is {config.optimizer}"),
         "ddp": (engine in ("ddp", "single"), "only DDP has such a setting"),
         "horovod": (engine in ("horovod", "single"), "only Horovod has such a setting"),

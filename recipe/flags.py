@@ -8,6 +8,7 @@ Imports nothing slow: a report reads this, too.
 
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -26,7 +27,7 @@ Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "falling schedule", "warm-up", "residual blocks",
     "new weights", "progressive resizing", "Horovod's sum", "ddp", "horovod",
-    "fp16 weights", "momentum", "betas", "LARS",
+    "fp16 weights", "momentum", "betas", "LARS", "BCE",
 ]  # fmt: skip
 
 
@@ -49,6 +50,12 @@ ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
 PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
 LOSS_SCALE = Bound(
     lambda v: v == "dynamic" or 0 < v < math.inf, 'give "dynamic" or a number above 0'
+)
+AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")  # torchvision's
+RAND_AUGMENT = r"rand(-(m|n|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-inc[01])+"  # timm's
+AUTO_AUGMENT = Bound(
+    lambda v: v in AUTO_AUGMENTS or bool(re.fullmatch(RAND_AUGMENT, v)),
+    f"choose {', '.join(AUTO_AUGMENTS)}, or RandAugment as timm writes it: rand-m7-mstd0.5-inc1",
 )
 SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
 
@@ -125,10 +132,9 @@ class DataFlags:
     """Share of the image's area that a random crop takes: smallest and largest."""
     hflip_prob: float = work(0.5, SHARE, needs="images")
     """Probability of a horizontal flip."""
-    auto_augment: Literal["ra", "ta_wide", "autoaugment", "augmix"] | None = work(
-        None, needs="images"
-    )
-    """Automatic augmentation: RandAugment, TrivialAugment (wide), AutoAugment, AugMix."""
+    auto_augment: str | None = work(None, AUTO_AUGMENT, aliases="--aa", needs="images")
+    """Automatic augmentation: torchvision's `ra` (RandAugment), `ta_wide` (TrivialAugment),
+    `autoaugment` or `augmix`; timm's, such as `rand-m7-mstd0.5-inc1` (needs the extra `timm`)."""
     random_erase: float = work(0.0, SHARE, needs="images")
     """Probability that a random rectangle is erased."""
     augment_repeats: int = work(
@@ -185,6 +191,12 @@ class ModelFlags:
     loss: Literal["cross-entropy", "bce"] = work("cross-entropy", needs="training")
     """Training loss. bce: binary cross-entropy of each class by itself, averaged over images and
     classes."""
+    bce_target_threshold: float | None = work(None, SHARE, needs="BCE")
+    """Of --loss bce: each class with a larger share of a mixed image than this is wholly in it, any
+    other not at all. Default: the target is the share."""
+    drop_path: float = work(0.0, SHARE, aliases="--drop-path-rate", needs="training")
+    """Stochastic depth of timm's networks (--arch timm:NAME): the probability that an image skips
+    the last residual block; it rises with depth, from 0 at the first."""
     blur_pool: bool = work(False)
     """Blur what convolutions with a stride read, if it has at least 16 channels (Zhang 2019, arXiv
     1904.11486)."""
@@ -403,9 +415,14 @@ class Config(
         return self.wire_format == "fp16"
 
     @property
-    def uses_timm(self) -> bool:
-        """Whether the extra `timm` has to be installed."""
-        return self.arch.startswith("timm:") or self.optimizer in ("lars", "lamb")
+    def uses_timm(self) -> str:
+        """A flag, with its value, for which the extra `timm` has to be installed; or ""."""
+        uses = {
+            f"--arch {self.arch}": self.arch.startswith("timm:"),
+            f"--optimizer {self.optimizer}": self.optimizer in ("lars", "lamb"),
+            f"--auto-augment {self.auto_augment}": (self.auto_augment or "").startswith("rand-"),
+        }
+        return next((flag for flag, is_timms in uses.items() if is_timms), "")
 
     @property
     def has_fp16_weights(self) -> bool:

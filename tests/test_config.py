@@ -153,6 +153,13 @@ def test_chosen_preset(line: str, preset: str) -> None:
     assert config_module._chosen_preset(line.split()).preset == preset
 
 
+@pytest.fixture
+def with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if timm were installed, which some presets need."""
+    monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("with_timm")
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
     preset = PRESETS[name]()
@@ -247,6 +254,10 @@ def test_folders() -> None:
         ({"cutmix_alpha": 1.0, "batch_size": 1}, "raise --batch-size above 1"),
         ({"model_ema_steps": 0}, "at least 1"),
         ({"augment_repeats": 0}, "at least 1"),
+        ({"auto_augment": "randaugment"}, "choose ra, ta_wide"),
+        ({"auto_augment": "rand-m7-x2"}, "as timm writes it: rand-m7-mstd0.5-inc1"),
+        ({"drop_path": 0.1}, "such as --arch timm:resnet50"),
+        ({"bce_target_threshold": 1.5}, "from 0 to 1"),
         ({"first_crop_size": 0}, "at least 1"),
         ({"first_crop_size": 64, "resize_epochs": (0, 1)}, "can only grow"),
         ({"first_crop_size": 32, "train_crop_size": 64}, "--resize-epochs BEGIN END"),
@@ -330,6 +341,7 @@ def test_a_static_graph_exchanges_in_its_first_backward_pass() -> None:
         parsed({**ablation, "resume": "run.pt"}, "ddp", 2)
 
 
+@pytest.mark.usefixtures("with_timm")
 def test_check_accepts_the_presets() -> None:
     for preset in PRESETS.values():
         check(replace(preset(), data="/imagenet"), "ddp", 4)
@@ -364,6 +376,7 @@ def test_check_accepts_the_presets() -> None:
         ({"evaluate": True, "weights": "f", "mixup_alpha": 0.2}, "mixup-alpha", "ddp", 2),
         ({"evaluate": True, "weights": "f", "cutmix_alpha": 1.0}, "cutmix-alpha", "ddp", 2),
         ({"evaluate": True, "weights": "f", "loss": "bce"}, "loss", "ddp", 2),
+        ({"bce_target_threshold": 0.2}, "bce-target-threshold", "ddp", 2),
         ({"zero_init_residual": True, "arch": "alexnet"}, "zero-init-residual", "ddp", 2),
         ({"zero_init_residual": True, "weights": "f"}, "zero-init-residual", "ddp", 2),
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 1),

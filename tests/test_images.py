@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy.stats import ks_2samp
+from test_optimizers import needs_timm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
@@ -38,6 +39,8 @@ from recipe.data.images import (
 from recipe.errors import UserError
 
 WIDTH, HEIGHT = 61, 47
+TIMMS = pytest.param("rand-m7-mstd0.5-inc1", marks=needs_timm)
+AUGMENTS = [None, *AUTO_AUGMENTS, TIMMS]
 
 
 def picture(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
@@ -254,7 +257,7 @@ def test_damaged_bytes_raise_nothing_but_user_errors(
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+@pytest.mark.parametrize("auto_augment", AUGMENTS)
 def test_train_transform_gives_uint8(interpolation: str, auto_augment: str | None) -> None:
     transform = TrainTransform(
         24, interpolation=interpolation, auto_augment=auto_augment, erase_probability=0.5
@@ -262,6 +265,26 @@ def test_train_transform_gives_uint8(interpolation: str, auto_augment: str | Non
     for index in range(5):
         out = augment(picture(), transform, 0, 0, index)
         assert (out.shape, out.dtype) == ((3, 24, 24), torch.uint8)
+
+
+@needs_timm
+def test_timms_rand_augment_is_timms() -> None:
+    """With the settings of timm's own transforms, and drawn from the same generators."""
+    from timm.data.transforms_factory import transforms_imagenet_train
+
+    notation, image = "rand-m7-mstd0.5-inc1", picture(160, 160)
+    ours = TrainTransform(160, interpolation="bicubic", auto_augment=notation).after_crop[1]
+    theirs = transforms_imagenet_train(
+        160, interpolation="bicubic", auto_augment=notation, separate=True
+    )[1].transforms[0]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        changed = ours(image)
+        torch.manual_seed(seed)
+        drawn = int(torch.randint(2**32, ()))
+        random.seed(drawn)
+        np.random.seed(drawn)
+        assert np.array_equal(changed, theirs(image))
 
 
 def test_crop_flip_and_scale() -> None:
@@ -342,7 +365,7 @@ class Keys(Dataset[Tensor]):
         return augment(picture(), self.transform, 3, 4, index)
 
 
-@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+@pytest.mark.parametrize("auto_augment", AUGMENTS)
 def test_same_pixels_whatever_was_drawn_before(auto_augment: str | None) -> None:
     transform = full_transform(auto_augment)
     expected = [augment(picture(), transform, 3, 4, index) for index in range(30)]
@@ -354,7 +377,7 @@ def test_same_pixels_whatever_was_drawn_before(auto_augment: str | None) -> None
         assert torch.equal(augment(picture(), transform, 3, 4, index), expected[index])
 
 
-@pytest.mark.parametrize("auto_augment", [None, "ta_wide"])
+@pytest.mark.parametrize("auto_augment", [None, "ta_wide", TIMMS])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_same_pixels_in_loader_workers(auto_augment: str | None, num_workers: int) -> None:
     keys = Keys(auto_augment)
@@ -368,7 +391,7 @@ def test_same_pixels_in_loader_workers(auto_augment: str | None, num_workers: in
         assert torch.equal(torch.cat(list(loader)), expected)
 
 
-@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+@pytest.mark.parametrize("auto_augment", AUGMENTS)
 def test_transforms_travel_to_a_worker_that_was_not_forked(auto_augment: str | None) -> None:
     keys = Keys(auto_augment)
     assert torch.equal(pickle.loads(pickle.dumps(keys))[5], keys[5])
@@ -383,9 +406,9 @@ def test_each_part_of_the_key_counts() -> None:
     assert not torch.equal(huge, augment(picture(), transform, 0, 10**6, 2**40))
 
 
-@pytest.mark.parametrize("auto_augment", [None, *AUTO_AUGMENTS])
+@pytest.mark.parametrize("auto_augment", AUGMENTS)
 def test_other_random_streams_are_left_alone(auto_augment: str | None) -> None:
-    """Torch's is put back; Python's and numpy's are not touched, so nothing can depend on them."""
+    """Torch's is put back, and timm puts back Python's and numpy's, which nothing else touches."""
     transform = full_transform(auto_augment)
     torch.randn(1)
     before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state(legacy=False))

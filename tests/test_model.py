@@ -323,6 +323,21 @@ def test_binary_cross_entropy() -> None:
     assert torch.equal(criterion(half, shares), criterion(half.float(), shares)), "as autocast's"
 
 
+def test_binary_cross_entropy_with_a_threshold() -> None:
+    """Both classes of a mixed image count in full, unless one has hardly a share in it."""
+    outputs = torch.randn(2, 4)
+    settings = {"loss": "bce", "label_smoothing": 0.1}
+    criterion = build_criterion(a_config(bce_target_threshold=0.2, **settings))
+    mixed = torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.0, 0.2, 0.0, 0.8]])
+    whole = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    expected = build_criterion(a_config(**settings))(outputs, whole)
+    assert torch.equal(criterion(outputs, mixed), expected)
+    labels = torch.tensor([2, 0])
+    assert torch.equal(
+        criterion(outputs, labels), build_criterion(a_config(**settings))(outputs, labels)
+    )
+
+
 def test_flat_batch_norm() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(1, 1, 1), nn.BatchNorm1d(3))
     assert [len(buffer) for buffer in batch_norm_buffers(model)] == [2, 2, 3, 3]

@@ -18,7 +18,13 @@ from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.record.checkpoint import contents_of
 from recipe.record.resume import restore
-from recipe.training.model import build_model, build_optimizer, build_scaler, replace_batch_norm
+from recipe.training.model import (
+    build_model,
+    build_optimizer,
+    build_scaler,
+    replace_batch_norm,
+    seed_step,
+)
 from recipe.training.optimizers import apex_optimizers, kind_and_settings
 from recipe.training.state import Progress, Trainables
 
@@ -133,11 +139,15 @@ def test_a_resume_is_exact(name: Any) -> None:
         restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
 
 
-@pytest.mark.parametrize("settings", [{"optimizer": "lars"}, {"arch": "timm:resnet18"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": "lars"}, {"arch": "timm:resnet18"}, {"auto_augment": "rand-m7"}],
+)
 def test_timm_is_missing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"^--(optimizer lars|arch timm:resnet18): needs timm, .*pip"
+        UserError,
+        match=r"^--(optimizer lars|arch timm:resnet18|auto-augment rand-m7): needs timm, .*pip",
     ):
         check(a_config(**settings), "ddp", 1)
 
@@ -165,6 +175,23 @@ class TestNetworks:
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
         with pytest.raises(UserError, match="works for one image size only"):
             build_model(replace(config, val_crop_size=48), 7, download=True)
+
+    def test_stochastic_depth_is_drawn_for_each_step(self) -> None:
+        """As dropout is: the same again after a resume, and under the other engine."""
+        sizes = {"train_crop_size": 32, "val_crop_size": 32}
+        config = a_config(arch="timm:resnet10t", drop_path=0.5, **sizes)
+        model = build_model(config, 7, download=True).train()
+        for module in model.modules():  # of which timm makes some 0: blocks without an effect
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.ones_(module.weight)
+        outputs = []
+        for number in (3, 4, 3):
+            seed_step(config, number, rank=0)
+            outputs.append(model(torch.ones(8, 3, 32, 32)))
+        assert torch.equal(outputs[0], outputs[2])
+        assert not torch.equal(outputs[0], outputs[1])
+        with pytest.raises(UserError, match=r"--drop-path 0.5: --arch timm:vgg11 has no stoch"):
+            build_model(replace(config, arch="timm:vgg11"), 7, download=True)
 
     def test_norms_that_also_activate_are_not_replaced(self) -> None:
         sizes = {"train_crop_size": 32, "val_crop_size": 32}

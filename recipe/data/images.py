@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import math
+import random
 import re
 import struct
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from recipe.errors import UserError
+from recipe.flags import AUTO_AUGMENTS
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
 MEAN_COLOR = (124, 116, 104)
 # What the colours of the last rows may be mixed with, and a whole block of colours.
@@ -218,7 +219,7 @@ class Draw:
 class TrainTransform:
     """The training transform: a random crop of `scale` times the area and `ratio` width by height,
     resized to `size` pixels; a horizontal flip; one of AUTO_AUGMENTS, if named (`ra_magnitude`
-    serves `ra`, `augmix_severity` serves `augmix`); random erasing.
+    serves `ra`, `augmix_severity` serves `augmix`), or timm's RandAugment; random erasing.
 
     The order is that of torchvision's reference training. It erases with 0 after normalisation;
     here the image is not normalised until it is on the device, so the rectangle is filled with
@@ -273,6 +274,8 @@ class TrainTransform:
             if mode == InterpolationMode.BICUBIC:
                 mode = InterpolationMode.BILINEAR
             return v2.AugMix(severity=severity, interpolation=mode)
+        if self.auto_augment is not None and self.auto_augment.startswith("rand-"):
+            return TimmRandAugment(self.auto_augment, self.size, mode)
         raise UserError(
             f"auto augment {self.auto_augment!r}: choose one of {', '.join(AUTO_AUGMENTS)}"
         )
@@ -351,6 +354,36 @@ class TrainTransform:
                 for step in self.after_crop:
                     changed = step(changed)
             out.copy_(changed)
+
+
+class TimmRandAugment(nn.Module):
+    """timm's RandAugment, as `notation` (rand-m7-mstd0.5-inc1) says, for Pillow images of `size`
+    pixels. It draws from the global generators of Python and NumPy: these get a seed from torch's,
+    and are put back to where they were."""
+
+    def __init__(self, notation: str, size: int, mode: InterpolationMode) -> None:
+        from timm.data.auto_augment import rand_augment_transform
+        from timm.data.transforms import str_to_pil_interp
+
+        super().__init__()
+        settings = {  # those of timm's own transforms_imagenet_train
+            "translate_const": int(size * 0.45),
+            "img_mean": MEAN_COLOR,
+            "interpolation": str_to_pil_interp(mode.value),
+        }
+        self.augment = rand_augment_transform(notation, settings)
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        """Another image of the same size."""
+        seed = int(torch.randint(2**32, ()))
+        pythons, numpys = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            return self.augment(image)
+        finally:
+            random.setstate(pythons)
+            np.random.set_state(numpys)
 
 
 def _uniform_numbers(key: Key) -> Iterator[float]:

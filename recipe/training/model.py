@@ -100,7 +100,18 @@ def _new_network(config: Config, num_classes: int) -> nn.Module:
         )
     import timm
 
-    return timm.create_model(config.arch.removeprefix("timm:"), num_classes=num_classes, **settings)
+    if config.drop_path:
+        settings["drop_path_rate"] = config.drop_path
+    name = config.arch.removeprefix("timm:")
+    try:
+        return timm.create_model(name, num_classes=num_classes, **settings)
+    except TypeError as error:
+        if "drop_path_rate" not in str(error):
+            raise
+        raise UserError(
+            f"--drop-path {config.drop_path}: --arch {config.arch} has no stochastic depth; leave "
+            "it out, or take another network"
+        ) from None
 
 
 def _load_published(
@@ -345,20 +356,23 @@ def build_criterion(config: Config) -> nn.Module:
     classes], to a number."""
     if config.loss == "cross-entropy":
         return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    return BinaryCrossEntropy(config.label_smoothing)
+    return BinaryCrossEntropy(config.label_smoothing, config.bce_target_threshold)
 
 
 class BinaryCrossEntropy(nn.Module):
-    """Each class is a question of its own, as in Wightman et al. 2021 (arXiv 2110.00476). Label
-    smoothing spreads a share of the targets over all classes, as for cross-entropy."""
+    """Each class is a question of its own, as in Wightman et al. 2021 (arXiv 2110.00476): with a
+    `threshold`, a class whose share is above it counts in full. Label smoothing then spreads a
+    share of the targets over all classes, as for cross-entropy."""
 
-    def __init__(self, label_smoothing: float) -> None:
+    def __init__(self, label_smoothing: float, threshold: float | None) -> None:
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.threshold = label_smoothing, threshold
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.dim() == 1:
             targets = nn.functional.one_hot(targets, outputs.shape[1])
+        if self.threshold is not None:
+            targets = targets > self.threshold
         smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / outputs.shape[1]
         return nn.functional.binary_cross_entropy_with_logits(outputs.float(), smoothed)
 
