@@ -32,6 +32,12 @@ DLE_CONFIGS = DLE + "configs.yml: "
 FFCV = "libffcv/ffcv-imagenet, train_imagenet.py: "
 FFCV_16 = "libffcv/ffcv-imagenet, rn50_configs/rn50_16_epochs.yaml: "
 FFCV_88 = "libffcv/ffcv-imagenet, rn50_configs/rn50_88_epochs.yaml: "
+RSB = "arXiv 2110.00476, table 2: "
+MMPRETRAIN = (
+    "open-mmlab/mmpretrain, configs/resnet/resnet50_8xb256-rsb-a1-600e_in1k.py and its bases: "
+)
+TIMM = "huggingface/pytorch-image-models, timm/"
+ML_DECODER = "Alibaba-MIIL/ML_Decoder, README, A2 by timm's train.py: "
 
 # preset, field, its value, and the line of the source.
 VALUES: list[tuple[str, str, Any, str]] = [
@@ -128,6 +134,7 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("dle-90", "label_smoothing", 0.1, DLE_CONFIGS + "label_smoothing: 0.1"),
     ("dle-90", "model_ema", False, DLE + "main.py: --use-ema default=None"),
     ("dle-90", "precision", "fp16", DLE_CONFIGS + "amp: True"),
+    ("dle-90", "loss_scale", 128, DLE_CONFIGS + "static_loss_scale: 128"),
     ("dle-90", "channels_last", True, DLE_CONFIGS + "memory_format: nhwc"),
     ("dle-90", "train_crop_size", 224, DLE_CONFIGS + "image_size: 224"),
     ("dle-90", "val_resize_size", 256, DLE_README + "Scale to 256x256"),
@@ -180,6 +187,52 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("ffcv-rn50-88", "wd", 1e-4, FFCV_88 + "weight_decay: 0.0001"),
 ]
 
+# A field, its values in the procedures A1, A2 and A3, and the line of the source.
+RSB_PROCEDURES: list[tuple[str, Any, Any, Any, str]] = [
+    ("arch", *["timm:resnet50"] * 3, RSB + "ResNet-50"),
+    ("train_crop_size", 224, 224, 160, RSB + "Train Res"),
+    ("val_crop_size", 224, 224, 224, RSB + "Test Res"),
+    ("val_resize_size", *[int(224 / 0.95)] * 3, RSB + "Test crop ratio 0.95"),
+    ("epochs", 600, 300, 100, RSB + "Epochs"),
+    ("batch_size", *[2048 // 8] * 3, RSB + "Batch size 2048; " + MMPRETRAIN + "8 x 256"),
+    ("val_batch_size", 256, 256, 256, MMPRETRAIN + "batch_size=256 for both loaders"),
+    ("optimizer", "lamb", "lamb", "lamb", RSB + "Optimizer LAMB"),
+    ("betas", *[(0.9, 0.999)] * 3, TIMM + "optim/lamb.py: betas=(0.9, 0.999)"),
+    ("clip_grad_norm", 1.0, 1.0, 1.0, TIMM + "optim/lamb.py: max_grad_norm=1.0"),
+    ("base_lr", 5e-3 / 8, 5e-3 / 8, 8e-3 / 8, RSB + "LR, of the whole batch"),
+    ("lr_scheduler", "cosine", "cosine", "cosine", RSB + "LR decay"),
+    ("lr_min", 1e-6, 1e-6, 1e-6, MMPRETRAIN + "eta_min=1.0e-6"),
+    ("wd", 0.01, 0.02, 0.02, RSB + "Weight decay"),
+    ("norm_weight_decay", 0.0, 0.0, 0.0, MMPRETRAIN + "norm_decay_mult=0."),
+    ("bias_weight_decay", 0.0, 0.0, 0.0, MMPRETRAIN + "bias_decay_mult=0."),
+    ("warmup_epochs", 5, 5, 5, RSB + "Warmup epochs"),
+    ("warmup_method", *["linear"] * 3, MMPRETRAIN + "LinearLR"),
+    ("label_smoothing", 0.1, 0.0, 0.0, RSB + "Label smoothing"),
+    ("drop_path", 0.05, 0.05, 0.0, RSB + "Stoch. Depth"),
+    ("augment_repeats", 3, 3, 1, RSB + "Repeated Aug; " + ML_DECODER + "--aug-repeats 3"),
+    ("hflip_prob", 0.5, 0.5, 0.5, RSB + "H. flip; " + MMPRETRAIN + "RandomFlip prob=0.5"),
+    ("random_crop_scale", *[(0.08, 1.0)] * 3, RSB + "RRC"),
+    (
+        "auto_augment",
+        *["rand-m7-mstd0.5-inc1"] * 2,
+        "rand-m6-mstd0.5-inc1",
+        RSB + "Rand Augment 7/0.5, 6/0.5; " + ML_DECODER + "--aa=rand-m7-mstd0.5-inc1",
+    ),
+    ("mixup_alpha", 0.2, 0.1, 0.1, RSB + "Mixup alpha"),
+    ("cutmix_alpha", 1.0, 1.0, 1.0, RSB + "Cutmix alpha"),
+    ("random_erase", 0.0, 0.0, 0.0, RSB + "Erasing prob."),
+    ("model_ema", False, False, False, RSB + "EMA"),
+    ("loss", "bce", "bce", "bce", RSB + "BCE loss"),
+    ("bce_target_threshold", *[0.2] * 3, ML_DECODER + "--bce-target-thresh 0.2"),
+    ("precision", "fp16", "fp16", "fp16", RSB + "Mixed precision"),
+    ("interpolation", *["bicubic"] * 3, TIMM + "models/resnet.py: resnet50.a1_in1k"),
+]
+VALUES += [
+    (f"rsb-a{number}", field, value, source)
+    for field, *values, source in RSB_PROCEDURES
+    for number, value in enumerate(values, 1)
+]
+
 OURS = {"digits"}  # follows no source
 # preset: the one with which it shares its other values
 SAME_BUT_FOR = {
@@ -188,6 +241,8 @@ SAME_BUT_FOR = {
     "dle-50": "dle-90",
     "dle-250": "dle-90",
     "ffcv-rn50-88": "ffcv-rn50-16",
+    "rsb-a2": "rsb-a1",
+    "rsb-a3": "rsb-a1",
 }
 
 
@@ -218,8 +273,8 @@ def test_the_digits_have_forgotten_what_batch_norm_began_with_at_four_workers() 
 
 
 def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
-    """Goyal et al.: 0.1 for a batch of 256; torchvision's and FFCV's are those of 8 workers;
-    NVIDIA's 0.256 per 256 images."""
+    """Goyal et al.: 0.1 for a batch of 256; torchvision's, FFCV's and timm's are those of 8
+    workers; NVIDIA's 0.256 per 256 images."""
     assert learning_rate(PRESETS["goyal-90"](), 0, 256) == pytest.approx(0.1 / 8)
     assert learning_rate(PRESETS["goyal-90"](), 5, 8) == pytest.approx(0.1)
     assert learning_rate(PRESETS["goyal-90"](), 5, 256) == pytest.approx(3.2)
@@ -232,6 +287,9 @@ def test_the_rates_of_the_sources_at_their_numbers_of_workers() -> None:
     assert learning_rate(PRESETS["ffcv-rn50-16"](), 2, 8) == pytest.approx(1.7)
     assert learning_rate(PRESETS["ffcv-rn50-16"](), 9, 8) == pytest.approx(0.85)
     assert learning_rate(PRESETS["ffcv-rn50-88"](), 88, 8) == pytest.approx(0)
+    assert learning_rate(PRESETS["rsb-a1"](), 5, 8) == pytest.approx(5e-3)
+    assert learning_rate(PRESETS["rsb-a3"](), 5, 8) == pytest.approx(8e-3)
+    assert learning_rate(PRESETS["rsb-a3"](), 100, 8) == pytest.approx(1e-6)
 
 
 def test_the_decay_of_goyal_90_is_the_gradient_of_keras_penalty() -> None:

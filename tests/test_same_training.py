@@ -32,6 +32,9 @@ VARIANTS = {
     "AdamW": "--optimizer adamw --max-steps 20",
     "LARS": "--optimizer lars --nesterov --norm-weight-decay 0 --bias-weight-decay 0 --max-steps 8",
     "LAMB of timm's network": "--optimizer lamb --arch timm:resnet10t --max-steps 4",
+    "timm's RandAugment and stochastic depth": (
+        "--arch timm:resnet10t --drop-path 0.5 --auto-augment rand-m7-mstd0.5-inc1"
+    ),
     "SyncBatchNorm": "--batch-norm sync --max-steps 8",
     "O2": "--opt-level O2 --clip-grad-norm 1 --model-ema --max-steps 10",  # leaves out 8 steps
     "O3": "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale 64 --max-steps 6",
@@ -44,7 +47,7 @@ VARIANTS = {
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, SYNC, O2, O3, RECIPES, BF16 = VARIANTS
+FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, TIMM, SYNC, O2, O3, RECIPES, BF16 = VARIANTS
 OFTEN = [WIRE, MANY]
 RARELY = [
     BUCKETS,
@@ -98,7 +101,7 @@ def check_equal(*folders: Path) -> None:
         *(rarely(variant, DDP, HOROVOD) for variant in [SYNC, O2]),
         *(
             pytest.param(variant, DDP, HOROVOD, marks=[needs_timm, pytest.mark.full])
-            for variant in [LAMB, LARS]
+            for variant in [LAMB, LARS, TIMM]
         ),
         (WIRE, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         *(rarely(variant, DDP_MPI, HOROVOD) for variant in [MANY, *RARELY]),
@@ -115,11 +118,19 @@ def test_engines_end_with_equal_weights(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"digits"}))
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(name, marks=needs_timm) if preset().uses_timm else name
+        for name, preset in PRESETS.items()
+        if name != "digits"
+    ],
+)
 def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) -> None:
     """On images, batches and a network of this machine's size."""
+    arch = "timm:resnet10t" if PRESETS[preset]().uses_timm else "shufflenet_v2_x0_5"
     small = (
-        "--data digits --arch shufflenet_v2_x0_5 --train-crop-size 40 --val-resize-size 40 "
+        f"--data digits --arch {arch} --train-crop-size 40 --val-resize-size 40 "
         "--val-crop-size 32 --batch-size 12 --threads 1 --max-steps 6"
     )
     if PRESETS[preset]().first_crop_size:
@@ -170,6 +181,8 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
         rarely(DDP, HOROVOD, "--optimizer adamw"),
+        rarely(HOROVOD, DDP, "--optimizer adamw"),
+        pytest.param(HOROVOD, DDP, VARIANTS[TIMM], marks=[needs_timm, pytest.mark.full]),
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(
