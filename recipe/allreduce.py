@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,6 +43,7 @@ class Options:
     threads: int
     cuda: bool
     out: Path | None
+    transport: Literal["auto", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Backend:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # for figures; CPU tensors
 
 
-def parse_options(description: str | None) -> Options:
-    """Read the flags of an engine's script."""
+def parse_options(description: str | None, transports: Sequence[str] = ("auto",)) -> Options:
+    """Read the flags of an engine's script, which has these transports to choose from."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,6 +95,8 @@ def parse_options(description: str | None) -> Options:
         help="CPU threads of each rank for casts and copies (default: 1)")  # fmt: skip
     add("--no-cuda", dest="cuda", action="store_false", help="stay on the CPU")
     add("--out", type=Path, metavar="FILE", help="JSON lines (default: standard output)")
+    add("--transport", choices=transports, default="auto",
+        help="what carries the messages (default: auto)")  # fmt: skip
     flags = parser.parse_args()
     for size in flags.sizes:
         if size < FP32_BYTES or size % FP32_BYTES:
@@ -106,6 +109,7 @@ def parse_options(description: str | None) -> Options:
         flags.threads,
         flags.cuda,
         flags.out,
+        flags.transport,
     )
 
 

@@ -30,6 +30,7 @@ from recipe.world import World
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
     "torch.distributed": "ddp_train/allreduce.py",
+    "torch-mpi": "ddp_train/allreduce.py",
     "horovod": "horovod_train/allreduce.py",
     "mpi4py": "baselines/mpi_allreduce.py",
 }
@@ -275,6 +276,15 @@ def test_the_table_is_narrow_and_says_what_is_not_available(tmp_path):
     assert "10.0 GB/s by one rank alone, 4.0 GB/s by each of 4 at once" in text.replace("\n ", "")
 
 
+def test_a_fifth_backend_is_in_a_table_below(tmp_path):
+    measurement = read_measurement(write_folder(tmp_path / "m", TIMES | {"torch-mpi": [1e-3] * 3}))
+    lines = table(measurement)
+    assert max(map(len, lines)) <= 100
+    below = lines.index("") + 1
+    assert lines[0].split() == [*TIMES] and lines[below].split() == ["torch-mpi"]
+    assert len(lines) == 2 * below - 1
+
+
 def test_figures_that_jump_are_told(tmp_path):
     times = {"torch.distributed": [1e-3] * 3, "horovod-gloo": [1e-3] * 3, "mpi4py": [1e-3, 9e-3]}
     times["mpi4py"].append(1e-3)  # steady within a launch, and not from launch to launch
@@ -408,6 +418,12 @@ def test_hosts_are_reached_by_launchers_that_can(capsys):
     assert command.startswith("mpirun -np 2 -H a:1,b:1")
 
 
+def test_ddp_over_mpi_is_ddp_s_script_on_the_cpu(capsys):
+    assert main(["--backends", "torch-mpi", "--dry-run"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert "ddp_train/allreduce.py" in command and "--no-cuda --transport mpi" in command
+
+
 def test_it_starts_without_torch():
     code = "import compare.collectives, sys; print({'torch', 'horovod', 'mpi4py'} & {*sys.modules})"
     done = subprocess.run(
@@ -496,6 +512,7 @@ def measured(launcher: str, script: str, out: Path, *words: str) -> list[dict]:
         ("mpirun", "torch.distributed", "torch.distributed", "Gloo", ["fp32", "fp16"]),
         ("horovodrun --mpi", "horovod", "horovod-mpi", "MPI", ["fp32", "fp16"]),
         ("horovodrun --gloo", "horovod", "horovod-gloo", "Gloo", ["fp32", "fp16"]),
+        ("mpirun", "torch-mpi", "torch-mpi", "MPI", ["fp32", "fp16"]),
         ("mpirun", "mpi4py", "mpi4py", "MPI", ["fp32"]),
     ],
 )
@@ -503,6 +520,7 @@ def test_every_engine_sums_right(launcher, engine, name, transport, wires, tmp_p
     lines = measured(
         launcher, SCRIPTS[engine], tmp_path / "lines.jsonl",
         "--sizes", "4", "4096", "4194308", "--model", "squeezenet1_1",
+        "--transport", "mpi" if name == "torch-mpi" else "auto",
     )  # fmt: skip
     world, copy = lines[0], lines[-1]
     assert (world["backend"], world["transport"]) == (name, transport)
@@ -572,7 +590,7 @@ def test_the_whole_command(tmp_path):
     assert done.returncode == 0, done.output
     figures = json.loads((tmp_path / "a.json").read_text())
     assert set(figures["backends"]) == set(BACKENDS)
-    assert len(figures["figures"]) == 2 * (2 * 4 - 1)
+    assert len(figures["figures"]) == 2 * (2 * 5 - 1)
     threads = {world["threads"] for world in figures["backends"].values()}
     assert threads == {1}
     for name in BACKENDS:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement
 from statistics import median
+from typing import Any
 
 MIN_BLOCKS = 3  # with two, Student's interval is 12.7 standard errors wide: it tells nothing
 CONFIDENCE = 0.95
@@ -94,6 +95,10 @@ class Estimate:
         if self.low is None or self.high is None:
             return math.inf
         return max(self.high, 1 / self.low) - 1
+
+    def figures(self) -> dict[str, Any]:
+        """Return ratio and interval, and the blocks' ratios, for JSON."""
+        return {key: getattr(self, key) for key in ("ratio", "low", "high", "ratios")}
 
     def inverse(self) -> "Estimate":
         """Return the estimate of second / first."""

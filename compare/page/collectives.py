@@ -25,6 +25,7 @@ from compare.page.chart import (
 )
 
 TABLE_WIDTH = 100
+BACKENDS_ABREAST = 4  # in the table
 UNSTEADY = 2.0  # ratio of the quartiles of the repetitions, from which on it is told
 GAP = 18  # between the plot's two charts
 
@@ -41,8 +42,16 @@ def heading(measurement: Measurement) -> str:
 
 
 def table(measurement: Measurement) -> list[str]:
-    """Return the lines of the table: a row a message, three columns a backend."""
-    names = measurement.backends + measurement.failed
+    """Return the lines of the table: a row a message, three columns a backend; several tables, one
+    below the other, if it would be too broad."""
+    names, lines = measurement.backends + measurement.failed, list[str]()
+    for start in range(0, len(names), BACKENDS_ABREAST):
+        part = table_of(measurement, names[start : start + BACKENDS_ABREAST])
+        lines += ["", *part] if lines else part
+    return lines
+
+
+def table_of(measurement: Measurement, names: list[str]) -> list[str]:
     label_width = max(12, *(len(cell.label) for cell in measurement.cells))
     head = " " * label_width + "".join(f"  {name:>19}" for name in names)
     units = " " * label_width + f"  {'time':>7} {'algbw':>5} {'busbw':>5}" * len(names)
@@ -219,12 +228,6 @@ def rate_text(bytes_per_second: float) -> str:
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
     """Return all figures, rates in bytes/s, times in seconds."""
-
-    def interval(estimate: Estimate | None) -> dict[str, Any] | None:
-        if estimate is None:
-            return None
-        return {key: getattr(estimate, key) for key in ("ratio", "low", "high", "ratios")}
-
     return {
         "plan": measurement.plan,
         "blocks": measurement.complete_blocks,
@@ -245,8 +248,11 @@ def as_json(measurement: Measurement) -> dict[str, Any]:
                 "seconds_upper_quartile": cell.quartiles[1],
                 "algbw_bytes_per_second": cell.algbw,
                 "busbw_bytes_per_second": cell.busbw,
-                "speed_against_first": interval(cell.speed_against_first),
-                "speed_against_fp32": interval(cell.speed_against_fp32),
+                **{
+                    name: speed and speed.figures()
+                    for name in ("speed_against_first", "speed_against_fp32")
+                    for speed in [getattr(cell, name)]
+                },
             }
             for cell in measurement.cells
         ],

@@ -78,7 +78,7 @@ def found_record(found: Found) -> dict[str, Any]:
         "configuration": found.configuration.name,
         "settings": found.knobs.settings,
         "variables": found.knobs.variables,
-        "against_defaults": check and estimate_record(check),
+        "against_defaults": check and check.figures(),
         "holds": found.holds,
         "other_load": found.other_load,
         "tried": [
@@ -87,21 +87,12 @@ def found_record(found: Found) -> dict[str, Any]:
                 "value": trial.value.shown,
                 "settings": dict(trial.value.settings),
                 "variables": dict(trial.value.variables),
-                "estimate": trial.estimate and estimate_record(trial.estimate),
+                "estimate": trial.estimate and trial.estimate.figures(),
                 "failed": trial.failed,
                 "kept": trial.kept,
             }
             for trial in found.tried
         ],
-    }
-
-
-def estimate_record(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "ratio": estimate.ratio,
-        "low": estimate.low,
-        "high": estimate.high,
-        "ratios": list(estimate.ratios),
     }
 
 
