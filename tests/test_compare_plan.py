@@ -22,13 +22,14 @@ from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import Plan, Run, varied_fields
+from compare.plan.plan import TRAINERS, Plan, Run, varied_fields
 from compare.plan.plan_file import PLANS, read_percentage
 from compare.plan.record import plan_record, read_plan, run_record
+from compare.plan.sources import trainers_sources
 from compare.run import main
 from compare.running import slurm
 from compare.running.progress import in_whole_runs
-from compare.running.sides import training_side
+from compare.running.sides import NoTurns, training_side
 from recipe.config import parse_args
 from recipe.flags import flag_name, without_flag
 from recipe.training.schedule import learning_rate
@@ -696,3 +697,21 @@ def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path)
     path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
     with pytest.raises(UserError, match=re.escape(f"{path}: {told}")):
         read_plan(path)
+
+
+def test_what_any_configuration_trains_with_is_in_the_digest_of_the_sources():
+    sources = {str(path.relative_to(ROOT)) for path in trainers_sources()}
+    assert sources >= {*TRAINERS.values(), "recipe/loop.py", "ddp_train/rendezvous.py"}
+    assert not any(name.startswith(("compare/", "tests/")) for name in sources)
+
+
+def test_rungs_that_share_a_batch_or_have_servers_take_no_turns(here):
+    shared = ("data-parallel", "pipeline", "rpc-pipeline", "parameter-server", "ddp-with-rpc")
+    plan = plan_of("--configurations", *shared, "fsdp", "--workers", "2", "--blocks", "1")
+    for run in plan.runs():
+        name = run.configuration.name
+        if name == "fsdp":
+            assert training_side(run, Path("block")).ranks == 2
+        else:
+            with pytest.raises(NoTurns, match=f"not each rank of {name} trains a batch"):
+                training_side(run, Path("block"))

@@ -169,8 +169,8 @@ def add_measuring(add: Callable[..., Any]) -> None:
     add(
         "--measure",
         choices=MEASURES,
-        help="what speed is measured by: all configurations at once, which take turns of a second "
-        "or two (turns, the default: much the more exact on a noisy machine), or whole runs, one "
+        help="what speed is measured by: all configurations at once, which take turns of half a "
+        "second (turns, the default: much the more exact on a noisy machine), or whole runs, one "
         "after the other (runs)",
     )
     add(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("recipe", "ddp_train", "horovod_train")
-PROGRAMS = ("ddp_train/train.py", "horovod_train/train.py", "baselines/mpi4py_train.py")
+PROGRAMS = ("ddp_train/train.py", "horovod_train/train.py", "baselines/*.py")
 
 
 def trainers_sha256() -> str:
@@ -24,7 +24,7 @@ def trainers_sha256() -> str:
 def trainers_sources() -> list[Path]:
     """Return what trains, and each module of this project that they import, at whatever depth."""
     found = set[Path]()
-    waiting = [ROOT / name for name in PROGRAMS]
+    waiting = [path for pattern in PROGRAMS for path in ROOT.glob(pattern)]
     while waiting:
         path = waiting.pop()
         if path not in found and path.is_file():

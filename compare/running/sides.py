@@ -21,6 +21,7 @@ from recipe.config import read_flags
 
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 STOP_SECONDS = 5.0  # for a process to stop
+ONE_REPLICA = {"data_parallel", "pipeline", "rpc_pipeline"}  # over all ranks, or in one process
 
 
 class MeasurementError(UserError):
@@ -77,8 +78,10 @@ class Side:
 def training_side(run: Run, folder: Path, **others: Any) -> Side:
     """A planned run as a side of the block that is written into `folder`, named as its
     configuration is. Its training never comes to an epoch's end, nor to --max-steps (take_turns.py
-    sees to that)."""
+    sees to that). NoTurns where steps are not those of ranks that train a batch each."""
     configuration = run.configuration
+    if configuration.servers or configuration.engine in ONE_REPLICA:
+        raise NoTurns(f"not each rank of {configuration.name} trains a batch of its own")
     place = folder.resolve() / configuration.name
     job = hashlib.sha256(str(place).encode()).hexdigest()[:12]
     program = [str(ROOT / TRAINERS[configuration.engine]), "--log-dir", "{folder}", "--name", "run"]

@@ -2,7 +2,7 @@
 
 A machine of which nobody knows who else uses it drifts by tens of percent in minutes; goals are at
 half a percent. So the sides of a comparison run at once, but not at the same time: while one does a
-turn of a second, all processes of the others are stopped (SIGSTOP). What a slow minute does
+turn of half a second, all processes of the others are stopped (SIGSTOP). What a slow minute does
 to one side, it does to the others. A turn in which others kept cores busy is taken again, as soon
 as it is quiet: two ranks that wait for each other suffer more from a neighbour than two that do
 not.
