@@ -199,6 +199,9 @@ def test_summary() -> None:
     numbers = sum(weight.numel() for weight in TinyNet().parameters())
     assert summary.gradient_bytes == 4 * numbers
     assert summary.network_bytes_per_step == 2 * 5e6 / 10
+    usage[0, -1] = math.nan  # a host that does not say
+    unknown = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
+    assert unknown.network_bytes_per_step is None
     assert summary.cpu_seconds == 40
     assert summary.cpu_seconds_per_image == 40 / 200  # of this session's images
     assert summary.peak_memory_bytes == 3000  # the hungriest rank's

@@ -237,6 +237,7 @@ def summarize(
     progress = meter.progress
     images = progress.samples_seen - meter.first_samples_seen
     cpu = sum(usage.cpu_seconds for usage in used)
+    sent, steps = sum(usage.network_bytes for usage in used), progress.step - meter.first_step
     return Summary(
         engine=environment.engine,
         launcher=environment.launcher,
@@ -262,8 +263,7 @@ def summarize(
             names=[name for images in meter.data.suspects for name in images.names],
         ),
         gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),
-        network_bytes_per_step=sum(usage.network_bytes for usage in used)
-        / max(1, progress.step - meter.first_step),
+        network_bytes_per_step=sent / steps if steps and math.isfinite(sent) else None,
         loss=figures.get("loss"),
         top1=figures.get("top1"),
         top5=figures.get("top5"),

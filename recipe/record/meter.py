@@ -1,7 +1,9 @@
 """Measures the steps of a session: phases, metrics, throughput, input and energy."""
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import torch
@@ -105,7 +107,7 @@ class StepMeter:
         return self.earlier_train_seconds + time.perf_counter() - self.started
 
     @property
-    def network_bytes(self) -> int:
+    def network_bytes(self) -> float:
         """What this host sent since training began; 0 on ranks that leave that to its first."""
         return (network_bytes() - self.network_bytes_before) * self.sends_for_host
 
@@ -116,6 +118,10 @@ class StepMeter:
         return self.throughput_images / self.throughput_seconds if self.throughput_seconds else None
 
 
-def network_bytes() -> int:
-    """Bytes that this host's network interfaces have sent so far, the loopback's among them."""
-    return int(psutil.net_io_counters().bytes_sent)
+def network_bytes() -> float:
+    """Bytes that this host's network interfaces have sent so far, the loopback's among them; NaN
+    where the system does not say."""
+    with suppress(OSError):
+        if counters := psutil.net_io_counters():
+            return float(counters.bytes_sent)
+    return math.nan
