@@ -139,6 +139,7 @@ def _prepare(
     work = out / UNFINISHED
     work.mkdir(parents=True, exist_ok=True)
     with locked(work / "lock"):
+        work.mkdir(exist_ok=True)  # who had the lock before has deleted it
         parts = {
             part: _list_archive(files[archive], archive, labels, work / f"{part}.npz")
             for part, archive in (("val", release.val), ("train", release.train))

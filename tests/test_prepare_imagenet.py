@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +193,24 @@ def test_killed_and_started_again(archives: Path, tmp_path: Path) -> None:
         list_images(out / "train", tmp_path / "cache")
     subprocess.run(command, env=environment, check=True, timeout=60)
     assert content(out) == WHOLE
+
+
+def test_two_at_once(
+    archives: Path, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the lock, which the first deletes with all that it kept."""
+
+    @contextmanager
+    def after_another(lock: Path) -> Iterator[None]:
+        monkeypatch.undo()
+        prepare(archives, tmp_path / "out", False, release)
+        assert not lock.parent.exists()
+        yield
+
+    monkeypatch.setattr(prepare_imagenet, "locked", after_another)
+    lines = prepare(archives, tmp_path / "out", False, release)
+    assert all("were there already" in line for line in lines)
+    assert content(tmp_path / "out") == WHOLE
 
 
 # ---- refused ----
