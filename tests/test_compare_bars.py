@@ -75,6 +75,7 @@ def test_published_speeds_are_drawn_beside_the_measured(folder, tmp_path):
         ("HEADER\na,4,fast,b", "line 2: could not convert"),
         ("HEADER\na,4,100,b\na,8,-1,b", "line 3: a name, a source and positive numbers"),
         ("HEADER\na,4,100,", "a name, a source"),
+        ("HEADER\na,4,100,b\na,4,90,b", "line 3: 'a' has a speed of 4 workers already"),
         ("HEADER\na,4", "line 2: "),
         ("\xff", "line 0: "),
     ],

@@ -566,11 +566,15 @@ def test_what_was_sent_stands_beside_the_time_that_it_cost(tmp_path):
 
 
 def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
-    plan = {"configurations": ("ddp-torchrun",), "left_out": ("horovod-mpi",)}
+    plan = {"configurations": ("ddp-torchrun",), "left_out": ("horovod-mpi", "mpi4py-mpirun")}
     comparison = compare(tmp_path, **plan)
     assert judge(comparison) == []
-    assert "horovod-mpi: Horovod is not installed there" in dict(notices(comparison))[MISSING][0]
+    horovod, mpi4py = dict(notices(comparison))[MISSING]
+    assert "horovod-mpi: Horovod is not installed there" in horovod
+    assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
     assert page_title(comparison) == "The training under PyTorch DDP alone"
+    rung = compare(tmp_path / "rung", configurations=("fsdp",))
+    assert page_title(rung) == "The training under fsdp alone"
     for text in (terminal_report(comparison), render_page(comparison)):
         assert "Horovod is not installed there" in text
 

@@ -210,6 +210,13 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     assert "staleness, updates" in names
     assert "bubble, %" not in names, "none of them is a pipeline"
     assert "The ladder" in report_text(folder, capsys)
+    value = json.loads(written([str(folder), "--json"], capsys))
+    assert [row["network_bytes_per_step"] for row in value["ladder"]] == [2.5e6] * 3
+    lines = csv.DictReader(io.StringIO(written([str(folder), "--csv"], capsys)))
+    assert {line["network_bytes_per_step"] for line in lines} == {"2500000.0"}
+    edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
+    unknown = ladder_rows(load_comparison(folder))[1]
+    assert unknown.has_firsts_weights is None  # in block 1 there is nothing to compare with
 
 
 def test_every_configuration_is_judged_against_the_first(tmp_path):

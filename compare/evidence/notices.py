@@ -9,7 +9,7 @@ from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import by_turns
 from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import estimate
-from compare.evidence.words import count, run_text
+from compare.evidence.words import count, place_text, run_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
@@ -34,7 +34,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
             found[WARNINGS if matters(run) else ASIDE].append(load)
     for (case, workers), blocks in comparison.turns.items():
         for one in blocks:
-            where = ", ".join(filter(None, [case, count(workers, "worker")]))
+            where = place_text(case, workers)
             if one.block is None:
                 found[MISSING].append(f"turns, {where}: unreadable: {one.reason}")
             elif one.block.other_load > one.block.quiet_cores:
@@ -107,7 +107,7 @@ def load_warning(run: RunRecord) -> str:
 
 def left_out_text(configuration: str) -> str:
     """Say why a configuration of the plan was not started."""
-    if configuration.startswith("ddp"):
+    if "horovod" not in configuration:
         return f"{configuration}: mpi4py or mpirun is not installed there"
     build = "python horovod_train/build_horovod.py builds it"
     return f"{configuration}: Horovod is not installed there; {build}"

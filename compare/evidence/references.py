@@ -25,7 +25,7 @@ def load_references(path: Path) -> list[Reference]:
     speeds: dict[str, dict[int, float]] = {}
     sources: dict[str, dict[str, None]] = {}
     try:
-        with path.open(newline="", encoding="utf-8") as stream:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
             lines = csv.DictReader(stream)
             if set(lines.fieldnames or ()) != set(COLUMNS):
                 raise UserError(f"{path}: its first line must name the columns {','.join(COLUMNS)}")
@@ -34,7 +34,9 @@ def load_references(path: Path) -> list[Reference]:
                 workers, speed = int(line["workers"]), float(line["images_per_second"])
                 if not (name and source and workers > 0 and 0 < speed < math.inf):
                     raise ValueError("a name, a source and positive numbers are needed")
-                speeds.setdefault(name, {})[workers] = speed
+                if workers in speeds.setdefault(name, {}):
+                    raise ValueError(f"{name!r} has a speed of {workers} workers already")
+                speeds[name][workers] = speed
                 sources.setdefault(name, {})[source] = None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

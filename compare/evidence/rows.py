@@ -80,7 +80,8 @@ class LadderRow(CellRow):
     bubble_share: float | None  # of a pipeline
     staleness: float | None  # of a parameter server, in updates
     top1: float | None
-    has_firsts_weights: bool  # bit-equal to those of the plan's first configuration, in each block
+    # Bit-equal to those of the plan's first configuration in each block? None: a block lacks that.
+    has_firsts_weights: bool | None
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,9 @@ def ladder_rows(comparison: Comparison) -> list[LadderRow]:
                 bubble_share=middle([summary.rung.bubble_share for summary in summaries]),
                 staleness=middle([summary.rung.staleness for summary in summaries]),
                 top1=middle([summary.top1 for summary in summaries]),
-                has_firsts_weights=firsts == [summary.weights_sha256 for summary in summaries],
+                has_firsts_weights=None
+                if None in firsts
+                else firsts == [summary.weights_sha256 for summary in summaries],
             )
         )
     return rows

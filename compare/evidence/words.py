@@ -1,6 +1,8 @@
 """Findings in words: numbers, names of runs and of configurations."""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from compare.evidence.paired import Estimate
@@ -10,6 +12,11 @@ from compare.evidence.run_folder import CONTROL
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def place_text(case: str, workers: int) -> str:
+    """Name a case at a number of workers; of a plan without cases only these."""
+    return ", ".join(filter(None, [case, count(workers, "worker")]))
 
 
 def three_digits(value: float) -> str:
@@ -109,3 +116,13 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
         settings += [f"--knobs {name}" for name in sorted(files)]
     settings += [f"{name}={value}" for name, value in own.get("environment", {}).items()]
     return f"{label} with {' '.join(settings)}" if settings else label
+
+
+def told_apart(folders: Sequence[Path]) -> list[str]:
+    """Name folders by the end of their paths: by as much of it as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names

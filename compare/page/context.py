@@ -13,15 +13,18 @@ from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, percent_text
 from compare.plan.record import plan_from
 
+TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
+
 
 def page_title(comparison: Comparison) -> str:
     engines = {run.engine for run in comparison.written}
     if comparison.plan["null"]:
         return "A null test: each configuration against itself"
-    if engines == {"ddp", "horovod"}:
+    if engines == TITLES.keys():
         return "PyTorch DDP and Horovod, the same training side by side"
     if len(comparison.plan["configurations"]) == 1:
-        return f"The training under {'PyTorch DDP' if engines == {'ddp'} else 'Horovod'} alone"
+        (engine,) = engines
+        return f"The training under {TITLES.get(engine, engine)} alone"
     return "One training, started in several ways"
 
 

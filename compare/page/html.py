@@ -15,12 +15,12 @@ from compare.evidence.references import Reference
 from compare.evidence.rows import by_turns
 from compare.evidence.run_folder import recorded
 from compare.evidence.verdicts import correction_text, judge
-from compare.evidence.words import count, short
+from compare.evidence.words import count, place_text, short
 from compare.page import plots, text
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
 from compare.page.recommendation import recommendations
-from compare.page.side_by_side import find_differences, names_of
-from compare.page.tables import Cell, Column, Table, square_tables, tables
+from compare.page.side_by_side import find_differences, letters_of, names_of, side_by_side_table
+from compare.page.tables import square_tables, tables
 
 # What environment.json says of the machine and the software, in the order of the page.
 MACHINE = ("hosts", "device", "device_name", "cpu_model", "cores", "affinity", "allocator")
@@ -79,13 +79,7 @@ def render_page(
 
 def render_side_by_side(comparisons: Sequence[Comparison]) -> str:
     """Return the page of several comparisons: one table, and what differs."""
-    cells, headers, _ = text.side_by_side_table(comparisons)
-    words = 3 if headers[0] == "case" else 2  # the columns of words, and the number of workers
-    columns = tuple(
-        Column(header, lambda cell: cell, i >= words - 1) for i, header in enumerate(headers)
-    )
-    rows = tuple(tuple(Cell(cell) for cell in line) for line in cells)
-    letters = text.letters_of(comparisons)
+    letters = letters_of(comparisons)
     return template("side_by_side.html.jinja").render(
         title="Comparisons side by side",
         named=list(zip(letters, names_of(comparisons), comparisons, strict=True)),
@@ -95,8 +89,7 @@ def render_side_by_side(comparisons: Sequence[Comparison]) -> str:
         correction=correction_text,
         notices=notices,
         aside=ASIDE,
-        results=Table("Results", "", columns, rows),
-        note=text.UNPAIRED,
+        results=side_by_side_table(comparisons),
         differences=find_differences(comparisons),
         by_place=True,
         places=(),
@@ -162,10 +155,6 @@ def facts_by_place(comparison: Comparison) -> Iterable[Fact]:
                 if fact.field not in facts or fact.forbids_verdict:
                     facts[fact.field] = fact
             yield from facts.values()
-
-
-def place_text(case: str, workers: int) -> str:
-    return f"{plots.named(case)}{count(workers, 'worker')}"
 
 
 def fact_lines(facts: Sequence[Fact], places: Sequence[str]) -> list[dict[str, Any]]:

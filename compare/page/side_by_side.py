@@ -6,17 +6,25 @@ the two, and no interval could be trusted: there are ratios here, but no verdict
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 from compare.evidence.records import Comparison
 from compare.evidence.rows import SpeedRow, by_turns, speed_rows
 from compare.evidence.run_folder import recorded
-from compare.evidence.words import short
+from compare.evidence.words import short, told_apart
+from compare.page.tables import Cell, Column, Table, figure, word
 
 # What environment.json says that may explain a difference, the seed's and the clock's aside.
 ENVIRONMENT = (
     "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
     "transport", "kernel", "python", "torch", "torchvision", "horovod", "mpi", "cuda", "git_commit",
 )  # fmt: skip
+UNPAIRED = (
+    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
+    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
+)
+COMPARED = {"images/s": "images_per_second", "CPU ms per image": "cpu_ms_per_image"}
 NOT_SETTINGS = {"log_dir", "name", "seed"}
 
 
@@ -51,13 +59,8 @@ class Difference:
 
 
 def names_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Name comparisons by their folders, with as much of the path as tells them apart."""
-    paths = [comparison.folder.resolve() for comparison in comparisons]
-    for depth in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    return names
+    """Name comparisons by their folders."""
+    return told_apart([comparison.folder for comparison in comparisons])
 
 
 def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
@@ -74,6 +77,38 @@ def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
 def have_one_method(comparisons: Sequence[Comparison]) -> tuple[bool, ...]:
     """Tell of each comparison whether it is measured as the first one is."""
     return tuple(by_turns(one) == by_turns(comparisons[0]) for one in comparisons)
+
+
+def letters_of(comparisons: Sequence[Comparison]) -> list[str]:
+    """Name comparisons A, B, ...: their own names would make a table too broad."""
+    return [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(comparisons))]
+
+
+def side_by_side_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return the table of several comparisons."""
+    letters, lines = letters_of(comparisons), match_cells(comparisons)
+    columns = [Column("case", word("case"), is_number=False)] * any(line.case for line in lines)
+    columns.append(Column("configuration", word("configuration"), is_number=False))
+    columns.append(Column("workers", word("workers")))
+    for name, field in COMPARED.items():
+        columns += [
+            Column(f"{name} {letter}", partial(speed_cell, field=field, at=at))
+            for at, letter in enumerate(letters)
+        ]
+        columns += [
+            Column(f"{letter} / {letters[0]} unpaired", partial(ratio_cell, field=field, at=at))
+            for at, letter in enumerate(letters[1:])
+        ]
+    rows = tuple(tuple(column.cell(line) for column in columns) for line in lines)
+    return Table("Results", f"Medians over blocks. {UNPAIRED}", tuple(columns), rows)
+
+
+def speed_cell(line: Line, field: str, at: int) -> Cell:
+    return figure(getattr(line.rows[at], field, None))
+
+
+def ratio_cell(line: Line, field: str, at: int) -> Cell:
+    return figure(line.ratios(attrgetter(field))[at], "{:.3f}")
 
 
 def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:

@@ -13,7 +13,6 @@ from compare.evidence.records import ENGINES, Comparison
 from compare.evidence.rows import (
     BLOCKS_IN_DETAIL,
     IMAGES,
-    CellRow,
     LadderRow,
     ResourceRow,
     by_turns,
@@ -26,7 +25,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.verdicts import Verdict
-from compare.evidence.words import count, digits, loss_text, three_digits
+from compare.evidence.words import digits, loss_text, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.plan.plan import ROOT, TRAINERS
 
@@ -254,9 +253,10 @@ def ladder_table(comparison: Comparison) -> Table:
 
     rows = ladder_rows(comparison)
     note = (
-        f"Network: what the hosts' interfaces sent, loopback included, from the first step to the "
-        "end, validation included; messages through shared memory are not there. Lines: of the "
-        f"script alone, its text at the top included. Weights: bit-equal to those of {first}?"
+        "Network: what the hosts' interfaces sent for all processes, loopback included, from the "
+        "first step to the end, with validation; messages through shared memory are not there. "
+        "Lines: of the script alone, its text at the top included. Weights: bit-equal to those of "
+        f"{first}?"
     )
     own = []
     if any(row.bubble_share is not None for row in rows):
@@ -273,7 +273,7 @@ def ladder_table(comparison: Comparison) -> Table:
         Column("lines", lines),
         Column(
             "weights",
-            lambda row: Cell("equal" if row.has_firsts_weights else "other"),
+            lambda row: Cell({True: "equal", False: "other", None: "–"}[row.has_firsts_weights]),
             is_number=False,
         ),
     ]
@@ -316,7 +316,9 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
         note += "what the first saves."
     if denied:
-        named = ", ".join(f"{row.configuration} ({row_place(row)})" for row in denied)
+        named = ", ".join(
+            f"{row.configuration} ({place_text(row.case, row.workers)})" for row in denied
+        )
         note += f" The runs that measured the phases do not show the verdict's difference: {named}."
     if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
         note += (
@@ -332,10 +334,6 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
     order = {(case, workers): i for i, (case, workers, _) in enumerate(comparison.cells)}
     both = sorted([*rows, *differences], key=lambda row: order[row.case, row.workers])
     return cell_table(comparison, "A step's time by phase, ms", note, columns, both)
-
-
-def row_place(row: CellRow) -> str:
-    return ", ".join(filter(None, [row.case, count(row.workers, "worker")]))
 
 
 def resource_table(comparison: Comparison) -> Table:
@@ -449,9 +447,8 @@ def square_table(
     effects = [ratio(*(corners[engine, over] for engine in engines)) for over in (base, new)]
     named = " / ".join(ENGINES[engine] for engine in engines)
     lines.append([Cell(named, series=-1), *effects, cell(interaction)])
-    place = f"{case}, {count(workers, 'worker')}" if case else count(workers, "worker")
     return Table(
-        f"Engine and transport, {place}",
+        f"Engine and transport, {place_text(case, workers)}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
         "on each other.",

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
@@ -14,26 +14,28 @@ from compare.evidence.notices import notices
 from compare.evidence.phases import PHASES, phase_differences, phase_rows
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import (
-    SpeedRow,
     by_turns,
     input_rows,
+    ladder_rows,
     resource_rows,
     speed_rows,
     step_rows,
     training_rows,
 )
 from compare.evidence.verdicts import Verdict, correction_text, judge
-from compare.evidence.words import count, three_digits
+from compare.evidence.words import count
 from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
 from compare.page.recommendation import recommendations
-from compare.page.side_by_side import find_differences, match_cells, names_of
+from compare.page.side_by_side import (
+    UNPAIRED,
+    find_differences,
+    letters_of,
+    match_cells,
+    names_of,
+    side_by_side_table,
+)
 from compare.page.tables import Table, grid, of_case, square_tables, table_text, text_tables
 from recipe.record.schema import Energy
-
-UNPAIRED = (
-    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
-    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
-)
 
 # ------------------------------------------------------------------------------ for the terminal
 
@@ -84,7 +86,7 @@ def side_by_side_report(comparisons: Sequence[Comparison]) -> str:
     names = names_of(comparisons)
     letters = letters_of(comparisons)
     parts = ["\n".join(f"{letter}  {name}" for letter, name in zip(letters, names, strict=True))]
-    parts += [grid(*side_by_side_table(comparisons)), UNPAIRED]
+    parts += [table_text(side_by_side_table(comparisons)), UNPAIRED]
     if differences := find_differences(comparisons):
         told = [[d.field, *map(shortened, d.values)] for d in differences]
         parts.append(grid(told, ["differs", *letters], ["left"] * (1 + len(letters))))
@@ -96,38 +98,6 @@ def side_by_side_report(comparisons: Sequence[Comparison]) -> str:
             lines += [f"{letter}: {title}:", *(f"  {line}" for line in told_lines)]
         parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part)
-
-
-def letters_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Name comparisons A, B, ...: their own names would make a table too broad."""
-    return [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(comparisons))]
-
-
-def side_by_side_table(
-    comparisons: Sequence[Comparison],
-) -> tuple[list[list[str]], list[str], list[str]]:
-    """Return the cells, the headers and the alignment of the table of several comparisons."""
-    letters = letters_of(comparisons)
-    lines = match_cells(comparisons)
-    with_case = any(line.case for line in lines)
-    figures: list[tuple[str, Callable[[SpeedRow], float]]] = [
-        ("images/s", lambda row: row.images_per_second),
-        ("CPU ms per image", lambda row: row.cpu_ms_per_image),
-    ]
-    headers = (["case"] if with_case else []) + ["configuration", "workers"]
-    align = ["left"] * (len(headers) - 1) + ["right"]
-    for name, _ in figures:
-        headers += [f"{name} {letter}" for letter in letters]
-        headers += [f"{letter} / {letters[0]} unpaired" for letter in letters[1:]]
-        align += ["right"] * (2 * len(letters) - 1)
-    cells = []
-    for line in lines:
-        texts = ([line.case] if with_case else []) + [line.configuration, str(line.workers)]
-        for _, value_of in figures:
-            texts += ["–" if row is None else three_digits(value_of(row)) for row in line.rows]
-            texts += ["–" if r is None else f"{r:.3f}" for r in line.ratios(value_of)]
-        cells.append(texts)
-    return cells, headers, align
 
 
 def shortened(text: str, longest: int = 40) -> str:
@@ -188,7 +158,7 @@ def markdown_side_by_side(comparisons: Sequence[Comparison]) -> str:
     parts = [
         "### Side by side",
         "\n".join(f"- {letter}: `{name}`" for letter, name in named),
-        grid(*side_by_side_table(comparisons), markdown=True),
+        table_text(side_by_side_table(comparisons), markdown=True),
         UNPAIRED,
     ]
     if differences := find_differences(comparisons):
@@ -224,7 +194,8 @@ RUN_FIGURES = {
     "cpu_seconds_per_image": "summary.cpu_seconds_per_image",
     "train_seconds": "summary.train_seconds", "total_seconds": "summary.total_seconds",
     "cpu_seconds": "summary.cpu_seconds", "peak_memory_bytes": "summary.peak_memory_bytes",
-    "gradient_bytes_per_step": "summary.gradient_bytes", "epochs": "summary.epochs",
+    "gradient_bytes_per_step": "summary.gradient_bytes",
+    "network_bytes_per_step": "summary.network_bytes_per_step", "epochs": "summary.epochs",
     "steps": "summary.steps", "samples_seen": "summary.samples_seen",
     "validation_loss": "summary.loss", "top1_percent": "summary.top1",
     "top5_percent": "summary.top5", "weights_sha256": "summary.weights_sha256",
@@ -338,6 +309,7 @@ def report_value(comparison: Comparison) -> dict[str, Any]:
     rows: dict[str, Sequence[Any]] = {
         "speed": speed_rows(comparison),
         "trainings": training_rows(comparison),
+        "ladder": ladder_rows(comparison),
         "phases": [*phases, *phase_differences(phases, verdicts)],
         "resources": resource_rows(comparison),
         "steps": step_rows(comparison),
