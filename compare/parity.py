@@ -35,12 +35,6 @@ DEFAULT_STEPS = 5
 
 def run_both(options: argparse.Namespace) -> tuple[Path, Path]:
     """Run two configurations with traces, one after the other, and return their run folders."""
-    # Of flags that are given twice the trainers take the last. As many threads as each engine's
-    # rank gets by the trainers' own rule: with equal numbers of workers that is equal.
-    arguments = (
-        "--keep-checkpoints", "0", *options.trainer_arguments,
-        "--tensor-steps", str(options.steps), "--max-steps", str(options.steps),
-    )  # fmt: skip
     configurations = [CONFIGURATIONS[name] for name in options.configurations]
     check_tools(Plan(configurations=tuple(options.configurations), workers=(options.workers,)))
     folder = options.out or Path("runs") / f"parity-{utc_stamp()}"
@@ -50,6 +44,12 @@ def run_both(options: argparse.Namespace) -> tuple[Path, Path]:
     for number, configuration in enumerate(configurations):
         # A configuration against itself: two folders.
         log_dir = folder / "again" if number and configuration == configurations[0] else folder
+        # Of flags that are given twice the trainers take the last. As many threads as each engine's
+        # rank gets by the trainers' own rule: with equal numbers of workers that is equal.
+        arguments = (
+            "--keep-checkpoints", "0", *options.trainer_arguments, *configuration.arguments,
+            "--tensor-steps", str(options.steps), "--max-steps", str(options.steps),
+        )  # fmt: skip
         run = Run(0, configuration, options.workers, None, arguments=arguments)
         label = f"{run.name}, {options.steps} steps, into {log_dir / run.name}"
         print(label, file=sys.stderr)
@@ -104,7 +104,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="tolerance as a share of a tensor's largest value (default: 0)")  # fmt: skip
     add("--json", action="store_true", help="print the result as JSON")
     live = parser.add_argument_group("without run folders: both engines run now")
-    live.add_argument("--live", action="store_true", help="say so (it is what happens anyway)")
     names = ", ".join(CONFIGURATIONS)
     live.add_argument("--configurations", nargs=2, metavar="NAME", choices=CONFIGURATIONS,
                       help=f"two of {names} (default: {' '.join(DEFAULT_CONFIGURATIONS)})"
@@ -130,9 +129,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def check_options(options: argparse.Namespace) -> None:
     """Raise UserError about flags that cannot be meant together."""
     only_live = {
-        "--live": options.live, "--configurations": options.configurations,
-        "--workers": options.workers, "--steps": options.steps, "--timeout": options.timeout,
-        "--out": options.out, "flags after --": options.trainer_arguments,
+        "--configurations": options.configurations, "--workers": options.workers,
+        "--steps": options.steps, "--timeout": options.timeout, "--out": options.out,
+        "flags after --": options.trainer_arguments,
     }  # fmt: skip
     given = [name for name, value in only_live.items() if value]
     if options.ranks and options.runs:

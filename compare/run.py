@@ -28,6 +28,8 @@ from typing import Any
 
 from compare.errors import UserError, run_main
 from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.run_folder import read_object
+from compare.evidence.words import count
 from compare.plan.blocks import seconds_left
 from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
@@ -55,9 +57,7 @@ from compare.running.progress import (
     in_whole_runs,
     missing,
     new_folder,
-    number_of,
     numbered_label,
-    read_json,
     recorded_seconds,
     resumed,
     run_label,
@@ -157,7 +157,7 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     if not folders:
         return None
     newest = folders[-1]
-    old = read_json(newest / "plan.json")
+    old = read_object(newest / "plan.json")
     plan = resumed(plan, newest)
     new = plan_record(plan, "")
     if plan_differences(old, new) or end_of(old) != end_of(new):
@@ -212,9 +212,9 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     except KeyboardInterrupt:
         plan = resumed(plan, folder)
         runs, groups = plan.runs(), measured(plan, folder)
-        done = f"{len(runs) - len(missing(runs, folder))} of {number_of(runs, 'run')}"
+        done = f"{len(runs) - len(missing(runs, folder))} of {count(len(runs), 'run')}"
         if plan.measure == "turns":
-            done += f" and {number_of(range(sum(g.blocks for g in groups)), 'block')} of turns"
+            done += f" and {count(sum(g.blocks for g in groups), 'block')} of turns"
         print(f"\nstopped: {done} are done. To go on where it stopped:")
         print(f"    {shlex.join(command_words(argv, folder))}")
         return 130
@@ -263,13 +263,11 @@ def is_cold(plan: Plan, folder: Path) -> bool:
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
     runs, phase_runs = plan.runs(), plan.phase_runs()
-    print(
-        f"{number_of(runs, 'run')} in {number_of(range(plan.run_blocks), 'block')}, into {folder}"
-    )
+    print(f"{count(len(runs), 'run')} in {count(plan.run_blocks, 'block')}, into {folder}")
     if done := len(runs) - len(missing(runs, folder)):
         print(f"{done} of them are there already and are not measured again (--new starts afresh)")
     if plan.measure == "turns" and plan.blocks is not None:
-        print(f"then {number_of(range(plan.blocks), 'block')} in which all take turns")
+        print(f"then {count(plan.blocks, 'block')} in which all take turns")
     elif plan.pairs() and plan.blocks is None:
         what = "blocks in which all take turns" if plan.measure == "turns" else "more blocks"
         within = f"until every 95 % interval is within +-{percentage(plan.until_interval)}"
@@ -278,7 +276,7 @@ def print_outlook(plan: Plan, folder: Path) -> None:
             f"(but at least {MIN_BLOCKS} blocks)"
         )
     if phase_runs:
-        print(f"then {number_of(phase_runs, 'short run')} for the phases of a step")
+        print(f"then {count(len(phase_runs), 'short run')} for the phases of a step")
     if plan.time is not None:
         print(f"{plan.plan_file} says: {plan.time} in all")
 
@@ -321,7 +319,7 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
     )
     print_line(f"warning: {warning}")
     path, new = folder / "plan.json", in_whole_runs(plan)
-    old = read_json(path)
+    old = read_object(path)
     old |= {"measure": new.measure, "full_runs": new.full_runs}
     write_json(path, old | {"warnings": [*old["warnings"], warning]})
     return new
@@ -363,7 +361,7 @@ def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
     path = folder / "plan.json"
     record = plan_record(plan, utc_now())
     if path.exists():
-        old = read_json(path)
+        old = read_object(path)
         differences = plan_differences(old, record)
         there = max((run["block"] for run in old.get("runs", [])), default=0)
         asked = plan.run_blocks

@@ -22,13 +22,13 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from compare.errors import UserError, run_main
 from compare.evidence.exchange import read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
+from compare.evidence.words import told_apart
 from compare.page.chart import standalone
 from compare.page.exchange import plot_exchanges
 from recipe.files import replace_file
@@ -111,7 +111,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merge_runs(options: argparse.Namespace) -> int:
-    names = run_names(options.runs)
+    if len({run.resolve() for run in options.runs}) < len(options.runs):
+        raise UserError("a run folder is given twice")
+    names = told_apart(options.runs)
     profiles = [read_run(run, name) for run, name in zip(options.runs, names, strict=True)]
     for profile in profiles:
         if not any(lane.events for lane in profile.lanes):
@@ -180,18 +182,6 @@ def summary(profile: RunProfile) -> list[str]:
                 f"{spans[False]:,} before or after them"
             )
     return lines + [f"    note: {note}" for note in profile.notes]
-
-
-def run_names(runs: Iterable[Path]) -> list[str]:
-    """Return what to call the runs: their folders' names, with as much before as they need to
-    differ."""
-    parts = [run.resolve().parts for run in runs]
-    if len(set(parts)) < len(parts):
-        raise UserError("a run folder is given twice")
-    length = 1
-    while len({own[-length:] for own in parts}) < len(parts):
-        length += 1
-    return ["/".join(own[-length:]) for own in parts]
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:

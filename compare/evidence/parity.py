@@ -10,16 +10,16 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.distances import Distance, measure
-from compare.evidence.run_folder import with_names_of_today
 from compare.evidence.traces import (
     Pair,
     metric_pairs,
     rank_pairs,
-    read_object,
+    read_if_there,
     read_steps,
     trace_files,
     trace_pairs,
 )
+from compare.evidence.words import told_apart
 
 
 @dataclass
@@ -145,8 +145,8 @@ def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 
             f"gradients, weights and buffers of each step: {' and '.join(lacking)} "
             f"{'has' if len(lacking) == 1 else 'have'} no trace (train with --tensor-steps N)"
         ))  # fmt: skip
-    ends = [read_object(run / "summary.json") for run in (run_a, run_b)]
-    prints = [with_names_of_today(end.get("fingerprint") or {}) for end in ends]
+    ends = [read_if_there(run / "summary.json") for run in (run_a, run_b)]
+    prints = [end.get("fingerprint") or {} for end in ends]
     parity.settings = [
         f"{name}: {prints[0].get(name)!r} against {prints[1].get(name)!r}"
         for name in sorted(prints[0].keys() | prints[1].keys())
@@ -227,7 +227,7 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     kinds = compare_pairs(rank_pairs(files), max_ulps, relative, names)
     if not kinds:
         raise UserError(f"{run}: its ranks have no step in common")
-    config = read_object(run / "config.json")
+    config = read_if_there(run / "config.json")
     if "buffer" in kinds and config.get("batch_norm") != "sync":
         kinds["buffer"].judged = False  # each rank has its own images
     if "gradient" in kinds and config.get("use_adasum"):
@@ -338,10 +338,9 @@ def first_step(a: dict[int, dict[int, Path]], b: dict[int, dict[int, Path]]) -> 
 
 def distinct_names(a: Path, b: Path) -> tuple[str, str]:
     """Return what to call two runs: their folders' names, with what tells them apart."""
-    parts_a, parts_b = a.resolve().parts, b.resolve().parts
-    for length in range(1, min(len(parts_a), len(parts_b)) + 1):
-        if parts_a[-length] != parts_b[-length]:
-            return "/".join(parts_a[-length:]), "/".join(parts_b[-length:])
+    first, second = told_apart([a, b])
+    if first != second:
+        return first, second
     return f"{a.name} (first)", f"{b.name} (second)"
 
 

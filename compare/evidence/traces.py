@@ -13,6 +13,7 @@ import numpy as np
 
 from compare.errors import UserError
 from compare.evidence import packed
+from compare.evidence.run_folder import read_object
 
 # The arrays of a trace, in the order in which a step computes them; buffers never feed back into
 # training, and so cannot be the cause of anything.
@@ -134,12 +135,6 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_if_there(path: Path) -> dict[str, Any]:
     """Return a JSON file of a run; {} if there is none, as of a run that has not ended."""
-    try:
-        value = json.loads(packed.read_text(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    return value if isinstance(value, dict) else {}
+    return read_object(path) if packed.exists(path) else {}

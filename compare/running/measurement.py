@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after, estimate_ratio
-from compare.evidence.run_folder import read_block, read_summary
+from compare.evidence.run_folder import read_block, read_object, read_summary
 from compare.evidence.stopping import (
     Goal,
     at_next_look,
@@ -22,7 +22,7 @@ from compare.evidence.turns import Block, estimate
 from compare.evidence.words import count, digits
 from compare.plan.plan import Case, Plan, percentage
 from compare.running.launch import duration, print_live
-from compare.running.progress import is_complete, missing, read_json
+from compare.running.progress import is_complete, missing
 from compare.running.sides import training_side
 from compare.running.turns import PATIENCE, run_block
 
@@ -74,7 +74,7 @@ def by_turns(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
 def confidence(folder: Path) -> float:
     """Return the confidence of this comparison's intervals, as its report has it."""
     path = folder / "plan.json"
-    extensions = read_json(path).get("extensions", []) if path.exists() else []
+    extensions = read_object(path).get("extensions", []) if path.exists() else []
     return confidence_after(len(extensions))
 
 
@@ -86,7 +86,7 @@ def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
         if (run.case, run.workers) == (case.name, workers) and is_complete(place):
             speeds[run.configuration.name][run.block] = read_summary(place).images_per_second
             if (outcome := place / "outcome.json").exists():
-                seconds += read_json(outcome)["seconds"]
+                seconds += read_object(outcome)["seconds"]
     estimates = {}
     for first, second in plan.pairs():
         a, b = speeds[first], speeds[second]

@@ -1,14 +1,12 @@
 """How far a plan has come, from the files that its runs leave, and the lines that tell it."""
 
 import datetime
-import json
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from compare.errors import UserError
-from compare.evidence.run_folder import read_record
+from compare.evidence.run_folder import read_object, read_record
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
 from compare.plan.sources import trainers_sha256
@@ -40,7 +38,7 @@ def is_complete(folder: Path) -> bool:
     if not (folder / "summary.json").exists():
         return False
     outcome = folder / "outcome.json"
-    return not outcome.exists() or read_json(outcome).get("status") == "completed"
+    return not outcome.exists() or read_object(outcome).get("status") == "completed"
 
 
 def missing(runs: list[Run], folder: Path) -> list[Run]:
@@ -54,7 +52,7 @@ def resumed(plan: Plan, folder: Path) -> Plan:
     if not path.exists():
         return plan
     old = read_plan(path)
-    if any(line.startswith(NO_TURNS) for line in read_json(path).get("warnings", [])):
+    if any(line.startswith(NO_TURNS) for line in read_object(path).get("warnings", [])):
         plan = in_whole_runs(plan)
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
     return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
@@ -86,7 +84,7 @@ def another_plan(folder: Path, differences: list[str]) -> UserError:
 def recorded_seconds(folder: Path, runs: list[Run]) -> list[tuple[Hashable, float]]:
     """Return how long the runs took that an earlier start of run.py has made, with their cells."""
     return [
-        (run.cell, read_json(folder / run.folder / "outcome.json")["seconds"])
+        (run.cell, read_object(folder / run.folder / "outcome.json")["seconds"])
         for run in runs
         if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
     ]
@@ -147,17 +145,3 @@ def timeout_sentence(folder: Path, over_hosts: bool) -> str:
         )
     sentence = "ended by its time limit before its first step: give a larger --timeout"
     return f"{sentence}; or {REACH_QUESTION}" if over_hosts else sentence
-
-
-def number_of(things: Any, noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 from compare.errors import UserError
+from compare.evidence.run_folder import read_object
+from compare.evidence.words import count
 from compare.plan.blocks import seconds_left
 from compare.plan.options import command_words
 from compare.plan.plan import ROOT, Plan, Run
@@ -27,9 +29,7 @@ from compare.running.progress import (
     another_plan,
     missing,
     new_folder,
-    number_of,
     numbered_label,
-    read_json,
     recorded_seconds,
     resumed,
     show_outcome,
@@ -90,7 +90,7 @@ def folder_of_command(plan: Plan, options: argparse.Namespace, argv: list[str]) 
     plan: a plan file or the trainers may have been changed since."""
     for record in sorted(options.runs.glob(f"compare-*/{SLURM_FOLDER}/job.json"), reverse=True):
         folder = record.parent.parent
-        if read_json(record).get("command") == command_words(argv, folder):
+        if read_object(record).get("command") == command_words(argv, folder):
             return None if differences_there(plan, folder, options) else folder
     return None
 
@@ -100,7 +100,7 @@ def differences_there(plan: Plan, folder: Path, options: argparse.Namespace) -> 
     the job, from its own cores, unless the user gave them."""
     if not (folder / "plan.json").exists():
         return []
-    old, new = read_json(folder / "plan.json"), plan_record(resumed(plan, folder), "")
+    old, new = read_object(folder / "plan.json"), plan_record(resumed(plan, folder), "")
     if "--threads" not in map(flag_name, options.arguments_after_dashes):
         for record in (old, new):
             record["trainer_arguments"] = without_flag(record["trainer_arguments"], "--threads")
@@ -144,7 +144,7 @@ def submit(command: list[str], folder: Path, argv: list[str]) -> str:
 def queued_job(folder: Path) -> str | None:
     """Return the number of this comparison's job if it waits or runs."""
     record = folder / SLURM_FOLDER / "job.json"
-    job = read_json(record)["job"] if record.exists() else None
+    job = read_object(record)["job"] if record.exists() else None
     return job if job is not None and job_state(job) is not None else None
 
 
@@ -201,7 +201,7 @@ def follow(job: str, plan: Plan, folder: Path) -> None:
 def show_run(run: Run, runs: list[Run], plan: Plan, folder: Path, left: float | None) -> None:
     """Print the line of a run that has ended."""
     with contextlib.suppress(UserError):  # it is being made anew at this moment
-        outcome = read_json(folder / run.folder / "outcome.json")
+        outcome = read_object(folder / run.folder / "outcome.json")
         outcome.pop("ended_utc")
         place = folder / run.folder
         name, over_hosts = label(run, runs, plan), True  # the job knows its hosts, not this host
@@ -244,7 +244,7 @@ def show_ending(plan: Plan, folder: Path, again: str) -> int:
     waiting = missing(runs, folder)
     is_done = is_finished(plan, folder)
     if not is_done:
-        what = f"{len(waiting)} of {number_of(runs, 'run')}" if waiting else "Blocks"
+        what = f"{len(waiting)} of {count(len(runs), 'run')}" if waiting else "Blocks"
         print(f"{what} are missing. What the last job printed:")
         logs = sorted((folder / SLURM_FOLDER).glob("*.log"), key=os.path.getmtime)
         if logs:

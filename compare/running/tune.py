@@ -22,6 +22,7 @@ from typing import Any
 from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import ENGINES
+from compare.evidence.run_folder import read_object
 from compare.evidence.turns import Block, throughput
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
@@ -41,7 +42,7 @@ from compare.running.knobs_found import (
 )
 from compare.running.knobs_to_try import free_knobs, knobs_for, with_knobs
 from compare.running.launch import duration, print_line, utc_now
-from compare.running.progress import another_plan, check_sources, read_json
+from compare.running.progress import another_plan, check_sources
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, search
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.turns import PATIENCE, finished_block, run_block
@@ -172,7 +173,7 @@ class Runner:
     def block(self, sides: Sequence[Side], folder: Path, place: str) -> list[Block]:
         """Return the block of those of these sides that do not fail; none if all do."""
         path = folder / "block.json"
-        there = read_json(path)["order"] if path.exists() else []
+        there = read_object(path)["order"] if path.exists() else []
         kept = finished_block([side for side in sides if side.name in there], TURNS, folder)
         if kept is not None:
             self.taken += 1
@@ -250,7 +251,7 @@ def checked_record(plan: Plan, folder: Path, afresh: bool) -> dict[str, Any]:
     `afresh` what an earlier search left there is deleted."""
     record = {"is_search": True, **plan_record(plan, utc_now())}
     path = folder / "plan.json"
-    old = read_json(path) if path.exists() else {}
+    old = read_object(path) if path.exists() else {}
     left = [child for child in folder.iterdir() if child.name != "lock"]
     if left and not old.get("is_search"):
         raise UserError(f"{folder} holds something else than a search: take another --out DIR")
@@ -300,7 +301,7 @@ def tune_engine(
     if runner.taken:
         print(f"  ({runner.taken} blocks were there already, {runner.made} were made)")
     written = sorted(folder.glob(f"{name}/**/environment.json"))
-    environment = read_json(written[0]) if written else {}
+    environment = read_object(written[0]) if written else {}
     load = median(runner.loads) if runner.loads else None
     found = Found(configuration, best, tuple(done), check, environment, load)
     if line := load_line(found):
