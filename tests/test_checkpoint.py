@@ -555,6 +555,8 @@ def test_resume(tmp_path: Path) -> None:
     [
         ({"arch": "resnet18"}, "holds a tiny, and this run trains a resnet18; add --arch tiny"),
         ({"model_ema": False}, "start with --model-ema as that run did"),
+        ({"blur_pool": True}, "was trained without --blur-pool; leave it out"),
+        ({"blur_pool": True, "evaluate": True}, "was trained without --blur-pool; leave it out"),
         ({"seed": 1}, "was trained with --seed 42"),
     ],
 )

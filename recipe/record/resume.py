@@ -293,6 +293,9 @@ def _check_fits(
             f"{name}: holds a {saved['arch']}, and this run trains a {config.arch}; add --arch "
             f"{saved['arch']}"
         )
+    if saved.get("blur_pool", False) != config.blur_pool:  # which the weights do not show
+        how, remedy = ("without", "leave it out") if config.blur_pool else ("with", "add it")
+        raise UserError(f"{name}: was trained {how} --blur-pool; {remedy}")
     if config.evaluate:
         if checkpoint["ema"] is None and parts.ema is not None:
             raise UserError(
