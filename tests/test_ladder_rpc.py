@@ -224,7 +224,9 @@ def test_rpc_between_hosts_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -
         rarely("rpc_pipeline", 2, "--arch vgg11", "this script knows how to cut a resnet"),
     ],
 )
-def test_what_cannot_be_done_is_refused(rung: str, ranks: int, flags: str, message: str) -> None:
-    finished = launch("torchrun", rung, flags, ranks)
+def test_what_cannot_be_done_is_refused(
+    rung: str, ranks: int, flags: str, message: str, tmp_path: Path
+) -> None:
+    finished = launch("torchrun", rung, f"{flags} --log-dir {tmp_path}", ranks)
     assert finished.returncode != 0
     assert message in finished.output
