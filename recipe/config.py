@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_type_hints
@@ -69,16 +69,19 @@ def read_flags(
 def _chosen_preset(argv: list[str]) -> Config:
     name = last_value(argv, "--preset")
     if name is None:
-        embedded = (
-            last_value(argv, "--data") in (None, "digits")
-            and last_value(argv, "--train-dir") is None
-        )
-        name = "digits" if embedded else "goyal-90"
+        name = "digits" if are_digits(argv) else "goyal-90"
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}"
         raise UserError(f"--preset {name}: there is no such preset; {hint}")
     return PRESETS[name]()
+
+
+def are_digits(argv: Sequence[str]) -> bool:
+    """Whether the images of these flags are the embedded digits, which they are by default."""
+    return (
+        last_value(argv, "--data") in (None, "digits") and last_value(argv, "--train-dir") is None
+    )
 
 
 def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None) -> Config:

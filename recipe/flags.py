@@ -170,8 +170,8 @@ class ModelFlags:
     """What is trained."""
 
     arch: str = work("resnet50", aliases=("-a", "--model"), decides=WEIGHTS, chief=True)
-    """Any torchvision classification model, or timm:NAME for one of timm's (needs the extra
-    `timm`)."""
+    """Any torchvision classification model, resnet10, or timm:NAME for one of timm's (needs the
+    extra `timm`)."""
     pretrained: bool = work(False, decides=WEIGHTS)
     """Start from torchvision's best published weights (a download)."""
     weights: str | None = place(None, per_rank="first", decides=WEIGHTS)

@@ -18,6 +18,7 @@ import pytest
 
 from compare import run as run_module
 from compare.errors import UserError
+from compare.evidence.packed import read_text
 from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
@@ -31,7 +32,7 @@ from compare.running import slurm
 from compare.running.progress import in_whole_runs
 from compare.running.sides import NoTurns, training_side
 from recipe.config import parse_args
-from recipe.flags import flag_name, without_flag
+from recipe.flags import flag_name, names_of, without_flag
 from recipe.training.schedule import learning_rate
 from recipe.world import World
 
@@ -256,6 +257,34 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
         world = World(0, run.workers, 0, run.workers, "torchrun", "here")
         config = parse_args(run.configuration.engine, world, flags)  # ends the process if wrong
         assert config.name == run.name and config.keep_checkpoints == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("square", "2026-11-23-square-short-turns/turns/2-workers/block-1/{}/0/run"),
+        ("null-test", "2026-11-22-null-test-by-turns/turns/2-workers/block-1/{}/0/run"),
+        ("ladder", "2026-11-23-ladder/block-1/{}-2"),
+    ],
+)
+def test_a_ready_plan_still_trains_what_was_recorded(name: str, record: str) -> None:
+    """Else what the README says of it is of another training."""
+    for run in plan_of(name).block(1):
+        folder = record.format(run.configuration.name.removesuffix("-again"))
+        recorded = json.loads(read_text(ROOT / "results/xeon-2-cores" / folder / "config.json"))
+        world = World(0, run.workers, 0, run.workers, "torchrun", "here")
+        config = vars(parse_args(run.configuration.engine, world, list(run.arguments)))
+        fields = [name for name in names_of("work", "speed") if name in recorded]
+        now = {name: config[name] for name in fields}
+        assert json.loads(json.dumps(now)) == {name: recorded[name] for name in fields}
+
+
+def test_other_images_are_trained_by_their_own_recipe(here: Path) -> None:
+    """And not with the digits' network, batch and rate."""
+    for words in (("--data", "IMAGENET"), ("--train-dir", "a", "--val-dir", "b")):
+        plan = plan_of("square", "--", *words)
+        assert plan.trainer_arguments[: 3 + len(words)] == ("--data", "digits", "--no-cuda", *words)
+    assert "resnet18" in plan_of("square", "--", "--epochs", "1").trainer_arguments
 
 
 def test_the_ready_plans_are_listed_with_question_and_time(capsys):

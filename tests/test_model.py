@@ -68,6 +68,18 @@ def test_no_auxiliary_classifiers(arch: str, recwarn: pytest.WarningsRecorder) -
     assert not recwarn.list
 
 
+def test_resnet10_has_half_the_blocks_of_resnet18() -> None:
+    ten, eighteen = (
+        build_model(a_config(arch=arch, **sizes(32)), 10, True).state_dict()
+        for arch in ("resnet10", "resnet18")
+    )
+    second = ("layer1.1.", "layer2.1.", "layer3.1.", "layer4.1.")
+    shapes = {name: value.shape for name, value in eighteen.items() if not name.startswith(second)}
+    assert {name: value.shape for name, value in ten.items()} == shapes
+    with pytest.raises(UserError, match=r"--pretrained: torchvision has no weights .* resnet10;"):
+        build_model(a_config(arch="resnet10", pretrained=True), 10, True)
+
+
 @pytest.mark.parametrize(("arch", "last"), [("resnet18", "bn2"), ("wide_resnet50_2", "bn3")])
 def test_residual_blocks_that_begin_as_the_identity(arch: str, last: str) -> None:
     for zero in (False, True):

@@ -23,8 +23,8 @@ from compare.plan.plan_file import (
     read_percentage,
     read_plan_file,
 )
-from recipe.config import check, read_flags
-from recipe.flags import flag_name, without_flag
+from recipe.config import are_digits, check, read_flags
+from recipe.flags import flag_name, last_value, without_flag
 from recipe.knobs import read_all_knobs
 
 TUNING_ROUNDS = 5
@@ -324,6 +324,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if values.get("null") and options.judged_pairs is None:
         values["judged_pairs"] = ()
     file_arguments = values.get("trainer_arguments", ())
+    of_digits = last_value(file_arguments, "--data") == "digits"
+    if of_digits and not are_digits(options.arguments_after_dashes):
+        # They would make a poor training of other images.
+        for flag in ("--arch", "--batch-size", "--base-lr", "--batch-norm-momentum"):
+            file_arguments = without_flag(file_arguments, flag)
     plan = replace(
         Plan(**values), trainer_arguments=(*file_arguments, *options.arguments_after_dashes)
     )

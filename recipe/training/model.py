@@ -12,6 +12,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from recipe.config import Config, is_resnet
 from recipe.errors import UserError
@@ -28,6 +29,9 @@ NORMS = (
     nn.LocalResponseNorm,
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# ResNet-18 with one block for each two, as in Simon et al. 2016 (arXiv 1612.01452): 4.9 million
+# weights. torchvision has its parts, and not its name.
+RESNET10 = "resnet10"
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
@@ -39,6 +43,11 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     check_arch(config.arch)
     published = None
     if config.pretrained:
+        if config.arch == RESNET10:
+            raise UserError(
+                f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
+                "network, or give a file with --weights"
+            )
         published = torchvision.models.get_model_weights(config.arch).DEFAULT
         if len(published.meta["categories"]) != num_classes:
             raise UserError(
@@ -83,7 +92,7 @@ def check_arch(arch: str) -> None:
             return
     else:
         library, listing, name = "torchvision", "torchvision.models.list_models()", arch
-        names = torchvision.models.list_models(module=torchvision.models)
+        names = [RESNET10, *torchvision.models.list_models(module=torchvision.models)]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3)
         raise UserError(
@@ -94,6 +103,8 @@ def check_arch(arch: str) -> None:
 
 def _new_network(config: Config, num_classes: int) -> nn.Module:
     settings = _settings(config)
+    if config.arch == RESNET10:
+        return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes, **settings)
     if not config.arch.startswith("timm:"):
         return torchvision.models.get_model(
             config.arch, weights=None, num_classes=num_classes, **settings
