@@ -220,8 +220,8 @@ def test_rpc_between_hosts_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -
     [
         ("pipeline", 2, "", "--batches-per-allreduce 1: is the number of micro-batches"),
         rarely("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
-        rarely("ddp_with_rpc", 2, "--arch vgg11", "which it lacks; choose a resnet"),
-        rarely("rpc_pipeline", 2, "--arch vgg11", "this script knows how to cut a resnet"),
+        rarely("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
+        rarely("rpc_pipeline", 2, "--arch mobilenet_v2", "this script knows how to cut a resnet"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
