@@ -2,10 +2,12 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import math
 import os
 import pty
+import runpy
 import shlex
 import signal
 import struct
@@ -19,15 +21,18 @@ from typing import Any
 
 import psutil
 import pytest
+from launching import rarely
 from records import a_plan, a_summary
 
+from compare import run
+from compare.plan import record
 from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan
 from compare.run import locked, main
-from compare.running import launch, tools
+from compare.running import launch, preflight, progress, tools
 from compare.running.launch import last_step
 from compare.running.progress import timeout_sentence
 
@@ -98,11 +103,20 @@ sys.exit(run.main(sys.argv[1:]))
 """
 
 
+# What the driver replaces, to be put back where it runs in this process.
+REPLACED = [
+    (Configuration, "launcher_words"), (tools, "has_horovod"), (launch, "GRACE_SECONDS"),
+    *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
+    *((module, "trainers_sha256") for module in (run, progress, record)),
+    (preflight, "find_warnings"),
+]  # fmt: skip
+
+
 class Comparing:
     """A folder in which run.py can be started with the made-up launcher."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self.monkeypatch = folder, monkeypatch
         (folder / "launcher.py").write_text(f"SUMMARY = {asdict(a_summary())!r}\n{LAUNCHER}")
         (folder / "driver.py").write_text(DRIVER.format(launcher=str(folder / "launcher.py")))
         self.starts_file = folder / "starts.txt"
@@ -116,9 +130,23 @@ class Comparing:
         )  # fmt: skip
 
     def run(self, *words: str) -> tuple[int, str]:
-        process = self.start(*words)
-        output, _ = process.communicate(timeout=60)
-        return process.returncode, output
+        """In this process, which has imported all of it: exit code and output."""
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        output = io.StringIO()
+        with self.monkeypatch.context() as patch, contextlib.ExitStack() as redirected:
+            redirected.enter_context(contextlib.redirect_stdout(output))
+            redirected.enter_context(contextlib.redirect_stderr(output))
+            for owner, name in REPLACED:
+                patch.setattr(owner, name, getattr(owner, name))
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            patch.chdir(self.folder)
+            patch.setattr(sys, "argv", ["driver.py", "--measure", "runs", *words])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path("driver.py")
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        return ended.value.code, output.getvalue()
 
     def starts(self) -> list[str]:
         return self.starts_file.read_text().splitlines() if self.starts_file.exists() else []
@@ -143,8 +171,8 @@ class Comparing:
 
 
 @pytest.fixture
-def comparing(tmp_path):
-    comparing = Comparing(tmp_path)
+def comparing(tmp_path, monkeypatch):
+    comparing = Comparing(tmp_path, monkeypatch)
     yield comparing
     # The watchdog of a run that was interrupted may need a moment to see that nothing is left.
     _, left = psutil.wait_procs(comparing.processes(), timeout=10)
@@ -228,8 +256,15 @@ def test_more_blocks_extend_a_comparison(comparing):
     assert json.loads((comparing.folder / "out/plan.json").read_text())["blocks"] == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("stubborn", [[], ["--stubborn", "yes"]])
+@pytest.mark.parametrize(
+    ("number", "stubborn"),
+    [
+        (signal.SIGINT, []),
+        (signal.SIGTERM, ["--stubborn", "yes"]),
+        rarely(signal.SIGINT, ["--stubborn", "yes"]),
+        rarely(signal.SIGTERM, []),
+    ],
+)
 def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     comparing, number, stubborn
 ):
@@ -286,6 +321,15 @@ def test_new_starts_afresh_and_so_does_another_plan(comparing):
     comparing.run(*words)  # that one was complete: a third
     assert len(list(comparing.folder.glob("runs/compare-*"))) == 3
     assert len(comparing.starts()) == 6
+
+
+def test_new_does_not_start_afresh_in_a_folder_that_is_used(comparing):
+    assert comparing.run(*SMALL)[0] == 0
+    for more in ((), ("--workers", "2")):  # this plan, and another one
+        code, output = comparing.run(*SMALL, "--new", *more)
+        assert code == 2 and "--new: out holds a comparison already" in output
+        assert len(output.splitlines()) == 1
+    assert len(comparing.starts()) == 4
 
 
 def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
@@ -644,7 +688,7 @@ UNTIL = ("--workers", "1", "--no-warm-up", "--no-phases", "--out", "out", "--unt
 
 def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     """The made-up speeds scatter in the first blocks and are steady from then on."""
-    words = [*UNTIL, "15 %"]
+    words = [*UNTIL, "40 %"]
     code, output = comparing.run(*words, "--", "--spread", "3")
     assert code == 0, output
     blocks = max(run["block"] for run in read_plan(comparing)["runs"])

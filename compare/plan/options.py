@@ -55,6 +55,12 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     options = parser.parse_args(own)
     options.runs = Path("runs")
     options.arguments_after_dashes = trainer
+    out = None if options.tune else options.out  # a search's folder is emptied by --new
+    if options.new and out is not None and (out / "plan.json").exists():
+        raise UserError(
+            f"--new: {out} holds a comparison already; leave --new out to go on with it, or take "
+            "another --out DIR"
+        )
     return options
 
 
