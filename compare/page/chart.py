@@ -231,14 +231,6 @@ class Chart:
             f"{escape(text)}</text>"
         )
 
-    def band(self, low: float, high: float) -> None:
-        """Shade the area between two values of x."""
-        (left, _), (right, _) = self.at(low, self.y.low), self.at(high, self.y.low)
-        self.parts.append(
-            f'<rect x="{number(left)}" y="{number(self.top)}" width="{number(right - left)}"'
-            f' height="{number(self.height)}" fill="{GRID}" opacity=".7"/>'
-        )
-
     def rule(self, x: float | None = None, y: float | None = None) -> None:
         """Draw a dashed line across the chart at one value."""
         if x is not None:

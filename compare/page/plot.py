@@ -10,7 +10,9 @@ from compare.evidence.references import Reference
 from compare.evidence.words import count
 from compare.page.chart import (
     DASHES,
+    GRID,
     MARKERS,
+    MUTED,
     Chart,
     Key,
     Scale,
@@ -84,24 +86,26 @@ class Plot:
     height: float = 190
     keys: Sequence[Key] = ()
     ends: tuple[str, str] | None = None  # what the left and the right end of the x axis stand for
-    rule: float | None = None  # x of a dashed line
-    band: tuple[float, float] | None = None  # x of a grey area
+    rule: float | None = None  # x of a dashed line through the rows
+    band: tuple[float, float] | None = None  # x of a grey area in each row
     above: float = 9  # where a row's name stands over its middle
 
     @cached_property
     def svg(self) -> str:
         x, y = self.x, self.y
         chart = Chart(x.scale, y.scale, x.label, y.label, self.height, self.keys, self.ends)
-        if self.band is not None:
-            chart.band(*self.band)
-        if self.rule is not None:
-            chart.rule(x=self.rule)
         for index, series in enumerate(self.series):
             row = index if series.row_at is None else series.row_at
             if series.row:
                 chart.row_name(row, series.row, self.above)
             if series.row_value:
                 chart.row_value(row, series.row_value, self.above)
+            top, bottom = row - 0.15, row + 0.5  # below the row's name, which neither may cross
+            if self.band is not None:
+                height = (bottom - top) * ROW_HEIGHT
+                chart.bar(*self.band, (top + bottom) / 2, height, GRID, opacity=0.7)
+            if self.rule is not None:
+                chart.line([(self.rule, top), (self.rule, bottom)], MUTED, 1, "3 2")
             for layer in series.layers:
                 layer.draw(chart)
         return chart.as_svg(self.alternative)
