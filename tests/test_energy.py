@@ -293,7 +293,8 @@ def test_never_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_real_gpu() -> None:
-    pynvml = pytest.importorskip("pynvml")
+    import pynvml
+
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     meter = open_energy_meter(device, 1)
     meter.start()

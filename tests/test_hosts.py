@@ -138,7 +138,7 @@ def test_ready_hostfiles_are_read_by_horovod_and_by_us(path: Path) -> None:
     """Horovod's reader dies on comments and blank lines; Open MPI's is tested by the cluster
     tests."""
     name = "horovod.runner.common.util.hosts"
-    horovod_hosts = pytest.importorskip(name, reason="Horovod is not installed")
+    horovod_hosts = pytest.importorskip(name, reason="Horovod is missing: make setup builds it")
     assert horovod_hosts.parse_host_files(str(path)) == read_hostfile(path)
 
 

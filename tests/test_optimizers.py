@@ -28,10 +28,8 @@ from recipe.training.model import (
 from recipe.training.optimizers import apex_optimizers, kind_and_settings
 from recipe.training.state import Progress, Trainables
 
-needs_timm = pytest.mark.skipif(
-    importlib.util.find_spec("timm") is None,
-    reason="timm is not installed: pip install -e '.[timm]'",
-)
+WITHOUT_TIMM = "timm is not installed: pip install -e '.[timm]'"
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason=WITHOUT_TIMM)
 OPTIMIZERS = [
     "sgd", "adamw", *(pytest.param(name, marks=needs_timm) for name in ("lars", "lamb"))
 ]  # fmt: skip
@@ -274,10 +272,11 @@ def test_apex_is_missing_or_another_package(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", APEX)
 def test_apex_itself(name: Any) -> None:
-    pytest.importorskip("apex.optimizers", exc_type=ImportError)
+    missing = "NVIDIA Apex is missing: docs/recipe.md says how it is built"
+    pytest.importorskip("apex.optimizers", reason=missing, exc_type=ImportError)
     plain = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[name]
     if plain == "lamb":
-        pytest.importorskip("timm")
+        pytest.importorskip("timm", reason=WITHOUT_TIMM)
     weights = []
     for optimizer in (name, plain):
         torch.manual_seed(0)

@@ -338,8 +338,9 @@ def test_lock_pins_every_package_and_names_no_index():
 
 
 def test_lock_holds_everything_that_pyproject_asks_for():
-    tomllib = pytest.importorskip("tomllib")
     from packaging.requirements import Requirement
+
+    from recipe.knobs import tomllib  # Python's, or tomli
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -97,7 +97,7 @@ def test_the_same_images_give_the_same_bytes(
 
 
 def test_the_webdataset_library_reads_them(folder: Path, made: Path, cache: Path) -> None:
-    wds = pytest.importorskip("webdataset")
+    wds = pytest.importorskip("webdataset", reason="webdataset is missing: make setup installs it")
     listing = list_images(folder / "train", cache)
     urls = [str(made / "train" / f"train-{number:06}.tar") for number in range(3)]
     samples = list(wds.WebDataset(urls, shardshuffle=False).rename(image="jpg;png").decode())
