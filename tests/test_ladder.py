@@ -109,9 +109,9 @@ def test_weights_that_are_averaged_now_and_then_are_another_training_s(trained: 
     assert losses(local)[8] != losses(ddp)[8]
 
 
-@pytest.mark.parametrize("name", ["zero_optimizer", rarely("fsdp")])
-def test_each_rank_holds_a_part_of_the_optimizer(name: str, tmp_path: Path) -> None:
-    held = train(tmp_path / "run", "torchrun", name, "--max-steps 1")["rung"]
+@pytest.mark.parametrize("name", OFTEN)
+def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) -> None:
+    held = read_json(trained_as(name, trained) / "summary.json")["rung"]
     network = torchvision.models.shufflenet_v2_x0_5(num_classes=10)
     everything = 4 * sum(weight.numel() for weight in network.parameters())
     assert sum(held["optimizer_bytes"]) == everything
