@@ -4,7 +4,6 @@ import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,14 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once.
-    Copy it before you go on with it."""
+    """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once,
+    with a checkpoint of every 20th step. Copy it before you go on with it."""
     from launching import train
 
     @functools.cache
-    def made(*how: Any) -> Path:
+    def made(launcher: str, engine: str, arguments: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
-        train(folder, *how)
+        checkpoints = "--checkpoint-steps 20 --keep-checkpoints 5"
+        train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks)
         return folder
 
     def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:

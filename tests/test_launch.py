@@ -67,8 +67,9 @@ class TestMistakes:
 
     @pytest.mark.parametrize(
         ("launcher", "engine"),
-        [("mpirun", "horovod"), rarely("torchrun", "ddp"), rarely("horovodrun --gloo", "horovod")],
+        [("mpirun", "horovod"), ("torchrun", "ddp"), ("horovodrun --gloo", "horovod")],
     )
+    @pytest.mark.full
     def test_missing_folder(self, launcher: str, engine: str, tmp_path: Path) -> None:
         finished = launch(launcher, engine, f"--data {tmp_path}/nowhere", timeout=60)
         assert finished.returncode != 0

@@ -1,6 +1,7 @@
 """The claim that all else rests on: both engines compute the same training, bit by bit."""
 
 import contextlib
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ VARIANTS = {
     "bf16": "--precision bf16 --max-steps 20",
 }
 FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, TIMM, SYNC, O2, O3, RECIPES, BF16 = VARIANTS
+# Both at once, over the end of an epoch, in few steps: what one does differently, the other does
+# not hide.
+VARIANTS[ALL := "all at once"] = (
+    f"{VARIANTS[MANY]} {VARIANTS[RECIPES]} --batch-size 18 --max-steps 26"
+)
 OFTEN = [WIRE, MANY]
 RARELY = [
     BUCKETS,
@@ -97,8 +103,8 @@ def check_equal(*folders: Path) -> None:
     [
         # Both engines over both transports.
         *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
-        *((variant, DDP, HOROVOD) for variant in [MANY, RECIPES]),
-        *(rarely(variant, DDP, HOROVOD) for variant in [SYNC, O2]),
+        (ALL, DDP, HOROVOD),
+        *(rarely(variant, DDP, HOROVOD) for variant in [MANY, RECIPES, SYNC, O2]),
         *(
             pytest.param(variant, DDP, HOROVOD, marks=[needs_timm, pytest.mark.full])
             for variant in [LAMB, LARS, TIMM]
@@ -161,14 +167,20 @@ def test_loader_workers_change_nothing(trained: Trained, tmp_path: Path) -> None
     assert losses(tmp_path / "run") == losses(trained(*DDP))
 
 
-INTERRUPTED = "--checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5"
-
-
 def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Path) -> Path:
-    """A run that was killed after step 35, and whose last checkpoint is of step 20."""
-    shutil.copytree(trained(launcher, engine, f"{arguments} {INTERRUPTED}".strip()), folder)
+    """A run that was killed after step 55, and whose last checkpoint is of step 40: what such a
+    training that was not killed had written until then."""
+    shutil.copytree(trained(launcher, engine, arguments), folder)
+    metrics = folder / "metrics.jsonl"
+    written = metrics.read_text().splitlines(keepends=True)
+    kept = itertools.takewhile(lambda line: '"step": 56,' not in line, written)
+    metrics.write_text("".join(kept))
+    assert len(losses(folder)) == 55
     assert read_lines(folder, "epoch") == [], "the first one was not over"
-    (folder / "checkpoints" / "step-000000035.pt").unlink()
+    (folder / "summary.json").unlink()
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        if checkpoint.name > "step-000000040.pt":
+            checkpoint.unlink()
     return folder
 
 
@@ -189,7 +201,7 @@ def test_resume_in_mid_epoch_under_either_engine(
     first: tuple[str, str], second: tuple[str, str], arguments: str, trained: Trained,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """70 steps at once; 35 under one engine, and under each the rest from step 20, in mid-epoch."""
+    """70 steps at once, under one engine, and the rest of them from step 40 on, in mid-epoch."""
     whole = trained(*DDP, arguments)
     folder = cut(trained, *first, arguments, tmp_path / "run")
     summary = train(folder, *second, f"{arguments} --resume auto")
@@ -231,7 +243,7 @@ def test_a_run_that_is_asked_to_stop_goes_on(
 def test_resume_at_another_world_size_sees_each_image_once(
     trained: Trained, tmp_path: Path
 ) -> None:
-    """2 ranks of 12 until step 20, then 3 ranks of 8: the stream of samples goes on."""
+    """2 ranks of 12 until step 40, then 3 ranks of 8: the stream of samples goes on."""
     folder = cut(trained, *DDP, "", tmp_path / "run")
     summary = train(folder, "mpirun", "horovod", "--batch-size 8 --resume auto", ranks=3)
     assert summary["samples_seen"] == 70 * 24

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,16 +35,6 @@ LONG = f"{SMALL} --epochs 500 --max-steps 100000"
 def cluster(two_hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm(two_hosts, tmp_path_factory.mktemp("slurm") / "slurm") as up:
         yield up
-
-
-@pytest.fixture(scope="module")
-def whole(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights' digest of a job of two ranks that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("whole") / "job"
-    job = submit(cluster, "ddp_srun.sbatch", folder, CHECKPOINTED, "--ntasks-per-node", "1")
-    wait_for_end(cluster, job, folder)
-    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", job)
-    return str(read_json(folder / "summary.json")["weights_sha256"])
 
 
 def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str) -> str:
@@ -108,6 +98,7 @@ def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Pat
     assert environment["world_size"] == 4
     assert environment["rank_hosts"] == ["node0", "node0", "node1", "node1"]
     assert read_json(folder / "summary.json")["steps"] == 12
+    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", job)
     assert leftovers(cluster.hosts) == []
 
 
@@ -119,12 +110,12 @@ def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Pat
     ],
 )
 def test_a_job_that_is_ended_early_goes_on(
-    how: str, events: list[str], whole: str, cluster: Slurm, tmp_path: Path
+    how: str, events: list[str], trained: Callable[..., Path], cluster: Slurm, tmp_path: Path
 ) -> None:
     """By `scontrol requeue` in mid-training, without a warning; or by a job that may preempt it,
-    with the warning that --signal asks for. Both end with the weights of a training that nobody
-    disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also after a resume,
-    and a ring of more ranks then adds in another order.)"""
+    with the warning that --signal asks for. Both end with the weights of a training on one host
+    that nobody disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also
+    after a resume, and a ring of more ranks then adds in another order.)"""
     folder = tmp_path / "job"
     job = submit(cluster, "ddp_srun.sbatch", folder, CHECKPOINTED, "--ntasks-per-node", "1")
     wait_for_steps(cluster, folder, 12)
@@ -137,7 +128,8 @@ def test_a_job_that_is_ended_early_goes_on(
     wait_for_end(cluster, job, folder)
     assert [event["name"] for event in read_lines(folder, "event")] == events
     assert "Restarts=1" in cluster.ask("scontrol", "show", "job", job)
-    assert read_json(folder / "summary.json")["weights_sha256"] == whole
+    whole = read_json(trained("torchrun", "ddp") / "summary.json")
+    assert read_json(folder / "summary.json")["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.full
