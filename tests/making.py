@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data
 from PIL import Image
 from torch import nn
 
@@ -15,6 +16,9 @@ from recipe.world import World
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the tests share their cores with others
+# Where an error has kept a loader until garbage is collected, its workers are not told to end, and
+# torch waits so many seconds for each before it ends them.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def a_world(rank: int = 0, size: int = 1, **others: Any) -> World:

@@ -232,7 +232,10 @@ def run_doctor(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    done = run_doctor("--no-allreduce", "--json", str(tmp_path / "doctor.json"))
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+    words = ("--no-allreduce", "--data", str(tmp_path), "--json", str(tmp_path / "doctor.json"))
+    done = run_doctor(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [Finding(**f) for f in json.loads((tmp_path / "doctor.json").read_text())["findings"]]
     status = {finding.subject: finding.status for finding in found}
@@ -248,9 +251,12 @@ def test_the_allreduce_is_measured() -> None:
     assert "2 workers, 16 MiB, bus bandwidth: torch.distributed" in " ".join(done.stdout.split())
 
 
-def test_a_failure_is_the_exit_code(tmp_path: Path) -> None:
-    done = run_doctor("--no-allreduce", "--data", str(tmp_path))
-    assert done.returncode == 1
-    told = " ".join(done.stdout.split())
+def test_a_failure_is_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "ask", lambda host, data: (facts(data=data_problem(data)), []))
+    assert doctor.main(["--no-allreduce", "--data", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    told = " ".join(said.split())
     assert "FAILED" in told and f"there is no folder {tmp_path}/train" in told
-    assert "1 failed" in done.stdout
+    assert "1 failed" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,51 +112,59 @@ RANK = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
 from making import *
+from test_in_memory import place_and_content
 from recipe.data.batches import open_data, training_batches
 if __name__ == "__main__":
-    rank = int(sys.argv[1])
-    time.sleep(float(sys.argv[2]))
-    root = {root!r}
+    rank, root = int(sys.argv[1]), {root!r}
     config = a_config(
         train_dir=root + "/train", val_dir=root + "/val", cache_dir=root + "/cache", in_memory=True
     )
+    print("ready", flush=True)
+    time.sleep(float(sys.argv[2]))
     data = open_data(config, a_world(rank, 3))
-    batches = training_batches(data, config, a_world(rank, 3), CPU, 1, 0, 10**9)
-    next(batches)
-    status = os.fstat(data.train.memory.descriptor)
-    print(status.st_dev, status.st_ino, status.st_nlink, hash(data.train.read(5)), flush=True)
+    if rank == 2:  # a loader worker takes as long to start as a rank
+        batches = training_batches(data, config, a_world(rank, 3), CPU, 1, 0, 10**9)
+        next(batches)
+    print(*place_and_content(data.train), flush=True)
     time.sleep(60)
 """
 
 
+def place_and_content(images: InMemory) -> list[int]:
+    """Device, inode and number of names of the memory, and the digest of an image."""
+    status = os.fstat(images.memory.descriptor)
+    return [status.st_dev, status.st_ino, status.st_nlink, zlib.crc32(images.read(5))]
+
+
+@pytest.mark.usefixtures("own_job")
 @pytest.mark.parametrize("late", [0, rarely(1)])
-def test_ranks_and_loader_workers_share_it(folders: Config, tmp_path: Path, late: int) -> None:
-    """Whoever comes late; and nothing is left of it when they are killed."""
+def test_ranks_and_a_loader_worker_share_it(folders: Config, tmp_path: Path, late: int) -> None:
+    """Whoever comes late; nothing is left of it when they are killed. Rank 0 is this process."""
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=str(Path(__file__).parent), root=folders.data))
     before = set(os.listdir("/dev/shm"))
-    environ = {**os.environ, "MASTER_PORT": str(os.getpid()), "PYTHONHASHSEED": "0"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), "3" if rank == late else "0"],
             stdout=subprocess.PIPE,
             text=True,
-            env=environ,
         )
-        for rank in range(3)
+        for rank in (1, 2)
     ]
     children: list[psutil.Process] = []
     try:
-        told = set()
-        for rank in ranks:
-            assert rank.stdout is not None
-            told.add(rank.stdout.readline())
-        assert len(told) == 1  # the same file, the same bytes
-        _, inode, links, _ = told.pop().split()
-        assert links == "0"  # of no name
+        outputs = [rank.stdout for rank in ranks if rank.stdout is not None]
+        assert [output.readline() for output in outputs] == ["ready\n"] * 2
+        time.sleep(1 if late == 0 else 0)
+        data = open_data(replace(folders, in_memory=True), a_world(0, 3))
+        assert isinstance(data.train, InMemory)
+        _, inode, links, _ = own = place_and_content(data.train)
+        assert links == 0  # of no name
+        told = [list(map(int, output.readline().split())) for output in outputs]
+        assert told == [own] * 2  # the same memory, the same bytes
         children = [c for rank in ranks for c in psutil.Process(rank.pid).children(recursive=True)]
-        using = [child for child in children if maps(child.pid, inode)]
-        assert len(using) == 3, "each rank's loader worker maps it, too"
+        using = [child for child in children if maps(child.pid, str(inode))]
+        assert len(using) == 1, "the loader worker maps it, too"
         assert {name for name in os.listdir("/dev/shm") if "images" in name} <= before
     finally:
         for rank in ranks:
