@@ -140,6 +140,7 @@ def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> Non
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.full
 def test_adasum_over_gloo_is_refused_at_once(tmp_path: Path) -> None:
     gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     arguments = f"{SMALL} --use-adasum --log-dir {tmp_path}/runs"

@@ -147,6 +147,13 @@ def test_transport_of_horovod_is_refused(
         module.check_transport(config, world, device)
 
 
+def test_adasum_over_gloo_is_refused(engine: Any) -> None:
+    config, world = a_config(use_adasum=True), a_world(1, 2, launcher="horovodrun")
+    with pytest.raises(UserError, match=r"--use-adasum: needs MPI, not Gloo: start it by horovodr"):
+        engine(enabled="gloo").check_transport(config, world, CPU)
+    assert engine(enabled="mpi").check_transport(config, world, CPU) == "MPI"
+
+
 COLLECTIVES = """
 import sys
 import torch
