@@ -30,6 +30,22 @@ def digits() -> Config:
     )
 
 
+def digits_resnet18() -> Config:
+    """The digits as the comparisons of `results/` trained them from 22 November 2026 on, a network
+    twice as large in less than half the steps: 96.1 to 98.6 % top-1 with 4 workers.
+
+    python compare/run.py square
+    """
+    return replace(
+        digits(),
+        preset="digits-resnet18",
+        arch="resnet18",
+        batch_size=40,
+        base_lr=0.01,
+        batch_norm_momentum=0.25,
+    )
+
+
 def goyal_90() -> Config:
     """ResNet-50 in 90 epochs as Goyal et al. 2017 (arXiv 1706.02677) scaled it: 76.40 +- 0.12 %
     with 8 workers of 32, 76.26 +- 0.09 % with 256. Horovod's Keras example has the same rates and
@@ -255,6 +271,7 @@ def rsb_a3() -> Config:
 
 PRESETS = {
     "digits": digits,
+    "digits-resnet18": digits_resnet18,
     "goyal-90": goyal_90,
     "tv-v1": tv_v1,
     "tv-v2": tv_v2,

@@ -280,11 +280,11 @@ def test_a_ready_plan_still_trains_what_was_recorded(name: str, record: str) -> 
 
 
 def test_other_images_are_trained_by_their_own_recipe(here: Path) -> None:
-    """And not with the digits' network, batch and rate."""
+    """And not by the one of the digits."""
     for words in (("--data", "IMAGENET"), ("--train-dir", "a", "--val-dir", "b")):
         plan = plan_of("square", "--", *words)
         assert plan.trainer_arguments[: 3 + len(words)] == ("--data", "digits", "--no-cuda", *words)
-    assert "resnet18" in plan_of("square", "--", "--epochs", "1").trainer_arguments
+    assert "--preset" in plan_of("square", "--", "--epochs", "1").trainer_arguments
 
 
 def test_the_ready_plans_are_listed_with_question_and_time(capsys):

@@ -233,7 +233,7 @@ VALUES += [
     for number, value in enumerate(values, 1)
 ]
 
-OURS = {"digits"}  # follows no source
+OURS = {"digits", "digits-resnet18"}  # follow no source
 # preset: the one with which it shares its other values
 SAME_BUT_FOR = {
     "tv-alexnet": "tv-v1",
@@ -264,10 +264,11 @@ def test_all_that_a_preset_sets_has_a_source(preset: str) -> None:
     assert changed <= sourced, f"no source: {changed - sourced}"
 
 
-def test_the_digits_have_forgotten_what_batch_norm_began_with_at_four_workers() -> None:
+@pytest.mark.parametrize("preset", sorted(OURS))
+def test_the_digits_have_forgotten_what_batch_norm_began_with(preset: str) -> None:
     """A network that learns in few steps is otherwise evaluated far below what it can: 82 % at four
     workers where 97 % had been learned."""
-    config = PRESETS["digits"]()
+    config = PRESETS[preset]()
     steps = config.epochs * NUM_TRAIN_IMAGES // (4 * config.batch_size)
     assert (1 - (config.batch_norm_momentum or 0.1)) ** steps < 0.01
 

@@ -332,9 +332,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     file_arguments = values.get("trainer_arguments", ())
     of_digits = last_value(file_arguments, "--data") == "digits"
     if of_digits and not are_digits(options.arguments_after_dashes):
-        # They would make a poor training of other images.
-        for flag in ("--arch", "--batch-size", "--base-lr", "--batch-norm-momentum"):
-            file_arguments = without_flag(file_arguments, flag)
+        file_arguments = without_flag(file_arguments, "--preset")  # other images have their own
     plan = replace(
         Plan(**values), trainer_arguments=(*file_arguments, *options.arguments_after_dashes)
     )
