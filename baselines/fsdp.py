@@ -22,7 +22,7 @@ gradients may be added up in another order, and --clip-grad-norm adds up the nor
 """
 
 from recipe.config import Config, parse_args
-from recipe.errors import one_message
+from recipe.errors import leave, one_message
 from recipe.watch import keep_watch
 from recipe.world import World, read_world
 
@@ -102,3 +102,6 @@ def main(config: Config, world: World) -> None:
 if __name__ == "__main__":
     with one_message(world):
         main(config, world)
+    # Exchanges of sharded weights can outlive their process group, and Python's own end may then
+    # abort (pytorch pull request 179291).
+    leave(0)

@@ -28,6 +28,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.markexpr = " and ".join(f"({expression})" for expression in both)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in a hook of the same name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `--dist loadgroup`, launches run one at a time, and clusters beside them: launches need
+    both cores, clusters mostly wait."""
+    for item in items:
+        for kind in ("cluster", "launch"):
+            if item.get_closest_marker(kind):
+                item.add_marker(pytest.mark.xdist_group(kind))
+                break
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once,
