@@ -30,13 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `--dist loadgroup`, launches run one at a time, and clusters beside them: launches need
-    both cores, clusters mostly wait."""
+    """Under `--dist loadgroup` two of those with launchers run at once: clusters, which mostly
+    wait, and the ladder are one group, all others the other."""
     for item in items:
-        for kind in ("cluster", "launch"):
-            if item.get_closest_marker(kind):
-                item.add_marker(pytest.mark.xdist_group(kind))
-                break
+        is_second = item.get_closest_marker("cluster") or item.path.name.startswith("test_ladder")
+        item.add_marker(pytest.mark.xdist_group("second" if is_second else "first"))
 
 
 @pytest.fixture(scope="session")
