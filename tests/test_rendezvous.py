@@ -22,7 +22,8 @@ from recipe.errors import UserError
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test sets there is taken out after it
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
