@@ -28,15 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.markexpr = " and ".join(f"({expression})" for expression in both)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in a hook of the same name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `--dist loadgroup` two of those with launchers run at once: clusters, which mostly
-    wait, and the ladder are one group, all others the other."""
-    for item in items:
-        is_second = item.get_closest_marker("cluster") or item.path.name.startswith("test_ladder")
-        item.add_marker(pytest.mark.xdist_group("second" if is_second else "first"))
-
-
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once,
