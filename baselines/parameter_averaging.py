@@ -45,9 +45,9 @@ from torch.nn.parallel import DistributedDataParallel
 from recipe.loop import Parts, Rung, prepare, train
 from recipe.ranks import process_group
 
-# Each rank would have a moving average of its own, and leave out its own steps; and it is SGD's
-# state that is averaged.
-LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer")
+# Each rank would have a moving average of its own, and leave out its own steps; it is SGD's state
+# that is averaged; and its warm-up is counted in steps of one size.
+LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs")
 
 
 def warm_up_steps(parts: Parts) -> int:

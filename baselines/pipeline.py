@@ -54,7 +54,7 @@ from recipe.training.model import pieces_of
 
 LACKS = (
     "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
-    "compile", "first_crop_size",  # micro-batches have one shape
+    "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ if __name__ == "__main__":
 
 import torch
 
-from recipe.data.batches import open_data, remaining_steps, samples_per_step
-from recipe.data.batches import to_device, training_batches, validation_batches
+from recipe.data.batches import open_data, samples_per_step, to_device, training_batches
+from recipe.data.batches import training_end, validation_batches
 from recipe.device import choose_device, core_row, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
@@ -49,13 +49,12 @@ def main(config: Config, world: World) -> None:
     parts = Trainables(model, optimizer, scaler, None, working)
     criterion = build_criterion(config)
 
-    step_samples = samples_per_step(config, world)
-    num_steps = remaining_steps(config, world, data, step=0, samples_seen=0)
-    batches = training_batches(data, config, world, device, workers, 0, num_steps * step_samples)
+    num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)
+    batches = training_batches(data, config, world, device, workers, 0, stop)
+    position = 0  # in the stream of samples
     working.train()
     for step in range(num_steps):
         seed_step(config, step, rank=0)
-        position = step * step_samples
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
                 config, position / data.num_train, config.batches_per_allreduce
@@ -72,7 +71,8 @@ def main(config: Config, world: World) -> None:
         working.zero_grad()
 
         epoch = position // data.num_train
-        if (position + step_samples) // data.num_train > epoch or step + 1 == num_steps:
+        position += samples_per_step(config, world, epoch)
+        if position // data.num_train > epoch or position >= stop:
             figures = means(
                 evaluate(
                     model, validation_batches(data, config, world, device, workers), config, device

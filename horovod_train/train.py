@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from horovod_train.engine import average_gradients, check_transport, hvd, prepare
-from recipe.data.batches import open_data, remaining_steps, samples_per_step
-from recipe.data.batches import to_device, training_batches
+from recipe.data.batches import open_data, samples_per_step, to_device
+from recipe.data.batches import training_batches, training_end
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
 from recipe.record.environment import describe, fingerprint, summarize, usage_row
@@ -128,12 +128,11 @@ def main(config: Config, world: World) -> None:
         return recorder.write_evaluations(epoch, evaluations)
 
     # -- Training ----------------------------------------------------------------------------------
-    step_samples = samples_per_step(config, world)
-    stop = start + step_samples * remaining_steps(config, world, data, first_step, start)
+    last_step, stop = training_end(config, world, data, first_step, start)
     batches = training_batches(data, config, world, device, workers, start, stop, meter.input)
     finished, stopped = start == stop, False
     figures = validate_all(start // data.num_train) if finished else {}
-    recorder.open_bar()
+    recorder.open_bar(last_step)
     meter.start()
     network.train()
     while not finished and not stopped:
@@ -177,6 +176,7 @@ def main(config: Config, world: World) -> None:
 
         # -- The step is done: what its end entails ------------------------------------------------
         epoch = progress.samples_seen // data.num_train
+        step_samples = samples_per_step(config, world, epoch)
         progress.end_step(step_samples, meter.train_seconds, scaler.skipped_steps)
         meter.end_step(sums, rate)
         profiler.end_step(progress.step)

@@ -302,6 +302,17 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             alpha and config.batch_size == 1,
             f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
         )
+    warmup = config.batch_size_warmup_epochs
+    yield (
+        warmup >= config.epochs,
+        f"--batch-size-warmup-epochs {warmup}: the training would end before --batch-size is "
+        f"reached; give fewer than --epochs {config.epochs}",
+    )
+    yield (
+        0 < warmup >= config.batch_size - 1,
+        f"--batch-size-warmup-epochs {warmup}: the first batches would be of one image; give fewer "
+        f"epochs, or more than --batch-size {config.batch_size}",
+    )
     yield (
         config.drop_path and not config.arch.startswith("timm:"),
         f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth that "

@@ -6,14 +6,26 @@ what `compare` knows.
 Imports nothing slow: a report reads this, too.
 """
 
-import math
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
+
+from recipe.bounds import (
+    ABOVE_0,
+    AUTO_AUGMENT,
+    LOSS_SCALE,
+    NOT_NEGATIVE,
+    PERCENTAGE,
+    SEED,
+    SHARE,
+    SHARE_ABOVE_0,
+    Bound,
+    at_least,
+)
 
 Scope = Literal[
     "work",  # decides what is computed, or how: part of the fingerprint
@@ -29,35 +41,6 @@ Need = Literal[
     "new weights", "progressive resizing", "Horovod's sum", "ddp", "horovod",
     "fp16 weights", "momentum", "betas", "LARS", "BCE",
 ]  # fmt: skip
-
-
-class Bound(NamedTuple):
-    """What a flag's number must be."""
-
-    holds: Callable[[Any], bool]
-    advice: str
-
-
-def at_least(smallest: int) -> Bound:
-    return Bound(lambda value: value >= smallest, f"must be at least {smallest}")
-
-
-# Not a number lies within none of them.
-SHARE = Bound(lambda v: 0 <= v <= 1, "is a share or probability; give a number from 0 to 1")
-SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 and up to 1")
-NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
-ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
-PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
-LOSS_SCALE = Bound(
-    lambda v: v == "dynamic" or 0 < v < math.inf, 'give "dynamic" or a number above 0'
-)
-AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")  # torchvision's
-RAND_AUGMENT = r"rand(-(m|n|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-inc[01])+"  # timm's
-AUTO_AUGMENT = Bound(
-    lambda v: v in AUTO_AUGMENTS or bool(re.fullmatch(RAND_AUGMENT, v)),
-    f"choose {', '.join(AUTO_AUGMENTS)}, or RandAugment as timm writes it: rand-m7-mstd0.5-inc1",
-)
-SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
 
 
 @dataclass(frozen=True)
@@ -223,6 +206,11 @@ class OptimizationFlags:
     """Images per worker and forward pass."""
     val_batch_size: int = work(32, at_least(1))
     """Images per worker and forward pass in validation."""
+    batch_size_warmup_epochs: int = work(
+        0, at_least(0), needs="training", decides=(*STEPS, *RATES), chief=True
+    )
+    """Epochs with smaller batches at the start: from epoch to epoch they grow by equal steps, to
+    --batch-size, and the learning rate with them; 0: none."""
     batches_per_allreduce: int = work(
         1, at_least(1), needs="training", decides=(*STEPS, *RATES), chief=True
     )
@@ -408,6 +396,11 @@ class Config(
 
     preset: str = run("digits")
     knob_variables: dict[str, str] = field(default_factory=dict, metadata={"flag": Flag("speed")})
+
+    def batch_share(self, epoch: float) -> Fraction:
+        """How much of --batch-size the batches of an epoch, counted from 0, are to have."""
+        steps = self.batch_size_warmup_epochs + 1
+        return Fraction(int(min(epoch + 1, steps)), steps)
 
     @property
     def sends_fp16(self) -> bool:

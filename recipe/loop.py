@@ -20,10 +20,10 @@ from recipe.data.batches import (
     Batch,
     Data,
     open_data,
-    remaining_steps,
     samples_per_step,
     to_device,
     training_batches,
+    training_end,
 )
 from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
 from recipe.errors import UserError
@@ -274,9 +274,8 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Non
     session = _begin(config, world, device, rung)
     parts, meter, recorder = session.parts, session.meter, session.recorder
     data, progress = parts.data, parts.progress
-    start, step_samples = progress.samples_seen, samples_per_step(config, session.readers)
-    steps_left = remaining_steps(config, session.readers, data, progress.step, start)
-    stop = start + step_samples * steps_left
+    start = progress.samples_seen
+    last_step, stop = training_end(config, session.readers, data, progress.step, start)
     batches = training_batches(
         data, config, session.readers, device, session.workers, start, stop, meter.input
     )
@@ -285,12 +284,13 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Non
     if finished:
         trained = _whole(session)
         figures = _validate(session, trained, start // data.num_train)
-    recorder.open_bar()
+    recorder.open_bar(last_step)
     meter.start()
     parts.network.train()
     while not finished and not stopped:
         sums, rate = _step(session, batches)
         epoch = progress.samples_seen // data.num_train
+        step_samples = samples_per_step(config, session.readers, epoch)
         progress.end_step(step_samples, meter.train_seconds, parts.scaler.skipped_steps)
         meter.end_step(sums, rate)
         recorder.show_step()

@@ -242,6 +242,7 @@ CHANGES: dict[str, Any] = {
     "warmup_epochs": 1.5, "warmup_method": "linear", "precision": "bf16", "bucket_cap_mb": 1.0,
     "channels_last": True, "batch_norm": "sync", "workers": 2, "momentum": 0.5, "loss": "bce",
     "mixup_alpha": 0.2, "lr_restart_epochs": (2,), "augment_repeats": 2,
+    "batch_size_warmup_epochs": 1,
 }  # fmt: skip
 
 

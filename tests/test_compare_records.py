@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from compare.evidence.records import (
     newest_comparison,
     recorded_comparison,
 )
-from compare.evidence.run_folder import read_run_folder
+from compare.evidence.run_folder import check_speed, read_run_folder
 from compare.page.html import render_page
 from compare.plan.plan import Case, Plan, Run
 from compare.plan.record import plan_record
-from recipe.record.schema import Input, Phases, Rank
+from recipe.record.schema import Input, Phases, Rank, Settings
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.
@@ -280,7 +281,7 @@ def test_a_throughput_that_is_none_is_named(tmp_path, value):
     [
         ("summary.json", {"steps": 0}, "steps is 0, which is not above 0"),
         ("summary.json", {"train_seconds": -1.0}, "train_seconds is -1.0, which is below 0"),
-        ("summary.json", {"samples_seen": 7}, "samples_seen is 7, but 72 steps of 32 images are"),
+        ("summary.json", {"samples_seen": 7}, "samples_seen is 7, but 72 steps are of 32 images"),
         ("summary.json", {"cpu_seconds": math.nan}, "cpu_seconds is nan, which is no number"),
         ("summary.json", {"transport": "MPI\nverdict"}, "which holds a control character"),
         ("config.json", {"arch": "vgg16"}, "arch is 'resnet18' in the fingerprint, and 'vgg16' in"),
@@ -293,6 +294,29 @@ def test_figures_that_do_not_fit_together_are_named(tmp_path, file, changes, mes
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     edit(folder / "block-1/ddp-torchrun-1" / file, **changes)
     assert re.search(message, reason_of(folder, "ddp-torchrun-1"))
+
+
+@pytest.mark.parametrize(
+    ("images", "speed", "message"),
+    [
+        (72 * 32, 320.0, None),
+        (72 * 50, 500.0, None),
+        (72 * 64, 640.0, None),
+        (72 * 31, 500.0, "samples_seen is 2232, but 72 steps are of 32 to 64 images"),
+        (72 * 65, 500.0, "samples_seen is 4680, but 72 steps are of 32 to 64 images"),
+        (72 * 50, 290.0, "images_per_second is 290, but a step of 32 to 64 images took 0.1 s"),
+        (72 * 50, 700.0, "images_per_second is 700, but a step of 32 to 64 images took 0.1 s"),
+    ],
+)
+def test_steps_grow_as_the_settings_say(images, speed, message):
+    settings = Settings(log_dir="", name=None, batch_size_warmup_epochs=1)
+    work = {"batch_size": 32, "world_size": 2, "batches_per_allreduce": 1}
+    summary = a_summary(
+        samples_seen=images, images_per_second=speed, fingerprint=work,
+        phases=Phases(step_seconds=0.1),
+    )  # fmt: skip
+    with pytest.raises(RecordError, match=message) if message else nullcontext():
+        check_speed(settings, summary, Path("summary.json"))
 
 
 def test_a_loss_that_diverged_is_no_damage(tmp_path):

@@ -114,6 +114,17 @@ def test_goes_on_anywhere_at_any_number_of_ranks(folders: Config) -> None:
 
 
 @needs_dali
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_grow(folders: Config, device: torch.device) -> None:
+    config = replace(folders, batch_size_warmup_epochs=1)
+    plain = batches_of(config, start=0)
+    by_dali = batches_of(replace(config, dali=True), device, start=0)
+    for (images, labels), (others, other_labels) in zip(plain, by_dali, strict=True):
+        assert (images.shape, labels.tolist()) == (others.shape, other_labels.tolist())
+    assert {len(labels) for _, labels in plain} == {2, 4}
+
+
+@needs_dali
 def test_what_is_read_is_counted(folders: Config) -> None:
     meter = InputMeter(0)
     batches_of(replace(folders, dali=True), start=0, stop=24, meter=meter)

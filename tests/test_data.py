@@ -200,8 +200,8 @@ def test_workers_change_nothing(data: Data, folders: Config) -> None:
 def sizes_of(data: Data, config: Config, start: int, stop: int) -> list[int]:
     """Bytes of each file that stream positions `start` to `stop` want, in order."""
     assert data.train is not None
-    keys = SampleStream(data.num_train, config.seed).batches(start, stop, 1, 0, 1)
-    return [os.path.getsize(data.train.path(index)) for ((_, index),) in keys]
+    keys = SampleStream(data.num_train, config.seed).samples(np.arange(start, stop))
+    return [os.path.getsize(data.train.path(index)) for _, index in keys]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -16,8 +16,8 @@ quick = settings(max_examples=60, deadline=None)
 
 def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> list[Sample]:
     """The samples that all ranks together read, step by step."""
-    ranks = [list(stream.batches(start, stop, batch, rank, size)) for rank in range(size)]
-    assert len({len(batches) for batches in ranks}) == 1  # else some rank would wait for ever
+    places = [(position, batch) for position in range(start, stop, batch * size)]
+    ranks = [list(stream.batches(places, rank, size)) for rank in range(size)]
     assert all(len(one) == batch for batches in ranks for one in batches)
     return [sample for step in zip(*ranks, strict=True) for one in step for sample in one]
 
@@ -92,21 +92,15 @@ def test_each_image_of_an_epoch_so_many_times(
 def test_ranks_take_turns() -> None:
     stream = SampleStream(100, 0)
     ahead = stream.samples(np.arange(12))
-    assert list(stream.batches(0, 12, 3, 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
-
-
-def test_stop_is_reached_or_passed() -> None:
-    stream = SampleStream(100, 0)
-    assert len(list(stream.batches(0, 12, 3, 0, 2))) == 2
-    assert len(list(stream.batches(0, 13, 3, 0, 2))) == 3
-    assert list(stream.batches(12, 12, 3, 0, 2)) == []
+    assert list(stream.batches([(0, 3), (6, 3)], 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
 
 
 @pytest.mark.parametrize(("batch_size", "size"), [(3, 2), (25, 4), (70, 7)])
 def test_each_order_is_made_once(batch_size: int, size: int) -> None:
     """Also where a global batch goes several times through the data set."""
     permutation.cache_clear()
-    *_, last = SampleStream(100, 5).batches(0, 2000, batch_size, 0, size)
+    places = ((position, batch_size) for position in range(0, 2000, batch_size * size))
+    *_, last = SampleStream(100, 5).batches(places, 0, size)
     assert permutation.cache_info().misses == last[-1][0] + 1
 
 

@@ -76,7 +76,7 @@ class Session:
         self.first_step = self.progress.step
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
-        self.recorder.open_bar()
+        self.recorder.open_bar(last_step=15)
         self.meter.start()
 
     def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:

@@ -45,14 +45,21 @@ VARIANTS = {
         "--mixup-alpha 0.2 --cutmix-alpha 1 --loss bce --label-smoothing 0.1 "
         "--val-flip --model-ema --model-ema-decay 0.9 --model-ema-steps 3 --lr-restart-epochs 1"
     ),
+    # 60 steps of 24 images, and 10 of 48.
+    "batches that grow": "--batch-size 24 --batch-size-warmup-epochs 1",
+    "batches of one rank that grow": "--batch-size 48 --batch-size-warmup-epochs 1",
     # ResNet-18's bf16 backward on a CPU differs from run to run, even in a single process.
     "bf16": "--precision bf16 --max-steps 20",
 }
-FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, TIMM, SYNC, O2, O3, RECIPES, BF16 = VARIANTS
-# Both at once, over the end of an epoch, in few steps: what one does differently, the other does
+(
+    FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, TIMM, SYNC, O2, O3, RECIPES, GROWING,
+    GROWING_ALONE, BF16,
+) = VARIANTS  # fmt: skip
+# All at once, over the end of an epoch, in few steps: what one does differently, the other does
 # not hide.
 VARIANTS[ALL := "all at once"] = (
-    f"{VARIANTS[MANY]} {VARIANTS[RECIPES]} --batch-size 18 --max-steps 26"
+    f"{VARIANTS[MANY]} {VARIANTS[RECIPES]} --batch-size 36 --batch-size-warmup-epochs 1 "
+    "--max-steps 24"
 )
 OFTEN = [WIRE, MANY]
 RARELY = [
@@ -150,7 +157,7 @@ def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) ->
     check_equal(*folders)
 
 
-@pytest.mark.parametrize("variant", [FP32, rarely(O2), rarely(RECIPES)])
+@pytest.mark.parametrize("variant", [FP32, rarely(O2), rarely(RECIPES), rarely(GROWING_ALONE)])
 def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
     command = f"python baselines/single_process.py {SMALL} {VARIANTS[variant]}"
     plain = run(command.replace("--model-ema ", "").split(), 240)
@@ -190,6 +197,7 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         (DDP, HOROVOD, ""),
         rarely(HOROVOD, DDP, VARIANTS[RECIPES]),
         rarely(HOROVOD, DDP, ""),
+        rarely(HOROVOD, DDP, VARIANTS[GROWING]),
         rarely(DDP, HOROVOD, "--precision fp16 --model-ema"),
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
         rarely(DDP, HOROVOD, "--optimizer adamw"),

@@ -129,17 +129,18 @@ def check_speed(config: Settings, summary: Measured, path: Path) -> None:
         if type(told[field]) is not int or told[field] < 1:
             raise RecordError(f"{path}: {field} of the fingerprint is {told[field]!r}")
         images *= told[field]
-    if summary.samples_seen != summary.steps * images:
-        raise RecordError(
-            f"{path}: samples_seen is {summary.samples_seen}, but {summary.steps} steps of "
-            f"{images} images are {summary.steps * images}"
-        )
+    first = images / (1 + config.batch_size_warmup_epochs)  # or a little more: it is rounded up
+    size = f"{images}" if first == images else f"{first:g} to {images}"
+    seen, steps = summary.samples_seen, summary.steps
+    if not first * steps <= seen <= images * steps:
+        raise RecordError(f"{path}: samples_seen is {seen}, but {steps} steps are of {size} images")
     seconds = summary.phases.step_seconds
     if seconds is None or config.flags.get("ablation_steps"):
         return  # not measured; or over other steps than the rate was
-    if abs(math.log(summary.images_per_second * seconds / images)) > TOLERANCE:
+    told_images, margin = summary.images_per_second * seconds, math.exp(TOLERANCE)
+    if not first / margin <= told_images <= images * margin:
         raise RecordError(
-            f"{path}: images_per_second is {summary.images_per_second:g}, but a step of {images} "
+            f"{path}: images_per_second is {summary.images_per_second:g}, but a step of {size} "
             f"images took {seconds:g} s"
         )
 

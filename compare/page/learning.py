@@ -108,7 +108,7 @@ def loss_difference(a: RunRecord, b: RunRecord) -> list[tuple[float, float]]:
     """Return the loss of one run less the other's at each step in common, by epoch."""
     losses = {line.step: line.loss for line in b.steps}
     return [
-        (line.step / steps_per_epoch(a), line.loss - losses[line.step])
+        (line.samples_seen / images_per_epoch(a), line.loss - losses[line.step])
         for line in a.steps
         if line.step in losses
     ]
@@ -194,5 +194,5 @@ def run_name(run: RunRecord) -> str:
     return f"{run.configuration}, block {run.block}"
 
 
-def steps_per_epoch(run: RunRecord) -> float:
-    return run.summary.steps / max(1, run.summary.epochs)
+def images_per_epoch(run: RunRecord) -> float:
+    return run.summary.samples_seen / run.summary.epochs

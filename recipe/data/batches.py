@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -39,8 +38,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], u
 SYNTHETIC_CLASSES = 1000
 CPU = torch.device("cpu")
 
-# Set by who measures steps: training then goes on past --max-steps, and an epoch has so many images
-# (those that there are come again), so that no evaluation comes in between.
+# Set by who measures steps: training then goes on past --max-steps, all batches are as large as
+# --batch-size says, and an epoch has so many images (those that there are come again), so that no
+# evaluation comes in between.
 IS_ENDLESS = False
 ENDLESS_IMAGES = 1 << 22
 
@@ -128,20 +128,41 @@ def open_images(folder: Path, cache: Path) -> Listing:
     return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
-def samples_per_step(config: Config, world: World) -> int:
-    """The global batch: images between two optimizer steps, over all ranks."""
-    return config.batch_size * config.batches_per_allreduce * world.size
+def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> int:
+    """The global batch: images of an optimizer step that begins in `epoch`, over all ranks; by
+    default the largest, after any warm-up."""
+    share = config.batch_share(math.inf if IS_ENDLESS else epoch)
+    return math.ceil(config.batch_size * share) * config.batches_per_allreduce * world.size
 
 
-def remaining_steps(config: Config, world: World, data: Data, step: int, samples_seen: int) -> int:
-    """Optimizer steps until all epochs have been seen whole, or --max-steps is reached."""
-    if config.evaluate:
-        return 0
-    left = config.epochs * data.num_train - samples_seen
-    steps = math.ceil(left / samples_per_step(config, world))
-    if config.max_steps is not None and not IS_ENDLESS:
-        steps = min(steps, config.max_steps - step)
-    return max(0, steps)
+def training_end(
+    config: Config, world: World, data: Data, step: int, samples_seen: int
+) -> tuple[int, int]:
+    """Step and stream position at which a training that has come so far ends: all epochs have been
+    seen whole, or --max-steps is reached."""
+    last = math.inf if config.max_steps is None or IS_ENDLESS else config.max_steps
+    end = 0 if config.evaluate else config.epochs * data.num_train
+    while samples_seen < end and step < last:
+        epoch = samples_seen // data.num_train
+        step_samples = samples_per_step(config, world, epoch)
+        left = math.ceil(((epoch + 1) * data.num_train - samples_seen) / step_samples)
+        steps = int(min(left, last - step))
+        step, samples_seen = step + steps, samples_seen + steps * step_samples
+    return step, samples_seen
+
+
+def batch_places(
+    config: Config, world: World, num_train: int, start: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """For each batch the stream position at which it begins, and how many images each rank has of
+    it: from `start`, where a step begins, until `stop` is reached or passed. All batches of a step
+    are of one size."""
+    while start < stop:
+        step_samples = samples_per_step(config, world, start // num_train)
+        batch_samples = step_samples // config.batches_per_allreduce
+        for position in range(start, start + step_samples, batch_samples):
+            yield position, batch_samples // world.size
+        start += step_samples
 
 
 class InputMeter:
@@ -264,7 +285,8 @@ def training_batches(
     """
     num_files = data.num_train if data.train is None else len(data.train)
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
-    batches = stream.batches(start, stop, config.batch_size, world.rank, world.size)
+    places = functools.partial(batch_places, config, world, data.num_train, start, stop)
+    batches = stream.batches(places(), world.rank, world.size)
     if IS_ENDLESS:  # no first pass, in which files are decoded whole, to look for damage
         batches = ([(number + 1, index) for number, index in keys] for keys in batches)
     ready: Iterator[Batch]
@@ -281,8 +303,7 @@ def training_batches(
         images = TrainImages(data.train, config, meter, data.suspects[0])
         ready = _on_device(_loaded(images, batches, device, workers), config, device)
     if config.mixup_alpha or config.cutmix_alpha:
-        positions = itertools.count(start, config.batch_size * world.size)
-        keys = ((config.seed, position, world.rank) for position in positions)
+        keys = ((config.seed, position, world.rank) for position, _ in places())
         ready = (to_device(batch, config, device) for batch in ready)
         ready = mixed(ready, config, data.num_classes, keys)
     yield from ready

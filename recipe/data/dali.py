@@ -78,7 +78,7 @@ def dali_batches(
     batches: Iterable[Encoded], listing: Listing, config: Config, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images (uint8 [N, 3, size, size], in channels-last order) on `device` and labels (int64 [N])
-    of `batches`, which are all of --batch-size images.
+    of `batches`, which are of --batch-size images at most.
 
     UserError, which names the image, if one cannot be decoded.
     """

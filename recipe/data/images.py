@@ -23,8 +23,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
+from recipe.bounds import AUTO_AUGMENTS
 from recipe.errors import UserError
-from recipe.flags import AUTO_AUGMENTS
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.

@@ -1,7 +1,7 @@
 """The order of the training images: one endless stream, the same for any number of ranks."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,13 +50,13 @@ class SampleStream:
         return list(zip(passes.tolist(), indices.tolist(), strict=True))
 
     def batches(
-        self, start: int, stop: int, batch_size: int, rank: int, size: int
+        self, places: Iterable[tuple[int, int]], rank: int, size: int
     ) -> Iterator[list[Sample]]:
-        """This rank's batches from position `start` until `stop` is reached or passed.
+        """This rank's batches: one for each position in `places`, of so many samples.
 
         Of each `batch_size * size` samples rank r takes every `size`-th, beginning with the r-th.
         """
-        for position in range(start, stop, batch_size * size):
+        for position, batch_size in places:
             yield self.samples(position + rank + size * np.arange(batch_size))
 
 

@@ -51,14 +51,16 @@ def introduction(
     config: Config, world: World, data: Data, environment: Environment, folder: Path
 ) -> list[str]:
     """The console's first lines: what is trained, and on what."""
-    batch = samples_per_step(config, world)
+    batch, first = samples_per_step(config, world), samples_per_step(config, world, epoch=0)
+    at_first = f" ({first} at first)" if first < batch else ""
     return [
         f"{environment.engine} {environment.version} over {environment.transport}, "
         f"{world.size} worker(s) on {len(environment.hosts)} host(s) by {world.launcher}, "
         f"{environment.device_name}, {environment.threads} CPU thread(s) each",
         f"{config.arch} in {config.precision}, {data.num_train:,} training and "
         f"{data.num_val:,} validation images of {data.num_classes} classes, "
-        f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch; run folder {folder}",
+        f"global batch {batch}{at_first}, {data.num_train / batch:,.1f} steps an epoch; "
+        f"run folder {folder}",
     ]
 
 
@@ -95,10 +97,10 @@ def skipped_line(step: int, config: Config) -> str:
     return f"step {step} changed no weight: its gradients overflowed with this loss scale; {then}"
 
 
-def step_line(step: Step, images_per_step: int, num_train: int) -> StepLine:
+def step_line(step: Step, num_train: int) -> StepLine:
     """A step for metrics.jsonl; it belongs to the epoch that it begins in."""
     return StepLine(
-        epoch=(step.samples_seen - images_per_step) // num_train,
+        epoch=(step.samples_seen - step.images) // num_train,
         step=step.number,
         samples_seen=step.samples_seen,
         **means(step.sums),
@@ -106,7 +108,7 @@ def step_line(step: Step, images_per_step: int, num_train: int) -> StepLine:
         seconds=step.seconds,
         **{f"{phase}_seconds": value for phase, value in step.phases.items()},
         exchanged=step.exchanged,
-        images_per_second=images_per_step / step.seconds,
+        images_per_second=step.images / step.seconds,
     )
 
 

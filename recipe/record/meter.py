@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from recipe.config import Config
-from recipe.data.batches import Data, open_input_meter, samples_per_step
+from recipe.data.batches import Data, open_input_meter
 from recipe.device import cpu_seconds
 from recipe.record.energy import open_energy_meter
 from recipe.training.metrics import Step, Sums
@@ -42,7 +42,6 @@ class StepMeter:
         workers: int,
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
-        self.images_per_step = samples_per_step(config, world)
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
         self.earlier_train_seconds = progress.train_seconds
         self.clock = StepClock(device)
@@ -90,7 +89,7 @@ class StepMeter:
         is_warm = step.number > self.first_step + WARM_UP_STEPS
         if is_warm and not begins_stretch(self.config, step.number - 1):
             self.phases.add(step.phases, step.exchanged)
-            self.throughput_images += self.images_per_step * step.exchanged
+            self.throughput_images += step.images * step.exchanged
             self.throughput_seconds += step.seconds * step.exchanged
 
     def restart(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from recipe.config import Config
-from recipe.data.batches import Data, samples_per_step
+from recipe.data.batches import Data
 from recipe.files import replace_file
 from recipe.record import lines
 from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
@@ -59,7 +59,6 @@ class Recorder:
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment = folder, environment
-        self.images_per_step = samples_per_step(config, world)
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
         self.epoch_sums = torch.zeros(4, dtype=torch.float64)
         self.epoch_seconds = 0.0
@@ -124,11 +123,11 @@ class Recorder:
         step = self.progress.step
         self._write(EventLine(name=name, time_utc=utc_now(), step=step, resumed_from=resumed_from))
 
-    def open_bar(self) -> None:
-        """Training begins: show a progress bar, if anybody can see it."""
+    def open_bar(self, last_step: int) -> None:
+        """Training begins: show a progress bar up to `last_step`, if anybody can see it."""
         if self.world.is_first and sys.stderr.isatty():
             self.bar = tqdm(
-                total=math.ceil(self.config.epochs * self.data.num_train / self.images_per_step),
+                total=last_step,
                 initial=self.progress.step,
                 unit="step",
                 dynamic_ncols=True,
@@ -149,7 +148,7 @@ class Recorder:
             return
         finite = list(takewhile(lambda step: math.isfinite(float(step.sums[0])), steps))
         for step in finite:
-            self._write(lines.step_line(step, self.images_per_step, self.data.num_train))
+            self._write(lines.step_line(step, self.data.num_train))
         if len(finite) < len(steps):
             return
         sums = torch.stack([step.sums for step in steps]).sum(dim=0)
@@ -157,8 +156,7 @@ class Recorder:
         self.epoch_sums += sums
         self.epoch_seconds += seconds
         self.learning_rate = steps[-1].learning_rate
-        speed = len(steps) * self.images_per_step / seconds
-        points = lines.step_points(means(sums), self.learning_rate, speed)
+        points = lines.step_points(means(sums), self.learning_rate, float(sums[3]) / seconds)
         self._draw(self.step_board, self.progress.step, points)
         if self.bar is not None:
             loss = means(steps[-1].sums)["loss"]

@@ -267,10 +267,11 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     )
     _check(0 <= progress.skipped_steps <= step, f"{progress.skipped_steps!r} skipped steps")
     if checkpoint.get("data"):  # which older ones lack, and today's data may be of another size
-        # The last step may go beyond the end, by the images of a step.
+        # The last step may go beyond the end, by its images: a mean step's, or more of a warm-up.
         end = (checkpoint["config"]["epochs"] + 1) * checkpoint["data"]["num_train"]
+        growth = 1 + checkpoint["config"].get("batch_size_warmup_epochs", 0)
         _check(
-            seen <= end + seen / max(step, 1),
+            seen <= end + growth * seen / max(step, 1),
             f"{seen:,} images seen in {step:,} steps are more than --epochs allowed",
         )
     _check(-1 <= progress.best_top1 <= 100, f"a best top-1 of {progress.best_top1!r} %")

@@ -26,6 +26,7 @@ class Settings:
     train_dir: str | None = None
     arch: str | None = None
     batch_size: int | None = None  # images of one worker in one backward pass
+    batch_size_warmup_epochs: int = 0
     precision: str | None = None
     seed: int | None = None
     knobs: str | None = None  # the file

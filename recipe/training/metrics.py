@@ -31,6 +31,11 @@ class Step:
     exchanged: bool  # whether the ranks exchanged gradients
 
     @property
+    def images(self) -> int:
+        """Images of all ranks."""
+        return int(self.sums[3])
+
+    @property
     def seconds(self) -> float:
         """How long it took this rank."""
         return sum(self.phases.values())

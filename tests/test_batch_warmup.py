@@ -1,0 +1,149 @@
+"""Batches that grow from epoch to epoch: sizes, order, rates and the end of training."""
+
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import CPU, a_config, a_world, folder_config, write_images
+
+from recipe.config import Config
+from recipe.data import batches as data_module
+from recipe.data.batches import (
+    Data,
+    batch_places,
+    open_data,
+    samples_per_step,
+    training_batches,
+    training_end,
+)
+from recipe.data.order import Sample, SampleStream
+from recipe.record.resume import _progress_in
+from recipe.training.schedule import learning_rate
+from recipe.training.state import Progress
+
+small = st.integers(1, 4)
+
+
+def images(count: int) -> Data:
+    return Data(None, None, num_train=count, num_val=1, num_classes=2)
+
+
+def sizes(config: Config) -> list[int]:
+    return [samples_per_step(config, a_world(), epoch) for epoch in range(5)]
+
+
+def test_batches_grow_by_equal_steps_and_are_rounded_up() -> None:
+    assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [4, 8, 12, 12, 12]
+    assert sizes(a_config(batch_size=10, batch_size_warmup_epochs=2)) == [4, 7, 10, 10, 10]
+    assert sizes(a_config(batch_size=49, batch_size_warmup_epochs=48))[:3] == [1, 2, 3]
+    assert sizes(a_config(batch_size=10)) == [10] * 5
+    several = a_config(batch_size=4, batches_per_allreduce=3, batch_size_warmup_epochs=1)
+    assert [samples_per_step(several, a_world(0, 5), epoch) for epoch in (0, 1)] == [30, 60]
+    assert samples_per_step(several, a_world(0, 5)) == 60
+
+
+def test_who_measures_steps_gets_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They divide images by --batch-size."""
+    monkeypatch.setattr(data_module, "IS_ENDLESS", True)
+    assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [12] * 5
+
+
+def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list:
+    return list(batch_places(config, a_world(0, size), count, start, stop))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(3, 9), small, small, st.integers(0, 3), st.data())
+def test_a_resumed_run_goes_on_exactly(
+    count: int, batch: int, size: int, passes: int, warmup: int, drawn: st.DataObject
+) -> None:
+    """Where each step begins, how many images it has, and where training ends; at another number
+    of workers each image still comes once an epoch."""
+    config = a_config(
+        batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5
+    )
+    world = a_world(0, size)
+    last_step, stop = training_end(config, world, images(count), 0, 0)
+    whole = places_of(config, size, count, 0, stop)
+    starts = [position for position, _ in whole[::passes]]
+    assert len(starts) == last_step and starts[-1] < 5 * count <= stop
+    for start, end in pairwise([*starts, stop]):
+        assert end - start == samples_per_step(config, world, start // count)
+    step = drawn.draw(st.integers(0, last_step - 1))
+    assert training_end(config, world, images(count), step, starts[step]) == (last_step, stop)
+    assert places_of(config, size, count, starts[step], stop) == whole[step * passes :]
+
+    other = drawn.draw(small)
+    _, end = training_end(config, a_world(0, other), images(count), step, starts[step])
+    stream, seen = SampleStream(count, 7), list[Sample]()
+    for places, ranks in (
+        (whole[: step * passes], size),
+        (places_of(config, other, count, starts[step], end), other),
+    ):
+        for rank in range(ranks):
+            seen += [sample for one in stream.batches(places, rank, ranks) for sample in one]
+    assert len(set(seen)) == len(seen)
+    assert {(epoch, index) for epoch in range(5) for index in range(count)} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "step", "seen", "end"),
+    [
+        (None, 0, 0, (5 + 5, 5 * 4 + 5 * 8)),  # of 20 images an epoch
+        (None, 5, 20, (10, 60)),
+        (7, 0, 0, (7, 20 + 16)),
+        (7, 7, 36, (7, 36)),
+        (7, 9, 52, (9, 52)),  # a run that went on with fewer steps has had them
+        (None, 10, 60, (10, 60)),
+    ],
+)
+def test_training_ends(max_steps: int | None, step: int, seen: int, end: tuple[int, int]) -> None:
+    config = a_config(batch_size=8, batch_size_warmup_epochs=1, epochs=3, max_steps=max_steps)
+    assert training_end(config, a_world(), images(20), step, seen) == end
+
+
+def test_a_last_step_that_goes_far_beyond_the_end_is_no_damage() -> None:
+    """In a checkpoint: of 167, 334 and 1,000 images, where there are 100."""
+    config = a_config(batch_size=1000, batch_size_warmup_epochs=5, epochs=6)
+    step, seen = training_end(config, a_world(), images(100), 0, 0)
+    assert (step, seen) == (3, 1501)
+    written = {"config": vars(config), "data": {"num_train": 100}}
+    assert _progress_in({**written, "progress": asdict(Progress(step, seen))}).step == 3
+    with pytest.raises(ValueError, match="more than --epochs allowed"):
+        _progress_in({**written, "progress": asdict(Progress(50, 2000))})
+
+
+def test_what_is_only_evaluated_has_ended() -> None:
+    assert training_end(a_config(evaluate=True), a_world(), images(20), 3, 12) == (3, 12)
+
+
+def test_the_rate_grows_with_the_batch() -> None:
+    """Also where the batch is rounded: the schedule knows epochs alone."""
+    base = a_config(base_lr=0.1, warmup_epochs=2.0, epochs=5, batch_size=10)
+    growing = a_config(**{**vars(base), "batch_size_warmup_epochs": 2})
+    for epoch, share in {0: 1 / 3, 0.9: 1 / 3, 1: 2 / 3, 1.9: 2 / 3, 2: 1, 4: 1}.items():
+        for scale in (1, 8):
+            rate = learning_rate(base, epoch, scale)
+            assert learning_rate(growing, epoch, scale) == pytest.approx(share * rate)
+    assert learning_rate(growing, 4.5, 8) == learning_rate(base, 4.5, 8)
+
+
+def test_batches_are_mixed_alike_after_a_resume(tmp_path: Path) -> None:
+    """Their keys are their positions. 24 images: 6 batches of 4, and then of 8."""
+    write_images(tmp_path / "train", 8)
+    write_images(tmp_path / "val", 1)
+    config = folder_config(
+        tmp_path, batch_size=8, batch_size_warmup_epochs=1, epochs=2, mixup_alpha=0.2
+    )
+    data = open_data(config)
+    _, stop = training_end(config, a_world(), data, 0, 0)
+    whole = list(training_batches(data, config, a_world(), CPU, 0, 0, stop))
+    assert [len(labels) for _, labels in whole] == [4] * 6 + [8] * 3
+    for step, position in {3: 12, 7: 32}.items():
+        later = list(training_batches(data, config, a_world(), CPU, 0, position, stop))
+        for ours, theirs in zip(later, whole[step:], strict=True):
+            assert all(map(torch.equal, ours, theirs))
