@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, field, fields, make_dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -86,10 +87,11 @@ def are_digits(argv: Sequence[str]) -> bool:
 
 def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None) -> Config:
     """Parse into one group of flags a section, then into the flat Config."""
-    sections: list[Any] = [
-        (title, section, field(default_factory=section))
-        for title, section in ((title, _with_defaults(SECTIONS[title], base)) for title in SECTIONS)
-    ]
+    sections: list[Any] = []
+    for title in SECTIONS:
+        section = _with_defaults(SECTIONS[title], base)
+        shown = Annotated[section, arg(help=inspect.getdoc(section))]  # or tyro reads the source
+        sections.append((title, shown, field(default_factory=section)))
     preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
     preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
     about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
@@ -155,11 +157,7 @@ def _with_defaults(section: type, base: Config) -> type:
 
     tyro would find the docs by itself, but it keeps the line breaks of the source in them.
     """
-    types = get_type_hints(section)
-    docs = {
-        item.arg_name: " ".join((item.description or "").split())
-        for item in docstring_parser.parse_from_object(section).params
-    }
+    types, docs = _types_and_docs(section)
     flags: list[Any] = [
         (
             name,
@@ -171,6 +169,14 @@ def _with_defaults(section: type, base: Config) -> type:
     return make_dataclass(
         section.__name__, flags, frozen=True, namespace={"__doc__": section.__doc__}
     )
+
+
+@cache
+def _types_and_docs(section: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """Of each flag its type, and what `--help` says of it; kept, as both are read from source."""
+    params = docstring_parser.parse_from_object(section).params
+    docs = {item.arg_name: " ".join((item.description or "").split()) for item in params}
+    return get_type_hints(section), docs
 
 
 OPT_LEVELS: dict[str, Literal["fp32", "fp16", "O2", "O3"]] = {
