@@ -89,8 +89,8 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
     """Parse into one group of flags a section, then into the flat Config."""
     sections: list[Any] = []
     for title in SECTIONS:
-        section = _with_defaults(SECTIONS[title], base)
-        shown = Annotated[section, arg(help=inspect.getdoc(section))]  # or tyro reads the source
+        section: Any = _with_defaults(SECTIONS[title], base)
+        shown: Any = Annotated[section, arg(help=inspect.getdoc(section))]  # or tyro reads the source
         sections.append((title, shown, field(default_factory=section)))
     preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
     preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
