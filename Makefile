@@ -36,12 +36,13 @@ bench-gpu: setup  ## the same on this machine's GPU
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-# The unit tests on two cores at once, and then, one at a time, those whose launchers need both. One
+# The unit tests by three processes, since many wait, and then, one at a time, those whose launchers
+# need two cores. One
 # of the calls may find nothing that ARGS asks for (5); after an interruption, or a failure with -x,
 # (2) nothing more is started.
 PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
-OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --part "not launch and not cluster$(1)" $(ARGS); \
+OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --part "not launch and not cluster$(1)" $(ARGS); \
 	unit=$$?; [ $$unit -ne 2 ] || exit 2; \
 	$(PYTEST) --part "(launch or cluster)$(1)" $(ARGS); launch=$$?; \
 	case $$unit,$$launch in 0,0|0,5|5,0) ;; *) exit 1 ;; esac

@@ -90,7 +90,7 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
     sections: list[Any] = []
     for title in SECTIONS:
         section: Any = _with_defaults(SECTIONS[title], base)
-        shown: Any = Annotated[section, arg(help=inspect.getdoc(section))]  # or tyro reads the source
+        shown: Any = Annotated[section, arg(help=inspect.getdoc(section))]  # else tyro looks for it
         sections.append((title, shown, field(default_factory=section)))
     preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
     preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)

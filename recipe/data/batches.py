@@ -329,9 +329,13 @@ def _loaded(
     context = None
     if workers:
         # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
-        # torch once forks each worker in a moment, the many of each evaluation, too.
+        # torch once forks each worker in a moment, the many of each evaluation, too. torchvision
+        # takes as long again, and only what is augmented beyond crop and flip needs it.
+        augments = getattr(getattr(dataset, "transform", None), "after_crop", ())
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["recipe.data.batches"])
+        context.set_forkserver_preload(
+            ["recipe.data.batches", *(["torchvision.transforms"] if augments else [])]
+        )
     loader = DataLoader(
         dataset,
         batch_sampler=batches,

@@ -21,7 +21,6 @@ import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode, v2
 
 from recipe.bounds import AUTO_AUGMENTS
 from recipe.errors import UserError
@@ -250,15 +249,23 @@ class TrainTransform:
         for name in ("flip_probability", "erase_probability"):
             value = getattr(self, name)
             _check(0 <= value <= 1, f"{name.replace('_', ' ')} {value}: must be 0 to 1")
-        mode = _interpolation(self.interpolation)
-        steps: list[nn.Module] = []
-        if self.auto_augment is not None:
-            steps += [v2.ToPILImage(), self._auto_augment(mode), v2.PILToTensor()]
-        if self.erase_probability > 0:
-            steps.append(v2.RandomErasing(self.erase_probability, value=list(self.erase_color)))
-        object.__setattr__(self, "after_crop", tuple(steps))
+        _check_interpolation(self.interpolation)
+        object.__setattr__(self, "after_crop", tuple(self._steps_after_crop()))
 
-    def _auto_augment(self, mode: InterpolationMode) -> nn.Module:
+    def _steps_after_crop(self) -> Iterator[nn.Module]:
+        if self.auto_augment is None and not self.erase_probability:
+            return
+        from torchvision.transforms import v2  # takes two seconds of each loader's server
+
+        if self.auto_augment is not None:
+            yield from (v2.ToPILImage(), self._auto_augment(), v2.PILToTensor())
+        if self.erase_probability:
+            yield v2.RandomErasing(self.erase_probability, value=list(self.erase_color))
+
+    def _auto_augment(self) -> nn.Module:
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
         if self.auto_augment == "ra":
             magnitude = self.ra_magnitude
             _check(0 <= magnitude <= 30, f"RandAugment magnitude {magnitude}: must be 0 to 30")
@@ -275,7 +282,7 @@ class TrainTransform:
                 mode = InterpolationMode.BILINEAR
             return v2.AugMix(severity=severity, interpolation=mode)
         if self.auto_augment is not None and self.auto_augment.startswith("rand-"):
-            return TimmRandAugment(self.auto_augment, self.size, mode)
+            return TimmRandAugment(self.auto_augment, self.size, self.interpolation)
         raise UserError(
             f"auto augment {self.auto_augment!r}: choose one of {', '.join(AUTO_AUGMENTS)}"
         )
@@ -361,7 +368,7 @@ class TimmRandAugment(nn.Module):
     pixels. It draws from the global generators of Python and NumPy: these get a seed from torch's,
     and are put back to where they were."""
 
-    def __init__(self, notation: str, size: int, mode: InterpolationMode) -> None:
+    def __init__(self, notation: str, size: int, interpolation: str) -> None:
         from timm.data.auto_augment import rand_augment_transform
         from timm.data.transforms import str_to_pil_interp
 
@@ -369,7 +376,7 @@ class TimmRandAugment(nn.Module):
         settings = {  # those of timm's own transforms_imagenet_train
             "translate_const": int(size * 0.45),
             "img_mean": MEAN_COLOR,
-            "interpolation": str_to_pil_interp(mode.value),
+            "interpolation": str_to_pil_interp(interpolation),
         }
         self.augment = rand_augment_transform(notation, settings)
 
@@ -431,7 +438,7 @@ class ValTransform:
             f"validation crop {self.crop} is larger than the resized short side {self.resize}: "
             "the border would be black. Make the resize size larger or the crop smaller",
         )
-        _interpolation(self.interpolation)
+        _check_interpolation(self.interpolation)
 
     def __call__(self, content: bytes, name: str, out: Tensor) -> int:
         """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, crop,
@@ -473,11 +480,10 @@ def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:
         torch.ops.aten._upsample_nearest_exact2d.out(pixels, size, None, None, out=out[None])
 
 
-def _interpolation(name: str) -> InterpolationMode:
+def _check_interpolation(name: str) -> None:
     _check(
         name in INTERPOLATIONS, f"interpolation {name!r}: choose from {', '.join(INTERPOLATIONS)}"
     )
-    return InterpolationMode(name)
 
 
 def _check(condition: bool, message: str) -> None:

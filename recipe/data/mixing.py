@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torchvision.transforms import v2
 
 from recipe.config import Config
 from recipe.data.images import seeded
@@ -21,6 +20,8 @@ def mixed(
     What is drawn for a batch depends on its key alone: a resumed run and the other engine mix as
     this one does.
     """
+    from torchvision.transforms import v2  # not for the loader's server: it takes two seconds
+
     kinds: list[v2.Transform] = []
     if config.mixup_alpha:
         kinds.append(v2.MixUp(alpha=config.mixup_alpha, num_classes=num_classes))
