@@ -36,10 +36,9 @@ bench-gpu: setup  ## the same on this machine's GPU
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-# The unit tests by three processes, since many wait, and then, one at a time, those whose launchers
-# need two cores. One
-# of the calls may find nothing that ARGS asks for (5); after an interruption, or a failure with -x,
-# (2) nothing more is started.
+# The unit tests in three processes, as many of them wait, and then, one at a time, those whose
+# launchers need two cores. One of the calls may find nothing that ARGS asks for (5); after an
+# interruption, or a failure with -x, (2) nothing more is started.
 PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
 OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --part "not launch and not cluster$(1)" $(ARGS); \
