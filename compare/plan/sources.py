@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +32,23 @@ def trainers_sources() -> list[Path]:
             found.add(path)
             waiting += [
                 (ROOT / name.replace(".", "/")).with_suffix(".py")
-                for node in ast.walk(ast.parse(path.read_bytes()))
-                for name in imported_names(node)
-                if name.split(".")[0] in OURS
+                for name in our_imports(path.read_bytes())
             ]
     return sorted(found)
+
+
+@cache
+def our_imports(source: bytes) -> list[str]:
+    """Return what a source imports of this project; kept, as the digest is asked for at each run.
+
+    Of names in modules too, which may be modules themselves.
+    """
+    return [
+        name
+        for node in ast.walk(ast.parse(source))
+        for name in imported_names(node)
+        if name.split(".")[0] in OURS
+    ]
 
 
 def imported_names(node: ast.AST) -> list[str]:
