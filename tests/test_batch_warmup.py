@@ -39,7 +39,7 @@ def sizes(config: Config) -> list[int]:
 def test_batches_grow_by_equal_steps_and_are_rounded_up() -> None:
     assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [4, 8, 12, 12, 12]
     assert sizes(a_config(batch_size=10, batch_size_warmup_epochs=2)) == [4, 7, 10, 10, 10]
-    assert sizes(a_config(batch_size=49, batch_size_warmup_epochs=48))[:3] == [1, 2, 3]
+    assert sizes(a_config(batch_size=49, batch_size_warmup_epochs=47))[:3] == [2, 3, 4]
     assert sizes(a_config(batch_size=10)) == [10] * 5
     several = a_config(batch_size=4, batches_per_allreduce=3, batch_size_warmup_epochs=1)
     assert [samples_per_step(several, a_world(0, 5), epoch) for epoch in (0, 1)] == [30, 60]

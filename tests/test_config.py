@@ -254,7 +254,7 @@ def test_folders() -> None:
         ({"cutmix_alpha": 1.0, "batch_size": 1}, "raise --batch-size above 1"),
         ({"batch_size_warmup_epochs": -1}, "at least 0"),
         ({"batch_size_warmup_epochs": 4}, "give fewer than --epochs 4"),
-        ({"batch_size_warmup_epochs": 3, "batch_size": 4}, "more than --batch-size 4"),
+        ({"batch_size_warmup_epochs": 3, "batch_size": 4}, "a larger --batch-size 4"),
         ({"model_ema_steps": 0}, "at least 1"),
         ({"augment_repeats": 0}, "at least 1"),
         ({"auto_augment": "randaugment"}, "choose ra, ta_wide"),

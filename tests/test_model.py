@@ -440,6 +440,22 @@ def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
     assert not any(module._compiled_call_impl for module in plain.modules())
 
 
+def test_batches_that_grow_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond torch's limit of versions the rest of a training would not be compiled."""
+    compile_block = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_block(block, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    model = build_model(a_config(arch="resnet10", compile=True), 10, download=False)
+    for size in (4, 8, 12):
+        model.train()
+        model(torch.randn(size, 3, 32, 32)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            for last in (6, 3):
+                model(torch.randn(last, 3, 32, 32))
+
+
 def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:
     """As torch's fused SGD does: it keeps a momentum that was never written."""
     config = a_config(precision="fp16")

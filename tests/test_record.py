@@ -16,7 +16,7 @@ from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe.config import Config
-from recipe.data.batches import Data
+from recipe.data.batches import Data, samples_per_step
 from recipe.errors import UserError
 from recipe.record import checkpoint
 from recipe.record import meter as measuring
@@ -70,7 +70,6 @@ class Session:
     ) -> None:
         self.clock, self.progress, self.config = clock, progress or Progress(), config
         self.world = world or a_world()
-        self.per_step = config.batch_size * config.batches_per_allreduce * self.world.size
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.first_step = self.progress.step
@@ -78,6 +77,11 @@ class Session:
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
         self.recorder.open_bar(last_step=15)
         self.meter.start()
+
+    @property
+    def per_step(self) -> int:
+        """Images of the step that begins now."""
+        return samples_per_step(self.config, self.world, self.progress.samples_seen // NUM_TRAIN)
 
     def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
         for _ in range(count):
@@ -358,6 +362,20 @@ def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: Clock) -> None:
         assert first_epoch["loss"] == pytest.approx(2 + (1 + 2 + 3 + 4) / 4)
         assert second_epoch["loss"] == pytest.approx(2 + (5 + 6 + 7) / 3)
         assert second_epoch["seconds"] == 1.5
+
+
+def test_batches_that_grow(tmp_path: Path, clock: Clock) -> None:
+    """Of 20 images: five steps of 4, and then of 8, which end at 28, 36, 44 and 52."""
+    config = replace(CONFIG, batch_size=8, batch_size_warmup_epochs=1)
+    session = Session(tmp_path / "run", clock, config=config)
+    session.steps(9)
+    steps = lines(tmp_path / "run", "step")
+    assert [line["epoch"] for line in steps] == [*[0] * 5, *[1] * 3, 2]
+    assert [line["images_per_second"] for line in steps] == [*[8.0] * 5, *[16.0] * 4]
+    warm = [*[4] * 5, *[8] * 4][WARM_UP_STEPS:]
+    assert session.meter.images_per_second == sum(warm) / (len(warm) * 0.5)
+    _, second = lines(tmp_path / "run", "epoch")
+    assert second["loss"] == pytest.approx(2 + (6 + 7 + 8) / 3)
 
 
 def test_epoch_resumed_at_another_world_size(tmp_path: Path, clock: Clock) -> None:

@@ -48,7 +48,7 @@ MAY_DIVERGE = {"loss", "top1", "top5", "best_top1", "learning_rate"}
 MAY_BE_NEGATIVE = {"loss", "exposed_communication_seconds", "seed"}
 ABOVE_ZERO = {
     Summary: ("world_size", "steps", "samples_seen", "train_seconds", "images_per_second",
-              "cpu_seconds_per_image"),
+              "cpu_seconds_per_image", "epochs"),
     StepLine: ("step", "seconds", "images_per_second"),
     EpochLine: ("step", "seconds", "images_per_second"),
     Turn: ("seconds", "images_per_second", "cpu_seconds_per_image"),

@@ -334,7 +334,7 @@ def _loaded(
         augments = getattr(getattr(dataset, "transform", None), "after_crop", ())
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["recipe.data.batches", *(["torchvision.transforms"] if augments else [])]
+            ["recipe.data.batches", *(["torchvision.transforms.v2"] if augments else [])]
         )
     loader = DataLoader(
         dataset,

@@ -52,14 +52,14 @@ def introduction(
 ) -> list[str]:
     """The console's first lines: what is trained, and on what."""
     batch, first = samples_per_step(config, world), samples_per_step(config, world, epoch=0)
-    at_first = f" ({first} at first)" if first < batch else ""
+    at_first = f", {first} at first" if first < batch else ""
     return [
         f"{environment.engine} {environment.version} over {environment.transport}, "
         f"{world.size} worker(s) on {len(environment.hosts)} host(s) by {world.launcher}, "
         f"{environment.device_name}, {environment.threads} CPU thread(s) each",
         f"{config.arch} in {config.precision}, {data.num_train:,} training and "
         f"{data.num_val:,} validation images of {data.num_classes} classes, "
-        f"global batch {batch}{at_first}, {data.num_train / batch:,.1f} steps an epoch; "
+        f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch{at_first}; "
         f"run folder {folder}",
     ]
 

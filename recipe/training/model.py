@@ -200,8 +200,9 @@ def compile_blocks(model: nn.Module) -> None:
     # DDP would have each block cut where one of its buckets ends, which the exchange gains nothing
     # from (a block's gradients come at its end) and Horovod's blocks are not.
     torch._dynamo.config.optimize_ddp = False
-    # Each kind of block is one more version of the same code, in training and in evaluation.
-    torch._dynamo.config.recompile_limit = max(8, 2 * len(blocks))
+    # Each kind of block is one more version of the same code, in training and in evaluation, and
+    # once more in each when the size of its batches changes.
+    torch._dynamo.config.recompile_limit = max(8, 4 * len(blocks))
     for block in blocks:
         block.compile()
 
