@@ -316,8 +316,9 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
     )
     yield (
         0 < warmup >= config.batch_size - 1,
-        f"--batch-size-warmup-epochs {warmup}: a worker's first batches would have one image, of "
-        f"which BatchNorm has no variance; give fewer, or a larger --batch-size {config.batch_size}",
+        f"--batch-size-warmup-epochs {warmup}: the first batches would have one image a worker, of "
+        f"which BatchNorm has no variance; give fewer, or a larger --batch-size "
+        f"{config.batch_size}",
     )
     yield (
         config.drop_path and not config.arch.startswith("timm:"),
