@@ -15,7 +15,6 @@ from launching import (
     TRAINERS,
     launch,
     losses,
-    rarely,
     read_json,
     resumed_at,
     run,
@@ -57,9 +56,8 @@ def digest_of(same: str, flags: str, trained: Trained) -> str:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("rung", "flags", "ranks", "same"), [EQUAL[0], *[rarely(*case) for case in EQUAL[1:]]]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("rung", "flags", "ranks", "same"), EQUAL)
 def test_weights_are_equal(rung: str, flags: str, ranks: int, same: str, trained: Trained) -> None:
     summary = read_json(trained("torchrun", rung, flags, ranks) / "summary.json")
     assert summary["weights_sha256"] == digest_of(same, flags, trained)
@@ -215,13 +213,14 @@ def test_rpc_between_hosts_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -
 
 # -- What is refused -------------------------------------------------------------------------------
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rung", "ranks", "flags", "message"),
     [
         ("pipeline", 2, "", "--batches-per-allreduce 1: is the number of micro-batches"),
-        rarely("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
-        rarely("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
-        rarely("rpc_pipeline", 2, "--arch mobilenet_v2", "this script knows how to cut a resnet"),
+        ("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
+        ("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
+        ("rpc_pipeline", 2, "--arch mobilenet_v2", "this script knows how to cut a resnet"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
