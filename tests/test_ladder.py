@@ -58,7 +58,9 @@ def test_the_steps_are_those_of_ddp(name: str, trained: Trained) -> None:
     ddp = trained("torchrun" if rung.workers > 1 else "python", "ddp", FEW, rung.workers)
     check_losses(mine, ddp, rung.is_exact)
     one, other = (read_json(folder / "summary.json") for folder in (mine, ddp))
-    assert (one["weights_sha256"] == other["weights_sha256"]) == rung.is_exact
+    # On some processors sharded weights are rounded as whole ones are: then they are equal, too.
+    if rung.is_exact:
+        assert one["weights_sha256"] == other["weights_sha256"]
     assert one["fingerprint"] == other["fingerprint"]
 
 
