@@ -15,6 +15,7 @@ slightly down, never up; so does taking the worst of several rates.
 """
 
 import itertools
+import os
 import re
 import sys
 import tempfile
@@ -22,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
-from os import getloadavg
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ FORMATS = ("fp32", "fp16")
 TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
 BLOCKS, TURNS = 3, 4  # by default: there are six rates and two engines
 HOSTS = ("node0", "node1")
-# One worker a host, as if each had its own cores: they share this machine's, unbound.
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
 )  # fmt: skip
@@ -119,9 +118,27 @@ def measure(options: bench.Options) -> bench.Measured:
     try:
         with folder as made_in, namespaces.hosts(Path(made_in) / "hosts", HOSTS) as made:
             namespaces.limit_rate(made, 1.0)  # or there is no need to begin
+            share_cores(made)
             return measure_on(made, engines, options)
     except HostsError as error:
         return not_measured(engines, f"hosts: {error}")
+
+
+def cores_of(host: int) -> list[int]:
+    """The cores of this machine that this host has for itself; a single core is everybody's."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // len(HOSTS)
+    return cores[host * each : (host + 1) * each] or cores
+
+
+def share_cores(made: Sequence[Host]) -> None:
+    """What ssh starts on a host runs on that host's cores.
+
+    Real hosts do not compete for cores. Where these did, both workers of Horovod at times computed
+    on one core for a whole turn, and their polling threads had the other.
+    """
+    for number, host in enumerate(made):
+        os.sched_setaffinity(host.sshd.pid, cores_of(number))
 
 
 def not_measured(engines: Sequence[str], needs: str) -> bench.Measured:
@@ -221,11 +238,12 @@ class EngineBlock:
     def side(self, wire_format: str, name: str | None = None) -> Side:
         """A side on the first host, whose turns' length the rate decides."""
         side = a_side(self.engine, wire_format, self.workload, 1, name)
-        return replace(side, launcher=tuple(self.made[0].inside(*START)))
+        cores = ",".join(map(str, cores_of(0)))
+        return replace(side, launcher=("taskset", "-c", cores, *self.made[0].inside(*START)))
 
     def measure_at(self, rate: Rate, stage: Stage, sides: list[Side]) -> tuple[Block, str]:
         """Start auto at this rate, let all take turns, end auto."""
-        load = getloadavg()[0]
+        load = os.getloadavg()[0]
         namespaces.limit_rate(self.made, rate.gigabits)
         auto = self.side("auto", f"auto-{rate.word}")
         stage.start(auto)
