@@ -16,7 +16,7 @@ import itertools
 import sys
 
 from benchmarks.harness import bench, phases
-from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.blocks import REACHED, run_blocks
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK, gpu_workload
 from compare.evidence.records import ENGINES
@@ -50,7 +50,7 @@ def measure(options: bench.Options) -> bench.Measured:
         cpu = estimate(blocks, engine, loop, work_per_cpu_second)
         row = row.compared(blocks, engine, loop, confidence=options.confidence)
         row = bench.with_note(row, f"images per CPU-second: {cpu.ratio:.3f}")
-        if not options.gpu and (options.profile or row.verdict != bench.REACHED):
+        if not options.gpu and (options.profile or row.verdict != REACHED):
             folder = options.out / "blocks" / "1"
             found = phases.difference(folder, engine, loop, sides[0].warm_up)
             row = bench.with_note(row, f"binds: {found}")

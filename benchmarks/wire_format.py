@@ -55,7 +55,7 @@ from recipe.files import replace_file, write_json
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")
 TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
-BLOCKS, TURNS = 3, 4  # by default: there are six rates and two engines
+TURNS = 4  # by default: there are six rates and two engines
 HOSTS = ("node0", "node1")
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
@@ -156,23 +156,22 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
     """Measure on these hosts."""
     rates: Sequence[Rate] = RATES
     workload = Workload("shufflenet_v2_x1_0", 96, 8)
-    num_blocks = options.blocks if options.blocks_given else BLOCKS
     rounds = options.turns if options.turns_given else TURNS
     if options.quick:
-        workload, rates, num_blocks, rounds = QUICK, QUICK_RATES, options.blocks, options.turns
+        workload, rates, rounds = QUICK, QUICK_RATES, options.turns
     blocks: dict[str, list[Block]] = {f"10 {e} {rate}": [] for e in engines for rate in rates}
     chosen: dict[str, list[str]] = {case: [] for case in blocks}
     durations: list[tuple[Hashable, float]] = []
-    for number in range(1, num_blocks + 1):
+    for number in range(1, options.blocks + 1):
         began = time.monotonic()
         for engine in engines:
-            label = f"row 10, {ENGINES[engine]}: block {number} of {num_blocks}"
+            label = f"row 10, {ENGINES[engine]}: block {number} of {options.blocks}"
             run = EngineBlock(engine, workload, made, rounds, number, label, options)
             for rate, (block, choice) in run.measure(rates).items():
                 blocks[f"10 {engine} {rate}"].append(block)
                 chosen[f"10 {engine} {rate}"].append(choice)
         durations.append(("10", time.monotonic() - began))
-        say_left("10", durations, num_blocks - number)
+        say_left("10", durations, options.blocks - number)
     found = {
         engine: [
             at_rate(engine, rate, blocks[case], chosen[case], len(rates))
@@ -279,12 +278,17 @@ def read_choice(log: Path) -> str:
 def at_rate(
     engine: str, rate: Rate, blocks: Sequence[Block], chosen: Sequence[str], num_rates: int = 1
 ) -> AtRate:
-    """What the blocks at a rate come to; auto's interval is one of so many that are to hold all
-    together (Bonferroni)."""
+    """What the blocks at a rate come to.
+
+    Auto's interval is one of `num_rates`, whose least lower and least upper end are to hold for
+    the worst rate. The lower ends need no correction: the least of them is above the worst ratio
+    only if that ratio's own one is. Of the upper ends any may be too low (Bonferroni).
+    """
     fp16 = estimate(blocks, "fp16", "fp32")
     better = "fp16" if fp16.ratio > 1 else "fp32"
-    confidence = 1 - (1 - CONFIDENCE) / num_rates
-    row = a_row(engine, str(rate)).compared(blocks, "auto", better, confidence=confidence)
+    row = a_row(engine, str(rate)).compared(blocks, "auto", better)
+    wide = estimate(blocks, "auto", better, confidence=1 - (1 - CONFIDENCE) / num_rates)
+    row = replace(row, high=wide.high)
     speeds = {name: estimate_value(blocks, name).ratio for name in (*FORMATS, "auto")}
     return AtRate(rate, better, fp16, row, tuple(chosen), speeds)
 
@@ -302,8 +306,8 @@ def worst(found: Sequence[AtRate]) -> AtRate:
 def summary(engine: str, found: Sequence[AtRate], workload: Workload) -> bench.Row:
     """An engine's row: its worst rate, and notes on all of them.
 
-    Where all intervals hold together, the least of the true ratios lies between the least of their
-    lower ends and the least of their upper ends.
+    Its interval reaches from the least of their lower ends to the least of their upper ends
+    (at_rate says why that holds).
     """
     least = worst(found)
     where = f"worst of {len(found)} rates" if len(found) > 1 else str(least.rate)
@@ -318,7 +322,7 @@ def summary(engine: str, found: Sequence[AtRate], workload: Workload) -> bench.R
     notes = [f"{workload}, 1 worker on each of 2 hosts, {TRANSPORTS[engine]}", *row.notes]
     notes += [f"the worst is {least.rate}", *(one.told() for one in found)]
     if len(found) > 1:
-        notes.append(f"the {len(found)} intervals hold together (Bonferroni)")
+        notes.append(f"upper ends are corrected for {len(found)} rates (Bonferroni)")
     at = crossover(found)
     notes.append("fp16 pays " + (f"below some {at:.2g} Gb/s" if at else no_crossover(found)))
     return replace(row, notes=tuple(notes))

@@ -16,7 +16,7 @@ from launching import ROOT, run, wait_until
 from benchmarks import wire_format
 from benchmarks.harness import bench, namespaces
 from benchmarks.harness.bench import Row
-from benchmarks.harness.blocks import Options
+from benchmarks.harness.blocks import MISSED, REACHED, Options
 from benchmarks.harness.namespaces import Host
 from benchmarks.wire_format import AtRate, Rate
 from compare.evidence.turns import Block, Turn
@@ -39,23 +39,34 @@ def test_auto_is_held_against_the_better_one() -> None:
     assert (slow.better, fast.better) == ("fp16", "fp32")
     for one in (slow, fast):
         assert one.auto.value == pytest.approx(0.99, abs=0.002)
-        assert one.auto.verdict == bench.REACHED
+        assert one.auto.verdict == REACHED
     assert slow.fp16.ratio == pytest.approx(1.5)
     assert slow.told().startswith("0.2 Gb/s: 0.991 (")
     assert "auto took fp16 in 3 of 3 starts; fp16 / fp32 1.500" in slow.told()
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [({0, 1}, ([0], [1])), ({2, 3, 5, 7, 8}, ([2, 3], [5, 7])), ({4}, ([4], [4]))],
+)
+def test_each_host_has_cores_of_its_own(
+    cores: set[int], expected: tuple[list[int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    assert tuple(wire_format.cores_of(host) for host in (0, 1)) == expected
 
 
 def test_the_worst_rate_decides() -> None:
     found = [at(0.2, 1.5, 1.0), at(1, 1.1, 0.90), at(5, 0.8, 0.98)]
     assert wire_format.worst(found).rate.gigabits == 1
     row = wire_format.summary("ddp", found, wire_format.QUICK)
-    assert row.verdict == bench.MISSED and "worst of 3 rates" in row.name
+    assert row.verdict == MISSED and "worst of 3 rates" in row.name
     assert "the worst is 1 Gb/s" in row.notes
     assert row.notes[-1] == "fp16 pays below some 1.7 Gb/s"
 
 
 def test_the_worst_rate_is_the_slowest_and_its_interval_is_for_all_rates() -> None:
-    """Not the one whose interval is widest; and six intervals together cover what one does."""
+    """Not the one whose interval is widest; upper ends are corrected, lower ends need not be."""
 
     def noisy(gigabits: float, values: tuple[float, ...]) -> AtRate:
         blocks = [block(10, 8, 10 * value) for value in values]
@@ -66,9 +77,10 @@ def test_the_worst_rate_is_the_slowest_and_its_interval_is_for_all_rates() -> No
     assert "the worst is 1 Gb/s" in row.notes
     assert row.value == pytest.approx(0.952, abs=0.001)
     assert (row.low, row.high) == (wide.auto.low, slow.auto.high)
-    assert row.verdict == bench.MISSED
+    assert row.verdict == MISSED
     alone = wire_format.at_rate("ddp", Rate(5, 3), [block(10, 8, v) for v in (9, 10, 11)], ["fp32"])
-    assert wide.auto.low < alone.auto.low < alone.auto.high < wide.auto.high
+    assert wide.auto.low == pytest.approx(alone.auto.low)
+    assert alone.auto.high < wide.auto.high
 
 
 def test_the_crossover_lies_between_two_rates() -> None:

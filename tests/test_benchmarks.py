@@ -67,13 +67,15 @@ def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "at_least", "verdict"),
     [
-        (0.98, 0.99, True, bench.REACHED),
-        (0.96, 0.99, True, bench.OPEN),
-        (0.96, 0.97, True, bench.MISSED),
-        (0.96, 0.97, False, bench.REACHED),
-        (0.97, 0.99, False, bench.OPEN),
-        (0.985, 0.99, False, bench.MISSED),
-        (None, None, True, bench.OPEN),
+        (0.98, 0.99, True, blocks.REACHED),
+        (0.96, 0.99, True, blocks.OPEN),
+        (0.96, 0.97, True, blocks.MISSED),
+        (0.96, 0.97, False, blocks.REACHED),
+        (0.96, 0.99, False, blocks.OPEN),
+        (0.97, 0.99, True, blocks.AT_GOAL),
+        (0.97, 0.99, False, blocks.AT_GOAL),
+        (0.985, 0.99, False, blocks.MISSED),
+        (None, None, True, blocks.OPEN),
     ],
 )
 def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:

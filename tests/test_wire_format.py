@@ -11,18 +11,21 @@ from torch import nn
 from recipe.config import Config
 from recipe.device import own_row
 from recipe.training import wire_format
-from recipe.training.wire_format import FORMATS, ROUNDS, settle_wire_format
+from recipe.training.wire_format import FORMATS, settle_wire_format
 
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
 AUTO = a_config(wire_format="auto", train_crop_size=8, batches_per_allreduce=3)
 
 
 def settle(
-    slow: str, others: list[float] | None = None, config: Config = AUTO
+    slow: str,
+    others: list[float] | None = None,
+    config: Config = AUTO,
+    rounds_seen: list[int] | None = None,
 ) -> tuple[Config, list[Config]]:
     """Rank 0 of two, whose steps are slow with one number format, by a clock that the steps alone
     move; `others` are the seconds of the other rank, which is ready at once if they are left out.
-    Also what was distributed."""
+    Also what was distributed; `rounds_seen` gets the rounds after which the ranks compared."""
     distributed: list[Config] = []
     now = 0.0
 
@@ -39,7 +42,10 @@ def settle(
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         if others is not None and len(values) > 1:
-            row = torch.tensor(others * (1 + ROUNDS), dtype=torch.float64)
+            rounds = values.numel() // 4  # of two ranks and two formats
+            if rounds_seen is not None:
+                rounds_seen.append(rounds)
+            row = torch.tensor(others * rounds, dtype=torch.float64)
             return values + own_row(a_world(1, 2), row)
         return values
 
@@ -87,8 +93,17 @@ def test_an_evaluation_measures_nothing() -> None:
 
 def test_fp16_must_gain_something() -> None:
     """It rounds: of two that are equally fast, as far as timing can tell, fp32 is taken."""
-    assert settle(slow="none", others=[1.0, 0.99])[0].wire_format == "fp32"
-    assert settle(slow="none", others=[1.0, 0.97])[0].wire_format == "fp16"
+    assert settle(slow="none", others=[1.0, 0.992])[0].wire_format == "fp32"
+    assert settle(slow="none", others=[1.0, 0.98])[0].wire_format == "fp16"
+
+
+def test_close_formats_are_measured_longer() -> None:
+    seen: list[int] = []
+    settle(slow="none", others=[1.0, 0.95], rounds_seen=seen)
+    assert seen == [6, 21]  # the first of each does not count
+    seen.clear()
+    settle(slow="none", others=[1.0, 0.5], rounds_seen=seen)
+    assert seen == [6]
 
 
 def test_the_slowest_rank_decides_for_all() -> None:

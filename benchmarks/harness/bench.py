@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import tabulate
 
-from benchmarks.harness.blocks import Options
+from benchmarks.harness.blocks import OPEN, Options, verdict_of
 from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.paired import CONFIDENCE, Estimate
@@ -24,7 +24,6 @@ from compare.running.launch import utc_now, utc_stamp
 from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
 
-REACHED, MISSED, OPEN = "reached", "not reached", "not shown"
 NO_GOAL = "for reference"
 
 # The trainer's own best settings on a CPU with bf16 units and on a GPU of today.
@@ -54,16 +53,12 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Reached or not if the whole interval says so; else it is not shown."""
+        """What the interval says of the goal (blocks.verdict_of), or why it says nothing."""
         if self.value is None:
             return f"needs {self.needs}" if self.needs else OPEN
         if self.goal is None:
             return NO_GOAL
-        if self.low is None or self.high is None:
-            return OPEN
-        worst, best = (self.low, self.high) if self.at_least else (-self.high, -self.low)
-        goal = self.goal if self.at_least else -self.goal
-        return REACHED if worst >= goal else MISSED if best < goal else OPEN
+        return verdict_of(self.low, self.high, self.goal, self.at_least)
 
     def measured(self, found: Estimate, *notes: str) -> "Row":
         """The row with an estimate in it."""

@@ -15,6 +15,11 @@ from compare.running.turns import PATIENCE, finished_block, run_block, say
 # look could be wrong, so each has an interval that is the wider the more there are (Bonferroni).
 LOOKS = (4, 8, 16)
 
+REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
+# An interval that contains its goal decides too if it lies within this share of it: what is nearer
+# to its goal could be told from it only by many hours of measuring, and nobody would choose by it.
+NEAR = 0.02
+
 Judged = tuple[str, str, float]  # a ratio's first and second side, and its goal
 
 
@@ -53,7 +58,8 @@ def run_blocks(
     rounds: int | None = None,
 ) -> list[Block]:
     """Measure the blocks that the options ask for, or as many as it takes until each ratio that is
-    judged is known to reach its goal or to miss it; write each below the record's folder.
+    judged is known to reach its goal, to miss it or to be near it; write each below the record's
+    folder.
 
     `case` is the row's number, with a name behind it if the row has several: "5 DDP".
     """
@@ -87,12 +93,23 @@ def is_decided(
     judged: Sequence[Judged],
     value: Callable[[Turn], float],
 ) -> bool:
-    """Whether no interval has its goal within it."""
+    """Whether each interval gives a verdict."""
     for first, second, goal in judged:
         found = estimate(blocks, first, second, value, options.confidence)
-        if found.low is None or found.high is None or found.low < goal <= found.high:
+        if verdict_of(found.low, found.high, goal) == OPEN:
             return False
     return True
+
+
+def verdict_of(low: float | None, high: float | None, goal: float, at_least: bool = True) -> str:
+    """What an interval says of a goal, which is a lower bound, or an upper one."""
+    if low is None or high is None:
+        return OPEN
+    if low >= goal if at_least else high <= goal:
+        return REACHED
+    if high < goal if at_least else low > goal:
+        return MISSED
+    return AT_GOAL if goal * (1 - NEAR) <= low and high <= goal * (1 + NEAR) else OPEN
 
 
 def say_left(case: str, durations: Sequence[tuple[Hashable, float]], blocks: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness import ablation, bench
-from benchmarks.harness.blocks import run_blocks
+from benchmarks.harness.blocks import REACHED, run_blocks
 from benchmarks.harness.sides import Workload, trainer_side
 from compare.evidence.records import ENGINES
 from compare.evidence.turns import Block
@@ -70,7 +70,7 @@ def measure_scaling(
             note = f"{workload}; no process bound to a core"
             row = bench.Row(number, title, goal, notes=(note,))
             row = row.compared(blocks, team.name, single.name, confidence=options.confidence)
-            if (row.verdict != bench.REACHED and not options.quick) or options.profile:
+            if (row.verdict != REACHED and not options.quick) or options.profile:
                 found = ablation.measure(team, options.out / "ablation" / team.name)
                 details[f"{team.name}, ablation"] = found
                 row = bench.with_note(row, f"binds: {ablation.sentence(found)}")

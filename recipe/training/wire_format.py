@@ -22,8 +22,11 @@ from recipe.device import own_row
 from recipe.training.model import autocast, compile_blocks
 from recipe.world import World
 
-LEAST_GAIN = 1.02  # of fp16, which rounds what it sends; less is within what timing can tell
-ROUNDS = 5  # that count; a first one pays for connections, buckets and page faults
+LEAST_GAIN = 1.01  # of fp16, which rounds what it sends; less is within what timing can tell
+# Rounds that count: the second number if the first leaves neither format CLEAR ahead. (On a slow
+# network steps take long, and show it soon.) A round more pays for connections and page faults.
+ROUNDS = (5, 20)
+CLEAR = 1.1
 WireFormat = Literal["fp32", "fp16"]
 FORMATS: tuple[WireFormat, ...] = ("fp32", "fp16")
 Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimizer]]
@@ -58,11 +61,15 @@ def settle_wire_format(
         step()
         return time.perf_counter() - started
 
-    own = [[seconds(step) for step in steps] for _ in range(1 + ROUNDS)]
-    row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
-    rows = sum_over_ranks(row).cpu()
-    slowest = rows.view(world.size, 1 + ROUNDS, len(FORMATS)).amax(dim=0)
-    fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
+    own = [[seconds(step) for step in steps]]
+    for rounds in ROUNDS:
+        own += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(own))]
+        row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
+        rows = sum_over_ranks(row).cpu()  # the same on all, who go on or stop together
+        slowest = rows.view(world.size, len(own), len(FORMATS)).amax(dim=0)
+        fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
+        if max(fp32, fp16) > CLEAR * min(fp32, fp16):
+            break
     chosen: WireFormat = "fp16" if LEAST_GAIN * fp16 < fp32 else "fp32"
     if world.is_first:
         times = f"fp32 {1000 * fp32:.3g} ms, fp16 {1000 * fp16:.3g} ms a step"
