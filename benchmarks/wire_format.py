@@ -19,15 +19,14 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import bench, namespaces
-from benchmarks.harness.blocks import say_left
+from benchmarks.harness.blocks import OPEN, until_decided
 from benchmarks.harness.namespaces import Host, HostsError
 from benchmarks.harness.sides import Workload, trainer_side
 from benchmarks.harness.workloads import QUICK
@@ -49,7 +48,7 @@ from compare.page.chart import (
 from compare.plan.blocks import drawn
 from compare.running.sides import MeasurementError, Side
 from compare.running.stage import Stage
-from compare.running.turns import Taker, in_turn, say
+from compare.running.turns import Taker, finished_block, in_turn, origin, say
 from recipe.files import replace_file, write_json
 
 GOAL = 0.97
@@ -159,27 +158,14 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
     rounds = options.turns if options.turns_given else TURNS
     if options.quick:
         workload, rates, rounds = QUICK, QUICK_RATES, options.turns
-    blocks: dict[str, list[Block]] = {f"10 {e} {rate}": [] for e in engines for rate in rates}
-    chosen: dict[str, list[str]] = {case: [] for case in blocks}
-    durations: list[tuple[Hashable, float]] = []
-    for number in range(1, options.blocks + 1):
-        began = time.monotonic()
-        for engine in engines:
-            label = f"row 10, {ENGINES[engine]}: block {number} of {options.blocks}"
-            run = EngineBlock(engine, workload, made, rounds, number, label, options)
-            for rate, (block, choice) in run.measure(rates).items():
-                blocks[f"10 {engine} {rate}"].append(block)
-                chosen[f"10 {engine} {rate}"].append(choice)
-        durations.append(("10", time.monotonic() - began))
-        say_left("10", durations, options.blocks - number)
-    found = {
-        engine: [
-            at_rate(engine, rate, blocks[case], chosen[case], len(rates))
-            for rate in rates
-            for case in [f"10 {engine} {rate}"]
-        ]
-        for engine in engines
-    }
+    blocks: dict[str, list[Block]] = {}
+    found: dict[str, list[AtRate]] = {}
+    for engine in engines:
+        one = EngineBlocks(engine, workload, made, rates, rounds, options)
+        measured = until_decided(options, f"10 {engine}", one.finished, one.run, one.is_decided)
+        found[engine] = one.at_rates(measured)
+        for rate in rates:
+            blocks[f"10 {engine} {rate}"] = [block[rate][0] for block in measured]
     replace_file(options.out / "wire_format.svg", standalone(draw(found)))
     sides = [
         a_side(engine, wire_format, workload, rates[0].steps)
@@ -206,33 +192,65 @@ def a_side(
     return replace(side, launcher=START, over_hosts=True)
 
 
+# The turns at each rate, and what auto chose there.
+RateBlocks = dict[Rate, tuple[Block, str]]
+
+
 @dataclass
-class EngineBlock:
-    """A block of an engine: fp32 and fp16 started once, auto once at each rate."""
+class EngineBlocks:
+    """The blocks of an engine. In each fp32 and fp16 are started once, auto once at each rate."""
 
     engine: str
     workload: Workload
     made: list[Host]
+    rates: Sequence[Rate]
     rounds: int
-    number: int
-    label: str
     options: bench.Options
 
-    def measure(self, rates: Sequence[Rate]) -> dict[Rate, tuple[Block, str]]:
-        """The turns at each rate, and what auto chose there; the rates come in random order."""
+    def folder(self, number: int) -> Path:
+        return self.options.out / "blocks" / f"10-{self.engine}" / f"block-{number}"
+
+    def sides_at(self, rate: Rate) -> list[Side]:
+        """The sides at a rate, without what differs from one call to the next."""
+        names = (*FORMATS, "auto")
+        return [a_side(self.engine, name, self.workload, rate.steps) for name in names]
+
+    def finished(self, number: int) -> RateBlocks | None:
+        """The block that an interrupted call has left, if it has all rates."""
         found = {}
-        folder = self.options.out / "blocks" / f"10-{self.engine}" / f"block-{self.number}"
-        place = (self.options.seed, self.engine, self.number)
+        for rate in self.rates:
+            folder = self.folder(number) / auto_at(rate)
+            block = finished_block(self.sides_at(rate), self.rounds, folder)
+            if block is None:
+                return None
+            found[rate] = block, read_choice(folder / "0" / "output.log")
+        return found
+
+    def run(self, number: int, about: str) -> RateBlocks:
+        """Measure a block; the rates come in random order."""
+        found = {}
+        place = (self.options.seed, self.engine, number)
         sides = [self.side(wire_format) for wire_format in drawn(FORMATS, *place)]
-        with Stage(folder) as stage:
-            say(f"{self.label}: starting {' and '.join(FORMATS)}")
+        with Stage(self.folder(number)) as stage:
+            say(f"{about}: starting {' and '.join(FORMATS)}")
             namespaces.limit_rate(self.made, None)
             stage.start(*sides)
-            for rate in drawn(rates, *place, "rates"):
-                found[rate] = self.measure_at(rate, stage, sides)
-        told = {str(rate): asdict(block) for rate, (block, _) in found.items()}
-        write_json(folder / "block.json", told)
+            for rate in drawn(self.rates, *place, "rates"):
+                found[rate] = self.measure_at(rate, stage, sides, number, about)
         return found
+
+    def at_rates(self, measured: Sequence[RateBlocks]) -> list[AtRate]:
+        """What the blocks come to at each rate."""
+        found = []
+        for rate in self.rates:
+            blocks, chosen = zip(*(block[rate] for block in measured), strict=True)
+            confidence, num_rates = self.options.confidence, len(self.rates)
+            found.append(at_rate(self.engine, rate, blocks, chosen, num_rates, confidence))
+        return found
+
+    def is_decided(self, measured: Sequence[RateBlocks]) -> bool:
+        """Whether the worst rate has a verdict."""
+        return summary(self.engine, self.at_rates(measured), self.workload).verdict != OPEN
 
     def side(self, wire_format: str, name: str | None = None) -> Side:
         """A side on the first host, whose turns' length the rate decides."""
@@ -240,15 +258,17 @@ class EngineBlock:
         cores = ",".join(map(str, cores_of(0)))
         return replace(side, launcher=("taskset", "-c", cores, *self.made[0].inside(*START)))
 
-    def measure_at(self, rate: Rate, stage: Stage, sides: list[Side]) -> tuple[Block, str]:
+    def measure_at(
+        self, rate: Rate, stage: Stage, sides: list[Side], number: int, about: str
+    ) -> tuple[Block, str]:
         """Start auto at this rate, let all take turns, end auto."""
         load = os.getloadavg()[0]
         namespaces.limit_rate(self.made, rate.gigabits)
-        auto = self.side("auto", f"auto-{rate.word}")
+        auto = self.side("auto", auto_at(rate))
         stage.start(auto)
         for side in sides:  # their connections have known another rate
             stage.take_turn(replace(side, steps=2), 0)
-        place = (self.options.seed, self.engine, self.number, rate)
+        place = (self.options.seed, self.engine, number, rate)
         order = drawn([replace(side, steps=rate.steps) for side in (*sides, auto)], *place)
         taker = Taker(stage, self.options.patience, spare=self.rounds * len(order))
         turns: list[Turn] = []
@@ -257,14 +277,22 @@ class EngineBlock:
                 turn = taker.take(side, round_)
                 turns.append(replace(turn, side="auto") if side.name == auto.name else turn)
         stage.end(auto)
-        choice = read_choice(stage.folder / auto.name / "0" / "output.log")
+        folder = stage.folder / auto.name
+        choice = read_choice(folder / "0" / "output.log")
         names = ["auto" if side.name == auto.name else side.name for side in order]
         block = Block(
-            self.number, tuple(names), round(load, 2), tuple(turns), quiet_cores=stage.quiet_cores
+            number, tuple(names), round(load, 2), tuple(turns), quiet_cores=stage.quiet_cores
         )
+        made_of = origin(self.sides_at(rate), self.rounds)
+        write_json(folder / "block.json", {**made_of, **asdict(block)})
         speeds = [f"{name} {block.median(name, throughput):.4g}" for name in (*FORMATS, "auto")]
-        say(f"{self.label}, {rate}: {', '.join(speeds)} images/s; auto took {choice}")
+        say(f"{about}, {rate}: {', '.join(speeds)} images/s; auto took {choice}")
         return block, choice
+
+
+def auto_at(rate: Rate) -> str:
+    """Auto's folder at a rate, which also keeps the rate's block."""
+    return f"auto-{rate.word}"
 
 
 def read_choice(log: Path) -> str:
@@ -276,7 +304,12 @@ def read_choice(log: Path) -> str:
 
 
 def at_rate(
-    engine: str, rate: Rate, blocks: Sequence[Block], chosen: Sequence[str], num_rates: int = 1
+    engine: str,
+    rate: Rate,
+    blocks: Sequence[Block],
+    chosen: Sequence[str],
+    num_rates: int = 1,
+    confidence: float = CONFIDENCE,
 ) -> AtRate:
     """What the blocks at a rate come to.
 
@@ -286,8 +319,8 @@ def at_rate(
     """
     fp16 = estimate(blocks, "fp16", "fp32")
     better = "fp16" if fp16.ratio > 1 else "fp32"
-    row = a_row(engine, str(rate)).compared(blocks, "auto", better)
-    wide = estimate(blocks, "auto", better, confidence=1 - (1 - CONFIDENCE) / num_rates)
+    row = a_row(engine, str(rate)).compared(blocks, "auto", better, confidence=confidence)
+    wide = estimate(blocks, "auto", better, confidence=1 - (1 - confidence) / num_rates)
     row = replace(row, high=wide.high)
     speeds = {name: estimate_value(blocks, name).ratio for name in (*FORMATS, "auto")}
     return AtRate(rate, better, fp16, row, tuple(chosen), speeds)

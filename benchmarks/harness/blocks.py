@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.plan.blocks import drawn, seconds_left
@@ -16,10 +17,11 @@ from compare.running.turns import PATIENCE, finished_block, run_block, say
 LOOKS = (4, 8, 16)
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
-# An interval that contains its goal decides too if it lies within this share of it: what is nearer
-# to its goal could be told from it only by many hours of measuring, and nobody would choose by it.
+# An interval that contains its goal decides, too, if it ends no more than this share beyond it, on
+# the wrong side: on which side the truth lies could take hours to show, and would change no choice.
 NEAR = 0.02
 
+T = TypeVar("T")
 Judged = tuple[str, str, float]  # a ratio's first and second side, and its goal
 
 
@@ -63,27 +65,54 @@ def run_blocks(
 
     `case` is the row's number, with a name behind it if the row has several: "5 DDP".
     """
-    num_blocks, rounds = options.looks[0], rounds or options.turns
+    rounds = rounds or options.turns
     folder = options.out / "blocks" / case.replace(" ", "-")
-    blocks: list[Block] = []
+
+    def order(number: int) -> list[Side]:
+        return drawn(sides, options.seed, case, number)
+
+    return until_decided(
+        options,
+        case,
+        finished=lambda number: finished_block(order(number), rounds, folder / f"block-{number}"),
+        run=lambda number, about: run_block(
+            order(number), rounds, folder / f"block-{number}", number, about, options.patience
+        ),
+        is_decided=lambda blocks: is_decided(blocks, options, judged, value),
+    )
+
+
+def until_decided(
+    options: Options,
+    case: str,
+    finished: Callable[[int], T | None],
+    run: Callable[[int, str], T],
+    is_decided: Callable[[list[T]], bool],
+) -> list[T]:
+    """Measure blocks up to the first look at which they give a verdict, or to the last look.
+
+    `finished` returns the block of a number if an interrupted call has left it; else `run`, which
+    also gets what to call it, measures it.
+    """
+    num_blocks = options.looks[0]
+    blocks: list[T] = []
     durations: list[tuple[Hashable, float]] = []
     for number in range(1, options.looks[-1] + 1):
         if number > num_blocks:
-            if is_decided(blocks, options, judged, value):
+            if is_decided(blocks):
                 break
             num_blocks = next(look for look in options.looks if look >= number)
             say(f"row {case}: not decided, going on to {num_blocks} blocks")
-        order = drawn(sides, options.seed, case, number)
         about = f"row {case}: block {number} of {num_blocks}"
-        path = folder / f"block-{number}"
-        if kept := finished_block(order, rounds, path):
+        if (kept := finished(number)) is not None:
             say(f"{about}: is there already")
             blocks.append(kept)
             continue
         began = time.monotonic()
-        blocks.append(run_block(order, rounds, path, number, about, options.patience))
+        blocks.append(run(number, about))
         durations.append((case, time.monotonic() - began))
-        say_left(case, durations, num_blocks - number)
+        if left := seconds_left(durations, [case] * (num_blocks - number)):
+            say(f"row {case}: about {duration(left)} left")
     return blocks
 
 
@@ -109,10 +138,5 @@ def verdict_of(low: float | None, high: float | None, goal: float, at_least: boo
         return REACHED
     if high < goal if at_least else low > goal:
         return MISSED
-    return AT_GOAL if goal * (1 - NEAR) <= low and high <= goal * (1 + NEAR) else OPEN
-
-
-def say_left(case: str, durations: Sequence[tuple[Hashable, float]], blocks: int) -> None:
-    """Say how long the blocks will take that are left."""
-    if left := seconds_left(durations, [case] * blocks):
-        say(f"row {case}: about {duration(left)} left")
+    near = low >= goal * (1 - NEAR) if at_least else high <= goal * (1 + NEAR)
+    return AT_GOAL if near else OPEN
