@@ -54,7 +54,7 @@ from recipe.files import replace_file, write_json
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")
 TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
-TURNS = 4  # by default: there are six rates and two engines
+TURNS, MAX_BLOCKS = 4, 8  # by default: there are six rates and two engines
 HOSTS = ("node0", "node1")
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
@@ -153,6 +153,7 @@ def a_row(engine: str, rate: str = "worst rate") -> bench.Row:
 
 def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options) -> bench.Measured:
     """Measure on these hosts."""
+    options = replace(options, max_blocks=MAX_BLOCKS)
     rates: Sequence[Rate] = RATES
     workload = Workload("shufflenet_v2_x1_0", 96, 8)
     rounds = options.turns if options.turns_given else TURNS
