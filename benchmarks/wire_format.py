@@ -161,18 +161,15 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
         workload, rates, rounds = QUICK, QUICK_RATES, options.turns
     blocks: dict[str, list[Block]] = {}
     found: dict[str, list[AtRate]] = {}
+    sides: list[Side] = []
     for engine in engines:
         one = EngineBlocks(engine, workload, made, rates, rounds, options)
         measured = until_decided(options, f"10 {engine}", one.finished, one.run, one.is_decided)
         found[engine] = one.at_rates(measured)
+        sides += one.sides_at(rates[0])
         for rate in rates:
             blocks[f"10 {engine} {rate}"] = [block[rate][0] for block in measured]
     replace_file(options.out / "wire_format.svg", standalone(draw(found)))
-    sides = [
-        a_side(engine, wire_format, workload, rates[0].steps)
-        for engine in engines
-        for wire_format in (*FORMATS, "auto")
-    ]
     rows = [summary(engine, at_rates, workload) for engine, at_rates in found.items()]
     details = {engine: [as_dict(one) for one in at_rates] for engine, at_rates in found.items()}
     return bench.Measured(rows, sides, blocks, details)

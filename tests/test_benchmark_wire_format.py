@@ -191,6 +191,8 @@ def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> No
     try:
         wait_until(lambda: auto.exists() or process.poll() is not None)
         own = psutil.Process(process.pid).children(recursive=True)
+        ranks = [one for one in own if "ddp_train/train.py" in one.cmdline()]
+        cores = {tuple(one.cpu_affinity()) for one in ranks if "mpirun" not in one.cmdline()}
         # Others may have hosts on this machine, too.
         names = {told("ip", "netns", "identify", str(one.pid)).strip() for one in own} - {""}
         process.send_signal(signal.SIGINT)
@@ -199,6 +201,7 @@ def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> No
         process.kill()
     assert process.returncode == 130 and "interrupted" in error
     assert auto.exists() and len(names) == 2
+    assert cores == {tuple(wire_format.cores_of(host)) for host in (0, 1)}
     (mark,) = {name.split("-")[1] for name in names}
     assert mark not in told("ip", "netns", "list") + told("ip", "-o", "link")
     _, alive = psutil.wait_procs(own, timeout=5)  # an orphan's end is for init to note

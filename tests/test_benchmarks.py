@@ -83,11 +83,14 @@ def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict
     assert row.verdict == verdict
 
 
-@pytest.mark.parametrize(("second", "count"), [(12.5, 4), (10.9, 8), (10.0, 16)])
+@pytest.mark.parametrize(
+    ("second", "spread", "count"),
+    [(12.5, 1, 4), (10.9, 1, 8), (10.0, 1, 16), (9.53, 0.02, 4)],  # the last one: at the goal
+)
 def test_blocks_go_on_until_the_verdict_is_decided(
-    second: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    second: float, spread: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = iter(block([10 + number % 2], [second]) for number in range(20))
+    made = iter(block([10 + spread * (number % 2)], [second]) for number in range(20))
     monkeypatch.setattr(blocks, "run_block", lambda *_: next(made))
     options = blocks.Options(out=tmp_path, blocks=4, turns=1)
     sides = [side(name="a"), side(name="b")]

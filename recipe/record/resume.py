@@ -330,13 +330,23 @@ def _check_fits(
             + (here if here != counts else "as many, of other names or classes")
             + "; bring the old data back, or add --allow-changed-data"
         )
+    _check_momenta(checkpoint, config, world, name)
+
+
+def _check_momenta(checkpoint: dict[str, Any], config: Config, world: World, name: str) -> None:
+    """UserError where AdaSum's momentum of each worker cannot be carried on."""
     momenta = checkpoint.get("momenta")
     if momenta and (not config.use_adasum or len(momenta) != world.size):
         raise UserError(
             f"{name}: holds the momentum of each of {len(momenta)} workers under --use-adasum; go "
             "on with as many and with that flag, or start from its weights with --weights"
         )
-    if saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta:
+    if (
+        checkpoint["config"].get("use_adasum")
+        and world.size > 1
+        and config.momentum
+        and not momenta
+    ):
         raise UserError(
             f"{name}: was trained with --use-adasum and holds one worker's momentum only, from "
             "which others cannot go on exactly; start from its weights with --weights"
