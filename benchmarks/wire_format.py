@@ -54,8 +54,7 @@ from recipe.files import replace_file, write_json
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")
 TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
-# Short turns and many: blocks scatter by what disturbs their turns, hardly by their launches.
-TURNS, MAX_BLOCKS = 16, 8
+TURNS = 16  # by default: blocks scatter by what disturbs their turns, hardly by their launches
 HOSTS = ("node0", "node1")
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
@@ -154,7 +153,6 @@ def a_row(engine: str, rate: str = "worst rate") -> bench.Row:
 
 def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options) -> bench.Measured:
     """Measure on these hosts."""
-    options = replace(options, max_blocks=MAX_BLOCKS)
     rates: Sequence[Rate] = RATES
     workload = Workload("shufflenet_v2_x1_0", 96, 8)
     rounds = options.turns if options.turns_given else TURNS

@@ -99,8 +99,6 @@ def test_blocks_go_on_until_the_verdict_is_decided(
     given = replace(options, blocks=2, blocks_given=True)
     assert len(blocks.run_blocks(sides, given, "1", judged)) == 2
     assert (options.confidence, given.confidence) == (pytest.approx(1 - 0.05 / 3), 0.95)
-    short = replace(options, max_blocks=8)
-    assert (short.looks, short.confidence) == ((4, 8), 0.975)
 
 
 def test_a_row_without_a_goal_is_for_reference() -> None:

@@ -39,14 +39,13 @@ class Options:
     seed: int = 0
     blocks_given: bool = False  # by the user, as the turns; if not, a benchmark may take fewer
     turns_given: bool = False
-    max_blocks: int = LOOKS[-1]  # of a row whose blocks take long, fewer
 
     @property
     def looks(self) -> tuple[int, ...]:
         """The numbers of blocks after which it is asked whether they are enough."""
         if self.blocks_given or self.quick:
             return (self.blocks,)
-        return tuple(look for look in LOOKS if look <= self.max_blocks)
+        return LOOKS
 
     @property
     def confidence(self) -> float:
