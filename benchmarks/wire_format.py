@@ -54,7 +54,7 @@ from recipe.files import replace_file, write_json
 GOAL = 0.97
 FORMATS = ("fp32", "fp16")
 TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
-TURNS = 16  # by default: blocks scatter by what disturbs their turns, hardly by their launches
+TURNS = 16  # by default: what disturbs turns explains most of how blocks scatter
 HOSTS = ("node0", "node1")
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
@@ -65,7 +65,7 @@ NO_LIMIT_AT = 20.0  # Gb/s: where the plot shows links without a limit
 
 @dataclass(frozen=True)
 class Rate:
-    """What each host may send, and how many steps are a turn of half a second there."""
+    """What each host may send, and how many steps are a turn of about half a second there."""
 
     gigabits: float | None  # 10^9 bits per second; None: no limit
     steps: int
@@ -165,7 +165,7 @@ def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options)
         one = EngineBlocks(engine, workload, made, rates, rounds, options)
         measured = until_decided(options, f"10 {engine}", one.finished, one.run, one.is_decided)
         found[engine] = one.at_rates(measured)
-        sides += one.sides_at(rates[0])
+        sides += [replace(side, name=f"{engine} {side.name}") for side in one.sides_at(rates[0])]
         for rate in rates:
             blocks[f"10 {engine} {rate}"] = [block[rate][0] for block in measured]
     replace_file(options.out / "wire_format.svg", standalone(draw(found)))

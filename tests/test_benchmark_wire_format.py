@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -191,8 +192,12 @@ def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> No
     try:
         wait_until(lambda: auto.exists() or process.poll() is not None)
         own = psutil.Process(process.pid).children(recursive=True)
-        ranks = [one for one in own if "ddp_train/train.py" in one.cmdline()]
-        cores = {tuple(one.cpu_affinity()) for one in ranks if "mpirun" not in one.cmdline()}
+        cores = set()
+        for one in own:
+            with suppress(psutil.NoSuchProcess):  # helpers come and go
+                command = one.cmdline()
+                if "ddp_train/train.py" in command and "mpirun" not in command:
+                    cores.add(tuple(one.cpu_affinity()))
         # Others may have hosts on this machine, too.
         names = {told("ip", "netns", "identify", str(one.pid)).strip() for one in own} - {""}
         process.send_signal(signal.SIGINT)
