@@ -37,7 +37,7 @@ class Options:
     gpu: bool = False
     profile: bool = False
     seed: int = 0
-    blocks_given: bool = False  # by the user, as the turns; if not, a benchmark may take other numbers
+    blocks_given: bool = False  # by the user, as the turns; if not, a benchmark may take others
     turns_given: bool = False
 
     @property
