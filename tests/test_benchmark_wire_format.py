@@ -175,6 +175,7 @@ def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
     assert found["chosen"][0] in wire_format.FORMATS
     turns = record["blocks"]["10 ddp 0.5 Gb/s"][0]["turns"]
     assert sorted({turn["side"] for turn in turns}) == ["auto", "fp16", "fp32"]
+    assert sorted(record["commands"]) == ["ddp auto", "ddp fp16", "ddp fp32"]
     ElementTree.parse(tmp_path / "out" / "wire_format.svg")
     again = run(command, PYTHONPATH=str(ROOT))
     assert again.returncode == 0 and "is there already" in again.output

@@ -43,9 +43,7 @@ class Options:
     @property
     def looks(self) -> tuple[int, ...]:
         """The numbers of blocks after which it is asked whether they are enough."""
-        if self.blocks_given or self.quick:
-            return (self.blocks,)
-        return LOOKS
+        return (self.blocks,) if self.blocks_given or self.quick else LOOKS
 
     @property
     def confidence(self) -> float:
