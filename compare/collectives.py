@@ -20,7 +20,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence.collectives import Measurement, read_measurement
 from compare.page.collectives import as_csv, as_json, heading, plot, sentences, table
 from compare.plan.blocks import drawn, seconds_left
@@ -42,6 +42,7 @@ from compare.running.launch import (
     write_outcome,
 )
 from compare.running.preflight import busy_cores, other_load_warnings
+from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 
 WIRES = ("fp32", "fp16")

@@ -27,7 +27,7 @@ from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.plan.hosts import (
     SLURM,
     is_here,
@@ -41,6 +41,7 @@ from compare.plan.ssh import last_line, ssh_remedy, ssh_words
 from compare.running.host_findings import ALL, Finding, agreement, host_findings, interface_text
 from compare.running.launch import start_command, wait_up_to
 from compare.running.probe import PROBE_SECONDS, probe, reach
+from recipe.errors import UserError
 from recipe.files import write_json
 
 WIDTH = 100

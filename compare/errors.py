@@ -4,9 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-
-class UserError(Exception):
-    """Something that the user can set right."""
+from recipe.errors import UserError
 
 
 def run_main(

@@ -18,9 +18,10 @@ import sys
 from pathlib import Path
 
 from compare import collectives, report
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence import packed
 from compare.plan.sources import ROOT
+from recipe.errors import UserError
 
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.

@@ -19,7 +19,7 @@ import math
 import sys
 from pathlib import Path
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence.parity import compare_ranks, compare_runs
 from compare.page.parity import json_report, text_report
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
@@ -27,6 +27,7 @@ from compare.plan.plan import RESERVED_FLAGS, Plan, Run
 from compare.plan.plan_file import positive
 from compare.running.launch import start_and_wait, utc_stamp
 from compare.running.tools import check_tools
+from recipe.errors import UserError
 from recipe.flags import flag_name
 
 TAIL_LINES = 40  # of a failed run's output that are shown; torchrun's own end takes 30

@@ -17,7 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence.records import (
     Comparison,
     find_comparison,
@@ -27,6 +27,7 @@ from compare.evidence.records import (
 )
 from compare.evidence.references import Reference, load_references
 from compare.evidence.run_folder import RecordError
+from recipe.errors import UserError
 from recipe.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,8 @@ def guarded_report(options: argparse.Namespace) -> int:
         raise UserError(
             f"this needs {error.name}: pip install tabulate jinja2 (--no-html does without jinja2)"
         ) from None
+    except UserError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # records.py checks what it reads, field by field; this is what it did not think of.
         raise UserError(damage_text(options.comparisons, error)) from None

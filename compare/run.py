@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.run_folder import read_object
 from compare.evidence.words import count
@@ -67,6 +67,7 @@ from compare.running.sides import MeasurementError, NoTurns
 from compare.running.slurm import SLURM_FOLDER, submit_and_follow
 from compare.running.tools import check_tools, missing_for
 from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
+from recipe.errors import UserError
 from recipe.files import write_json
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should

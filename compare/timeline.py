@@ -25,12 +25,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence.exchange import read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
 from compare.evidence.words import told_apart
 from compare.page.chart import standalone
 from compare.page.exchange import plot_exchanges
+from recipe.errors import UserError
 from recipe.files import replace_file
 
 # What a trace's phase letters mean here (Trace Event Format): complete spans, instants, counters,

@@ -8,12 +8,12 @@ import pytest
 from test_compare_records import edit, make_comparison
 
 from compare import report
-from compare.errors import UserError
 from compare.evidence.records import load_comparison
 from compare.evidence.references import COLUMNS, load_references
 from compare.evidence.rows import speed_rows
 from compare.evidence.words import three_digits
 from compare.page.plots import all_plots
+from recipe.errors import UserError
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "compare/references/resnet50-v100.csv"
 

@@ -8,11 +8,12 @@ import pytest
 from test_compare_records import edit, make_comparison, make_square
 
 from compare import keep, parity, report, timeline
-from compare.errors import UserError, run_main
+from compare.errors import run_main
 from compare.evidence import packed
 from compare.evidence.notices import notices
 from compare.evidence.records import load_comparison
 from compare.plan.sources import ROOT
+from recipe.errors import UserError
 
 
 @pytest.fixture

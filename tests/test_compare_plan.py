@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from compare import run as run_module
-from compare.errors import UserError
 from compare.evidence.packed import read_text
 from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
@@ -32,6 +31,7 @@ from compare.running import slurm
 from compare.running.progress import in_whole_runs
 from compare.running.sides import NoTurns, training_side
 from recipe.config import parse_args
+from recipe.errors import UserError
 from recipe.flags import flag_name, names_of, without_flag
 from recipe.training.schedule import learning_rate
 from recipe.world import World

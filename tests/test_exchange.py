@@ -12,13 +12,13 @@ import torch.distributed as dist
 from making import TinyNet, a_config
 from torch.nn.parallel import DistributedDataParallel
 
-from compare.errors import UserError
 from compare.evidence.exchange import Exchange, ExchangeStep, Message, read_exchange
 from compare.page.chart import standalone
 from compare.page.exchange import plot_exchange, plot_exchanges
 from compare.page.plot import Selection
 from ddp_train import timeline
 from ddp_train.buckets import bucket_hook
+from recipe.errors import UserError
 
 ZERO = 1_790_857_026_000_000_000  # of the Unix clock: the first step's backward pass begins
 MS = 1_000_000

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from compare.errors import UserError
 from compare.plan.hosts import (
     is_here,
     is_only_here,
@@ -19,6 +18,7 @@ from compare.plan.hosts import (
     used_hosts,
 )
 from compare.plan.sources import ROOT
+from recipe.errors import UserError
 
 READY = sorted((ROOT / "hostfiles").glob("*.txt"))
 

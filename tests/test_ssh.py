@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from compare import run as run_module
-from compare.errors import UserError
 from compare.plan.environment import set_variables
 from compare.plan.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
+from recipe.errors import UserError
 
 # Says what OpenSSH says, by the name of the host.
 SSH = r"""#!/bin/sh

@@ -14,7 +14,6 @@ from launching import SMALL, rarely, read_json
 from test_compare_plan import plan_of
 
 from compare import run as run_module
-from compare.errors import UserError
 from compare.evidence.paired import estimate_ratio
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS
@@ -34,6 +33,7 @@ from compare.running.search import SearchError, Trial, Value, is_gain, search, t
 from compare.running.sides import MeasurementError, NoTurns, Side
 from compare.running.tune import comparison_command, tuning_plan
 from compare.running.turns import origin
+from recipe.errors import UserError
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
 BUCKETS = settings_knob("bucket_cap_mb", 1.0, 50.0, 100.0)

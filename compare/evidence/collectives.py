@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.paired import Estimate, estimate_ratio
+from recipe.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence.profiles import TIMELINES, Event, Lane, read_timeline
+from recipe.errors import UserError
 
 BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
 

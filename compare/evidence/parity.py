@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.distances import Distance, measure
 from compare.evidence.traces import (
@@ -20,6 +19,7 @@ from compare.evidence.traces import (
     trace_pairs,
 )
 from compare.evidence.words import told_apart
+from recipe.errors import UserError
 
 
 @dataclass

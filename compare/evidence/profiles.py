@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence import packed
+from recipe.errors import UserError
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so, if it has a schedule
 # The engines' timelines, which rank 0 writes, and how a person calls them. DDP has none of its own:

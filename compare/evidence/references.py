@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare.errors import UserError
+from recipe.errors import UserError
 
 COLUMNS = ("name", "workers", "images_per_second", "source")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.turns import Block, Turn
+from recipe.errors import UserError
 from recipe.record.schema import (
     FORMAT,
     METRICS,

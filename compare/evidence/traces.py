@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from compare.errors import UserError
 from compare.evidence import packed
 from compare.evidence.run_folder import read_object
+from recipe.errors import UserError
 
 # The arrays of a trace, in the order in which a step computes them; buffers never feed back into
 # training, and so cannot be the cause of anything.

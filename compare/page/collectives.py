@@ -5,7 +5,6 @@ import io
 import textwrap
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence.collectives import Cell, Measurement, size_text
 from compare.evidence.load import least_load
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate
@@ -23,6 +22,7 @@ from compare.page.chart import (
     series_colour,
     standalone,
 )
+from recipe.errors import UserError
 
 TABLE_WIDTH = 100
 BACKENDS_ABREAST = 4  # in the table

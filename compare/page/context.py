@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence.paired import REACH_OF_80_PERCENT
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, percent_text
 from compare.plan.record import plan_from
+from recipe.errors import UserError
 
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
-from compare.errors import UserError
 from compare.evidence.exchange import Exchange, Message, read_exchange
 from compare.page.chart import INK, MUTED, Key, Scale, linear
 from compare.page.plot import Axis, Layer, Plot, Selection, Series
+from recipe.errors import UserError
 
 PANEL = 96.0  # a panel's height, units of the picture
 PITCH = 1.3  # from one panel to the next, in panels: above each stands the run's name

@@ -7,7 +7,6 @@ import shlex
 import socket
 from dataclasses import dataclass, field
 
-from compare.errors import UserError
 from compare.plan.environment import set_variables, steering_variables
 from compare.plan.hosts import (
     interface_variables,
@@ -16,6 +15,7 @@ from compare.plan.hosts import (
     placement,
     used_hosts,
 )
+from recipe.errors import UserError
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from compare.errors import UserError
+from recipe.errors import UserError
 from recipe.world import tasks_per_node
 
 SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import recipe.errors
-from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
 from compare.plan.plan import MEASURES, ROOT, Plan, knobs_files, percentage
@@ -24,6 +22,7 @@ from compare.plan.plan_file import (
     read_plan_file,
 )
 from recipe.config import are_digits, check, read_flags
+from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
 from recipe.knobs import read_all_knobs
 
@@ -359,10 +358,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def check_knobs(plan: Plan) -> None:
     """Raise UserError if a file of knobs cannot be used, before the first run finds that out."""
     for name in knobs_files(plan):
-        try:
-            read_all_knobs(Path(name).expanduser())
-        except recipe.errors.UserError as error:
-            raise UserError(str(error)) from None
+        read_all_knobs(Path(name).expanduser())
 
 
 def check_trainers(plan: Plan) -> None:
@@ -377,7 +373,7 @@ def check_trainers(plan: Plan) -> None:
             )
             for workers in plan.workers[1:]:
                 check(config, engine, workers)
-        except recipe.errors.UserError as error:
+        except UserError as error:
             raise UserError(f"the trainers refuse their flags: {error}") from None
 
 

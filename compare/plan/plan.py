@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compare.errors import UserError
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
 from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import ROOT
+from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {

@@ -28,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.environment import RUN_MARK
 from compare.plan.hosts import SLURM, read_hostfile, read_hosts
@@ -41,6 +40,7 @@ from compare.plan.plan import (
     Plan,
     percentage,
 )
+from recipe.errors import UserError
 from recipe.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):

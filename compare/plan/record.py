@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compare.errors import UserError
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.environment import REMOVED_VARIABLES, set_variables, steering_variables
 from compare.plan.hosts import SLURM, interface_variables
 from compare.plan.plan import Case, Plan, Run, knobs_files, varied_fields
 from compare.plan.plan_file import check_keys
 from compare.plan.sources import trainers_sha256
+from recipe.errors import UserError
 
 
 def knobs_sha256(plan: Plan) -> dict[str, str | None]:

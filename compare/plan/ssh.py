@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from compare.errors import UserError
 from compare.plan.hosts import is_here, placement
+from recipe.errors import UserError
 
 MPIRUN_VARIABLE = "OMPI_MCA_plm_rsh_args"
 # No password prompt, at which a launcher would wait for ever, and an end behind a firewall.

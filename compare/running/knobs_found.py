@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import recipe.errors
 from compare.evidence.load import most_load
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
@@ -19,6 +18,7 @@ from compare.plan.options import script_path
 from compare.plan.plan import Plan
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.search import Trial, is_gain
+from recipe.errors import UserError
 from recipe.files import replace_file
 from recipe.knobs import Knobs, knobs_text, read_all_knobs
 
@@ -104,7 +104,7 @@ def write_file(path: Path, found: Sequence[Found], plan: Plan, argv: Sequence[st
         tuned = {one.configuration.engine for one in found}
         try:
             old = read_all_knobs(path)
-        except recipe.errors.UserError as error:
+        except UserError as error:
             print(f"warning: {error}; nothing is taken over from it")
             old = {}
         kept = {engine: knobs for engine, knobs in old.items() if engine not in tuned}

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import recipe.errors
 from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
 from compare.plan.hosts import placement
@@ -12,6 +11,7 @@ from compare.plan.plan import Plan
 from compare.running import preflight
 from compare.running.search import Knob, Value
 from recipe.config import read_flags
+from recipe.errors import UserError
 from recipe.flags import FLAGS, flag_name, spelled
 from recipe.knobs import SETTINGS, Knobs
 
@@ -118,7 +118,7 @@ def why_refused(knob: Knob, configuration: Configuration, plan: Plan) -> str:
     run = plan.run(0, plan.cases[0], candidate, max(plan.workers))
     try:
         read_flags(candidate.engine, run.workers, list(run.arguments), talk=False)
-    except recipe.errors.UserError as error:
+    except UserError as error:
         return str(error)
     return ""
 

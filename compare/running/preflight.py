@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from compare.errors import UserError
 from compare.evidence.load import least_load
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_here, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
 from compare.running.launch import busy_cpu_seconds
+from recipe.errors import UserError
 from recipe.flags import last_value
 
 BUSIEST_SHOWN = 3

@@ -5,7 +5,6 @@ from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
-from compare.errors import UserError
 from compare.evidence.run_folder import read_object, read_record
 from compare.plan.plan import Plan, Run
 from compare.plan.record import read_plan
@@ -18,6 +17,7 @@ from compare.running.launch import (
     print_line,
     print_tail,
 )
+from recipe.errors import UserError
 from recipe.record.schema import Summary
 
 NO_TURNS = "not by turns: "  # begins the warning of a plan that could not be as it was meant

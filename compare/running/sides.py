@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 
-from compare.errors import UserError
 from compare.plan.environment import RUN_MARK
 from compare.plan.plan import TRAINERS, Run
 from compare.plan.sources import ROOT
 from compare.running.agent import STAGE
 from recipe.config import read_flags
+from recipe.errors import UserError
 
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 STOP_SECONDS = 5.0  # for a process to stop

@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-from compare.errors import UserError
 from compare.evidence.run_folder import read_object
 from compare.evidence.words import count
 from compare.plan.blocks import seconds_left
@@ -34,6 +33,7 @@ from compare.running.progress import (
     resumed,
     show_outcome,
 )
+from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.flags import flag_name, without_flag
 

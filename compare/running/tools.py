@@ -3,11 +3,11 @@
 import importlib.util
 import shutil
 
-from compare.errors import UserError
 from compare.plan.configurations import Configuration
 from compare.plan.environment import set_variables
 from compare.plan.hosts import is_only_here
 from compare.plan.plan import Plan
+from recipe.errors import UserError
 
 NO_HOROVOD = (
     "Horovod is not installed in this environment. Build it with\n"

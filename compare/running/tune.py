@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compare.errors import UserError
 from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import ENGINES
 from compare.evidence.run_folder import read_object
@@ -46,6 +45,7 @@ from compare.running.progress import another_plan, check_sources
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, search
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.turns import PATIENCE, finished_block, run_block
+from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, without_flag
 from recipe.knobs import SETTINGS, Knobs, knobs_text
