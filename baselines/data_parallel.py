@@ -15,17 +15,15 @@ bit-equal to single_process.py. With several they are not: each GPU normalises i
 batch in BatchNorm, and the parts' gradients are added up in another order.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "data_parallel"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import torch
 from torch import nn
@@ -43,12 +41,12 @@ def distribute(parts: Parts) -> None:
         parts.network = nn.DataParallel(parts.model)
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says."""
     device = prepare(config, world, launcher="none")
-    train(config, world, device, Rung(ENGINE, distribute=distribute))
+    train(config, world, device, Rung(ENGINE, distribute=distribute), hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

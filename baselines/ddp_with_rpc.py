@@ -22,17 +22,15 @@ With two trainers the weights are bit-equal to those of ddp_train/train.py with 
 with one to single_process.py. With more, only the order of additions in the last layer is another.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "ddp_with_rpc"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import copy
 from collections.abc import Callable
@@ -135,7 +133,12 @@ class Trainer:
         parts.network.broadcast_buffers = False
 
     def forward_backward(
-        self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+        self,
+        parts: Parts,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        sync_gradients: bool,
+        lap: Callable,
     ) -> Sums:
         """The trunk here, the last layer there, and back; gradients stay in the step's context."""
         self.context = self.step.enter_context(autograd.context())
@@ -168,7 +171,7 @@ class Trainer:
             parts.optimizer.state[mine] = optimizer.state[theirs]
         return parts.model, parts.optimizer
 
-    def run(self, device: torch.device) -> None:
+    def run(self, device: torch.device, hooks: Hooks) -> None:
         """Train."""
         with process_group(self.config, self.world):
             rung = Rung(
@@ -178,10 +181,10 @@ class Trainer:
                 update=self.update,
                 whole=self.whole,
             )
-            train(self.config, self.world, device, rung)
+            train(self.config, self.world, device, rung, hooks)
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train, or serve, as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     if world.size < 2:
@@ -192,9 +195,9 @@ def main(config: Config, world: World) -> None:
         trainers = world.size - 1
         if world.rank < trainers:
             place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-            Trainer(config, place).run(device)
+            Trainer(config, place).run(device, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

@@ -21,17 +21,15 @@ weights, and the plain one rounds more often (torch 2.14.1). Also, with more tha
 gradients may be added up in another order, and --clip-grad-norm adds up the norm in parts.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import leave, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "fsdp"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import torch
 import torch.distributed as dist
@@ -86,7 +84,7 @@ def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     with process_group(config, world):
@@ -96,12 +94,12 @@ def main(config: Config, world: World) -> None:
             whole=whole,
             measured=lambda parts: memory_by_rank(world, parts.optimizer, parts.model),
         )
-        train(config, world, device, rung)
+        train(config, world, device, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())
     # Exchanges of sharded weights can outlive their process group, and Python's own end may then
     # abort (pytorch pull request 179291).
     leave(0)

@@ -15,17 +15,15 @@ gained. The weights are bit-equal to those of ddp_train, as the same kernels com
 numbers, wherever they are.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "model_parallel"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import torch
 import torch.distributed as dist
@@ -88,14 +86,14 @@ def distribute(parts: Parts, second: torch.device) -> None:
     parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says. Every rank calls this."""
     first, second = two_devices(prepare(config, world, LACKS), world)
     with process_group(config, world):
         rung = Rung(name=ENGINE, distribute=lambda parts: distribute(parts, second))
-        train(config, world, first, rung)
+        train(config, world, first, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

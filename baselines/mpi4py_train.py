@@ -12,17 +12,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
+from recipe.start import Hooks, start
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 ENGINE = "mpi4py"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import mpi4py
 import torch
@@ -81,7 +79,7 @@ def prepare(config: Config, world: World) -> None:
         "--profile-steps": config.profile_steps is not None,
     }.items():
         if is_given:
-            raise UserError(f"{flag}: plain MPI has no such thing; leave it out")
+            raise UserError(f"{flag}: not supported by this script; remove it")
     if message := lone_copy_message(world, comm.size, "Start it with mpirun"):
         raise UserError(message)
 
@@ -119,4 +117,4 @@ if __name__ == "__main__":
         from horovod_train import train
 
         train.ENGINE = ENGINE
-        train.main(config, world)
+        train.main(config, world, Hooks())

@@ -13,7 +13,7 @@ import torch
 
 from recipe.allreduce import Backend, Options, measure, parse_options
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
+from recipe.watch import start_watchdog
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 prepare_mpi(read_world())
@@ -63,6 +63,6 @@ def main(options: Options, world: World) -> None:
 
 if __name__ == "__main__":
     world = read_world()
-    keep_watch(world)
+    start_watchdog(world)
     with one_message(world):
         main(parse_options(__doc__), world)

@@ -18,18 +18,16 @@ an evaluation and a checkpoint the ranks average both, so that a run that goes o
 does what it would have done.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "parameter_averaging"
 PERIOD = 4  # steps from one average to the next
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import math
 
@@ -80,14 +78,14 @@ def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
     return parts.model, parts.optimizer
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     with process_group(config, world):
         rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
-        train(config, world, device, rung)
+        train(config, world, device, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

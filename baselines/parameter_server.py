@@ -29,17 +29,15 @@ another one than DDP's. Without it they depend on who comes first, and differ fr
 
 import sys
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE, SYNCHRONOUS = "parameter_server", "--synchronous"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
 
 from collections import Counter
 from dataclasses import replace
@@ -172,7 +170,7 @@ class Trainer:
             staleness=updates / self.staleness.total(), largest_staleness=max(self.staleness)
         )
 
-    def run(self, device: torch.device) -> None:
+    def run(self, device: torch.device, hooks: Hooks) -> None:
         """Train."""
         with process_group(self.config, self.world):
             rung = Rung(
@@ -183,10 +181,10 @@ class Trainer:
                 whole=self.whole,
                 measured=self.measured,
             )
-            train(self.config, self.world, device, rung)
+            train(self.config, self.world, device, rung, hooks)
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train, or serve, as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     if world.size < 2:
@@ -197,9 +195,9 @@ def main(config: Config, world: World) -> None:
         trainers = world.size - 1
         if world.rank < trainers:
             place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-            Trainer(config, place, SYNCHRONOUS in sys.argv).run(device)
+            Trainer(config, place, SYNCHRONOUS in sys.argv).run(device, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

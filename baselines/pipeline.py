@@ -23,17 +23,15 @@ there BatchNorm normalises by all images. Without BatchNorm (or dropout, which e
 itself) only the order of additions differs.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "pipeline"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import copy
 import time
@@ -100,13 +98,18 @@ class Pipeline:
         return timed_compute
 
     def forward_backward(
-        self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+        self,
+        parts: Parts,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        sync_gradients: bool,
+        lap: Callable,
     ) -> Sums:
         """Let all micro-batches flow through, once the step's last is there; the last stage knows
         the metrics."""
         self.waiting.append((images, targets))
         self.sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
-        if sends:
+        if sync_gradients:
             started = time.perf_counter()
             all_images, all_targets = map(torch.cat, zip(*self.waiting, strict=True))
             given = [all_images] if self.world.rank == 0 else []
@@ -143,7 +146,7 @@ class Pipeline:
         )
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     stages, count = world.size, config.batches_per_allreduce
@@ -162,9 +165,9 @@ def main(config: Config, world: World) -> None:
             measured=pipeline.measured,
             readers=replace(world, rank=0, size=1),
         )
-        train(config, world, device, rung)
+        train(config, world, device, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

@@ -26,17 +26,15 @@ Weights are bit-equal to single_process.py's. With --batches-per-allreduce above
 nearly equal: micro-batches reach a piece in any order, and so do their gradients.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import UserError, one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "rpc_pipeline"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import logging
 from collections.abc import Callable
@@ -114,12 +112,17 @@ class Driver:
         self.optimizer = DistributedOptimizer(optimizer_here, weights)
 
     def forward_backward(
-        self, parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+        self,
+        parts: Parts,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        sync_gradients: bool,
+        lap: Callable,
     ) -> Sums:
         """Once the step's last micro-batch is there, pass all through the pieces, and back."""
         self.waiting.append((images, targets))
         sums = torch.zeros(4, dtype=torch.float64)
-        if not sends:
+        if not sync_gradients:
             return sums
         self.context = self.step.enter_context(autograd.context())
         coming = []
@@ -155,7 +158,7 @@ class Driver:
         return parts.model, parts.optimizer
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train, or hold a piece, as `config` says. Every rank calls this."""
     device = prepare(config, world, LACKS)
     if device.type != "cpu":
@@ -173,9 +176,9 @@ def main(config: Config, world: World) -> None:
                 update=driver.update,
                 whole=driver.whole,
             )
-            train(config, replace(world, size=1, local_size=1), device, rung)
+            train(config, replace(world, size=1, local_size=1), device, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

@@ -43,16 +43,16 @@ def main(config: Config, world: World) -> None:
     workers = loader_workers(config, device, threads)
 
     model = build_model(config, data.num_classes, download=True).to(device)
-    working = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
-    optimizer, scaler = build_optimizer(working, config), build_scaler(config, device)
-    train_masters(optimizer, working, model, from_rank_0=lambda values: values)
-    parts = Trainables(model, optimizer, scaler, None, working)
+    fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
+    optimizer, scaler = build_optimizer(fp16_model, config), build_scaler(config, device)
+    train_masters(optimizer, fp16_model, model, from_rank_0=lambda values: values)
+    parts = Trainables(model, optimizer, scaler, None, fp16_model)
     criterion = build_criterion(config)
 
     num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)
     batches = training_batches(data, config, world, device, workers, 0, stop)
     position = 0  # in the stream of samples
-    working.train()
+    fp16_model.train()
     for step in range(num_steps):
         seed_step(config, step, rank=0)
         for group in optimizer.param_groups:
@@ -62,13 +62,13 @@ def main(config: Config, world: World) -> None:
         for _ in range(config.batches_per_allreduce):
             images, targets = to_device(next(batches), config, device)
             with autocast(config, device):
-                loss = criterion(working(images), targets)
+                loss = criterion(fp16_model(images), targets)
             scaler.scale(loss / config.batches_per_allreduce).backward()
         unscale_and_clip(parts, config.clip_grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        round_weights(working, model)
-        working.zero_grad()
+        round_weights(fp16_model, model)
+        fp16_model.zero_grad()
 
         epoch = position // data.num_train
         position += samples_per_step(config, world, epoch)

@@ -14,17 +14,15 @@ checkpoint needs the whole state, so that all ranks send theirs to rank 0 (as pi
 The weights are bit-equal to those of ddp_train: each is updated once, by the same numbers.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.world import World
 
 ENGINE = "zero_optimizer"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -52,7 +50,7 @@ def whole(parts: Parts) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     return parts.model, parts.optimizer
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train as `config` says. Every rank calls this."""
     device = prepare(config, world)
     with process_group(config, world):
@@ -62,9 +60,9 @@ def main(config: Config, world: World) -> None:
             whole=whole,
             measured=lambda parts: memory_by_rank(world, parts.optimizer.optim, parts.model),
         )
-        train(config, world, device, rung)
+        train(config, world, device, rung, hooks)
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

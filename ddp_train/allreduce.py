@@ -16,7 +16,7 @@ from ddp_train.transport import choose_transport
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.config import Config
 from recipe.errors import one_message
-from recipe.watch import keep_watch
+from recipe.watch import start_watchdog
 from recipe.world import World, read_world
 
 
@@ -68,6 +68,6 @@ def main(options: Options, world: World) -> None:
 
 if __name__ == "__main__":
     world = read_world()
-    keep_watch(world)
+    start_watchdog(world)
     with one_message(world):
         main(parse_options(__doc__, ("auto", "mpi")), world)

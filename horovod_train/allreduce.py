@@ -13,7 +13,7 @@ import torch
 from horovod_train.engine import hvd, refuse_lone_copies
 from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
 from recipe.errors import one_message
-from recipe.watch import keep_watch
+from recipe.watch import start_watchdog
 from recipe.world import World, prepare_mpi, read_world
 
 
@@ -65,6 +65,6 @@ def main(options: Options, world: World) -> None:
 
 if __name__ == "__main__":
     world = read_world()
-    keep_watch(world)
+    start_watchdog(world)
     with one_message(world):
         main(parse_options(__doc__), world)

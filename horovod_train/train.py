@@ -6,17 +6,16 @@
 differently. What knows no engine is in recipe/.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import one_message
-from recipe.watch import keep_watch
-from recipe.world import World, read_world
+from recipe.start import Hooks, start
+from recipe.watch import heartbeat
+from recipe.world import World
 
 ENGINE = "horovod"
 
-if __name__ == "__main__":  # before torch is loaded: --help and typing errors are answered at once
-    world = read_world()
-    config = parse_args(ENGINE, world)
-    keep_watch(world, config.stall_timeout)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start(ENGINE)
 
 import math
 import sys
@@ -36,7 +35,7 @@ from recipe.record.recorder import Recorder
 from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
-from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import batch_sums, check_evaluations, check_steps
@@ -50,9 +49,9 @@ from recipe.training.validation import align_batch_norm, validate
 from recipe.training.wire_format import settle_wire_format
 
 
-def main(config: Config, world: World) -> None:
+def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train, or only evaluate, as `config` says. Every rank calls this."""
-    data = open_data(config, world)
+    data = open_data(config, world, hooks.epoch_images)
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
@@ -68,7 +67,9 @@ def main(config: Config, world: World) -> None:
         """Rank 0's values, on each rank."""
         return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
-    check_same_training(facts_of(ENGINE, config, data, device), world, device, sum_over_ranks)
+    check_same_training(
+        comparison_keys(ENGINE, config, data, device), world, device, sum_over_ranks
+    )
     # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
     cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
@@ -103,12 +104,12 @@ def main(config: Config, world: World) -> None:
         )
 
     config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
-    working = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
-    network, optimizer = distribute(working, config)
-    train_masters(optimizer, working, model, from_rank_0)
+    fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
+    network, optimizer = distribute(fp16_model, config)
+    train_masters(optimizer, fp16_model, model, from_rank_0)
     ema = build_ema(model, config)
     criterion = build_criterion(config)
-    parts = Trainables(model, optimizer, scaler, ema, working)
+    parts = Trainables(model, optimizer, scaler, ema, fp16_model)
     folder = open_run_folder(config, world, ENGINE, from_rank_0)
     progress = resume(parts, config, world, data, folder, from_rank_0)
     first_step, start = progress.step, progress.samples_seen
@@ -116,8 +117,8 @@ def main(config: Config, world: World) -> None:
     work = fingerprint(config, world, data, model, device, threads, lr_scale)
     recorder = Recorder(config, world, data, folder, progress, environment)
     meter = StepMeter(config, world, device, data, progress, workers)
-    profiler = StepProfiler(config, world, folder, first_step, working)
-    profiler.timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
+    timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
+    profiler = StepProfiler(config, world, folder, first_step, fp16_model, timeline)
 
     def validate_all(epoch: int) -> dict[str, float]:
         """The figures of the better of model and moving average, on all validation images."""
@@ -148,6 +149,7 @@ def main(config: Config, world: World) -> None:
             passes = config.batches_per_allreduce if exchange else sys.maxsize
             optimizer.set_backward_passes_per_step(passes)
         for _ in range(config.batches_per_allreduce):
+            heartbeat()
             images, targets = to_device(next(batches), config, device)
             meter.lap("data")
             # Gradients add up on each rank; the optimizer counts backward passes before it sends.
@@ -168,7 +170,7 @@ def main(config: Config, world: World) -> None:
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
-            round_weights(working, model)
+            round_weights(fp16_model, model)
         write_trace(config, world, folder, progress.step + 1, model, loss)
         network.zero_grad()
         update_ema(ema, model, config, progress.step + 1)
@@ -201,6 +203,7 @@ def main(config: Config, world: World) -> None:
             check_same_weights(model, progress.step, world, sum_over_ranks)
             is_best = progress.take_best(figures)
             keep_checkpoint(parts, progress, config, world, data, folder, is_best, sum_over_ranks)
+        hooks.step_ended()
         meter.restart()
 
     if finished:
@@ -214,4 +217,4 @@ def main(config: Config, world: World) -> None:
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world)
+        main(config, world, Hooks())

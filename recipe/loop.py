@@ -38,7 +38,8 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
-from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.start import Hooks
+from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
 from recipe.training.model import (
@@ -54,6 +55,7 @@ from recipe.training.model import (
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Progress, Trainables
 from recipe.training.validation import align_batch_norm, validate
+from recipe.watch import heartbeat
 from recipe.world import World
 
 # Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
@@ -79,12 +81,12 @@ class Parts(Trainables):
 
 
 def forward_backward(
-    parts: Parts, images: torch.Tensor, targets: torch.Tensor, sends: bool, lap: Callable
+    parts: Parts, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
 ) -> Sums:
-    """Add a batch's gradients to those of the step, and return its metrics. `sends`: it is the
-    step's last batch, and the gradients may be exchanged. `lap` ends a phase."""
+    """Add a batch's gradients to those of the step, and return its metrics. `sync_gradients`: it is
+    the step's last batch, and they may be exchanged. `lap` ends a phase."""
     no_sync = getattr(parts.network, "no_sync", nullcontext)  # DDP has it
-    with autocast(parts.config, parts.device), nullcontext() if sends else no_sync():
+    with autocast(parts.config, parts.device), nullcontext() if sync_gradients else no_sync():
         outputs = parts.network(images)
         loss = parts.criterion(outputs, targets)
     sums = batch_sums(outputs, targets, loss)
@@ -139,7 +141,7 @@ def prepare(
     for name, _, value in (words.partition(" ") for words in (*ENGINES_OWN, *lacks)):
         given = getattr(config, name)
         if str(given) == value if value else given != getattr(default, name):
-            raise UserError(f"{spelled(name)} {given}: this script has no such thing; leave it out")
+            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
     if world.launcher != launcher:
         by = {"none": "python"}
         raise UserError(
@@ -181,11 +183,15 @@ class _Session:
     lr_scale: int
 
 
-def _begin(config: Config, world: World, device: torch.device, rung: Rung) -> _Session:
+def _begin(
+    config: Config, world: World, device: torch.device, rung: Rung, hooks: Hooks
+) -> _Session:
     """Data, model, and what was kept of an earlier run; open the record."""
     readers = rung.readers or world
-    data = open_data(config, world)
-    check_same_training(facts_of(rung.name, config, data, device), world, device, sum_over_ranks)
+    data = open_data(config, world, hooks.epoch_images)
+    check_same_training(
+        comparison_keys(rung.name, config, data, device), world, device, sum_over_ranks
+    )
     cores = sum_over_ranks(own_row(world, core_row(world)))
     threads = config.threads or share_of_cores(cores, world.rank)
     torch.set_num_threads(threads)
@@ -229,10 +235,11 @@ def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
     rate = learning_rate(config, epoch, session.lr_scale)
     sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
+        heartbeat()
         images, targets = to_device(next(batches), config, parts.device)
         meter.lap("data")
-        sends = batch_number == config.batches_per_allreduce
-        sums += session.rung.forward_backward(parts, images, targets, sends, meter.lap)
+        sync_gradients = batch_number == config.batches_per_allreduce
+        sums += session.rung.forward_backward(parts, images, targets, sync_gradients, meter.lap)
         meter.lap("backward")
     session.rung.update(parts, rate)
     update_ema(parts.ema, parts.model, config, parts.progress.step + 1)
@@ -268,10 +275,10 @@ def _keep(session: _Session, trained: Trainables, figures: dict[str, float]) -> 
     keep_checkpoint(trained, progress, config, world, data, session.folder, is_best, sum_over_ranks)
 
 
-def train(config: Config, world: World, device: torch.device, rung: Rung) -> None:
+def train(config: Config, world: World, device: torch.device, rung: Rung, hooks: Hooks) -> None:
     """Train, or only evaluate, as `config` says, and write the run folder. Every rank that trains
     calls this."""
-    session = _begin(config, world, device, rung)
+    session = _begin(config, world, device, rung, hooks)
     parts, meter, recorder = session.parts, session.meter, session.recorder
     data, progress = parts.data, parts.progress
     start = progress.samples_seen
@@ -315,6 +322,7 @@ def train(config: Config, world: World, device: torch.device, rung: Rung) -> Non
             _keep(session, trained, figures)
             if not finished:
                 del trained  # which may be a copy
+        hooks.step_ended()
         meter.restart()
 
     if finished:

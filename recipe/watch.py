@@ -48,7 +48,7 @@ ENGINE_TIMEOUT_S = 1800
 _signs_of_life = 0
 
 
-def goes_on() -> None:
+def heartbeat() -> None:
     """Tell the watch that this rank is alive; the first call, when all ranks have met, starts its
     clock."""
     global _signs_of_life
@@ -60,7 +60,7 @@ def engine_timeout(stall_timeout: int) -> int:
     return max(ENGINE_TIMEOUT_S, 2 * stall_timeout) if stall_timeout else 1_000_000
 
 
-def keep_watch(world: World, stall_timeout: int = 0) -> None:
+def start_watchdog(world: World, stall_timeout: int = 0) -> None:
     """Start to watch; call it from the main thread, before anything slow.
 
     After `stall_timeout` seconds without a sign of life of this rank the run counts as frozen; 0:

@@ -17,7 +17,7 @@ from recipe import watch
 from recipe.data.batches import Data, open_data
 from recipe.errors import UserError
 from recipe.training import agreement
-from recipe.training.agreement import check_same_training, check_same_weights, facts_of
+from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 HOSTS = ["node0", "node0", "node1"]
@@ -75,7 +75,7 @@ def test_a_rank_may_be_late_until_all_have_met(
 
 
 def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:
-    return facts_of("ddp", a_config(**settings), data, CPU)
+    return comparison_keys("ddp", a_config(**settings), data, CPU)
 
 
 def test_ranks_that_agree() -> None:
@@ -138,7 +138,7 @@ def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_horovods_version_counts_under_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement.metadata, "version", lambda name: "1")
-    assert "horovod's version" in facts_of("horovod", a_config(), SYNTHETIC, CPU)
+    assert "horovod's version" in comparison_keys("horovod", a_config(), SYNTHETIC, CPU)
     assert "horovod's version" not in facts()
 
 
@@ -194,7 +194,9 @@ def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def act(world: Any, total: SumOverRanks) -> None:
         device = torch.device("cuda", 0) if world.rank == 0 else CPU
-        check_same_training(facts_of("ddp", a_config(), SYNTHETIC, device), world, device, total)
+        check_same_training(
+            comparison_keys("ddp", a_config(), SYNTHETIC, device), world, device, total
+        )
 
     message, *_ = messages(act)
     assert ": type of device: cpu on rank 1 (node0) and 1 more, cuda on rank 0 (node0)." in message

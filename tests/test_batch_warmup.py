@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from making import CPU, a_config, a_world, folder_config, write_images
 
 from recipe.config import Config
-from recipe.data import batches as data_module
 from recipe.data.batches import (
     Data,
     batch_places,
@@ -44,12 +43,6 @@ def test_batches_grow_by_equal_steps_and_are_rounded_up() -> None:
     several = a_config(batch_size=4, batches_per_allreduce=3, batch_size_warmup_epochs=1)
     assert [samples_per_step(several, a_world(0, 5), epoch) for epoch in (0, 1)] == [30, 60]
     assert samples_per_step(several, a_world(0, 5)) == 60
-
-
-def test_who_measures_steps_gets_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They divide images by --batch-size."""
-    monkeypatch.setattr(data_module, "IS_ENDLESS", True)
-    assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [12] * 5
 
 
 def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list:

@@ -31,23 +31,23 @@ def trainables(config: Config, seed: int = 0) -> Trainables:
     model = TinyNet()
     if config.precision == "O3":
         make_half(model, config)
-    working = working_copy(model, config)
-    optimizer = build_optimizer(working, config)
-    train_masters(optimizer, working, model, from_rank_0=lambda values: values)
+    fp16_model = working_copy(model, config)
+    optimizer = build_optimizer(fp16_model, config)
+    train_masters(optimizer, fp16_model, model, from_rank_0=lambda values: values)
     ema = build_ema(model, config)
-    return Trainables(model, optimizer, build_scaler(config, CPU), ema, working)
+    return Trainables(model, optimizer, build_scaler(config, CPU), ema, fp16_model)
 
 
 def train(parts: Trainables, steps: int) -> None:
     for _ in range(steps):
-        assert parts.working is not None
-        loss = nn.functional.cross_entropy(parts.working(IMAGES), torch.arange(8) % 3)
+        assert parts.fp16_model is not None
+        loss = nn.functional.cross_entropy(parts.fp16_model(IMAGES), torch.arange(8) % 3)
         parts.scaler.scale(loss).backward()
         unscale_and_clip(parts, 1.0)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
-        round_weights(parts.working, parts.model)
-        parts.working.zero_grad()
+        round_weights(parts.fp16_model, parts.model)
+        parts.fp16_model.zero_grad()
         if parts.ema is not None:
             parts.ema.update_parameters(parts.model)
 
@@ -74,11 +74,11 @@ HALF, FULL = {torch.half}, {torch.float32}
 )
 def test_what_is_fp16(level: Any, keep: bool | None, model: Any, norm: Any) -> None:
     parts = trainables(a_config(precision=level, keep_batchnorm_fp32=keep))
-    assert parts.working is not None
+    assert parts.fp16_model is not None
     trained = FULL if level == "fp32" else HALF
-    assert dtypes(parts.working) == {"conv": trained, "norm": norm, "head": trained}
+    assert dtypes(parts.fp16_model) == {"conv": trained, "norm": norm, "head": trained}
     assert dtypes(parts.model)["conv"] == model
-    assert parts.working(IMAGES).dtype == torch.float32, "the loss is computed in fp32"
+    assert parts.fp16_model(IMAGES).dtype == torch.float32, "the loss is computed in fp32"
     kept = {weight.dtype for group in parts.optimizer.param_groups for weight in group["params"]}
     assert kept == (FULL if level != "O3" else HALF | norm)
 
@@ -89,19 +89,19 @@ def test_masters_keep_what_fp16_rounds_away() -> None:
     for level in ("O2", "O3"):
         config = a_config(precision=level, momentum=0.0, wd=0.0, loss_scale=8.0, base_lr=1.0)
         parts = trainables(config)
-        assert parts.working is not None
+        assert parts.fp16_model is not None
         with torch.no_grad():
             parts.model.head.bias.fill_(1.0)  # type: ignore[operator, union-attr]
-        round_weights(parts.working, parts.model)
+        round_weights(parts.fp16_model, parts.model)
         for _ in range(100):
             parts.scaler.scale(torch.zeros(1))
-            for weight in parts.working.parameters():
+            for weight in parts.fp16_model.parameters():
                 weight.grad = torch.full_like(weight, -8 * 2.0**-10 / 5)
             unscale_and_clip(parts, None)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-            round_weights(parts.working, parts.model)
-        moved[level] = float(parts.working.head.bias.detach()[0]) - 1  # type: ignore[index, union-attr]
+            round_weights(parts.fp16_model, parts.model)
+        moved[level] = float(parts.fp16_model.head.bias.detach()[0]) - 1  # type: ignore[index, union-attr]
     assert moved == {"O2": pytest.approx(20 * 2.0**-10, abs=2.0**-10), "O3": 0.0}
 
 
@@ -127,19 +127,19 @@ def test_without_masters_a_step_looks_at_no_weight(monkeypatch: pytest.MonkeyPat
     parts = trainables(a_config())
     monkeypatch.delattr(nn.Module, "parameters")
     unscale_and_clip(parts, None)
-    round_weights(parts.working, parts.model)
+    round_weights(parts.fp16_model, parts.model)
 
 
 @pytest.mark.parametrize("keep", [None, False])
 def test_the_copy_has_the_models_statistics(keep: bool | None) -> None:
     parts = trainables(replace(O2, keep_batchnorm_fp32=keep))
-    assert parts.working is not None
-    parts.working(IMAGES)
+    assert parts.fp16_model is not None
+    parts.fp16_model(IMAGES)
     statistics = parts.model.norm.running_mean.clone()  # type: ignore[operator, union-attr]
     assert statistics.abs().sum() > 0
     parts.model.norm.running_mean.fill_(0.25)  # type: ignore[operator, union-attr]
-    parts.working.eval()(IMAGES)
-    assert torch.equal(parts.working.norm.running_mean.float(), torch.full((4,), 0.25))  # type: ignore[operator, union-attr]
+    parts.fp16_model.eval()(IMAGES)
+    assert torch.equal(parts.fp16_model.norm.running_mean.float(), torch.full((4,), 0.25))  # type: ignore[operator, union-attr]
 
 
 @pytest.mark.parametrize("keep", [None, False])

@@ -22,7 +22,7 @@ from recipe.record.schema import RungFigures
     ],
 )
 def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^{message}: this script has no such thing"):
+    with pytest.raises(UserError, match=f"^{message}: not supported by this script"):
         prepare(a_config(**given), a_world(), ("precision fp16", "model_ema"), launcher="none")
 
 

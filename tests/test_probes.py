@@ -34,9 +34,9 @@ def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
 def profiled(tmp_path: Path, steps: int, ended: int) -> tuple[StepProfiler, list[str]]:
     calls: list[str] = []
     model = TinyNet()
-    profiler = StepProfiler(a_config(profile_steps=steps), a_world(), tmp_path, 0, model)
     begin, end = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
-    profiler.timeline = "engine", begin, end
+    config, timeline = a_config(profile_steps=steps), ("engine", begin, end)
+    profiler = StepProfiler(config, a_world(), tmp_path, 0, model, timeline)
     for step in range(1, ended + 1):
         for _ in range(2):  # passes of accumulation
             model(torch.rand(2, 3, 8, 8)).square().mean().backward()
@@ -68,5 +68,7 @@ def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
     profiler, calls = profiled(tmp_path / "none", 9, 2)
     profiler.close(calls.append)
     assert len(calls) == 1 and "no profile" in calls[0]
-    StepProfiler(a_config(), a_world(), tmp_path, 0, TinyNet()).close(calls.append)
+    StepProfiler(a_config(), a_world(), tmp_path, 0, TinyNet(), ("", print, print)).close(
+        calls.append
+    )
     assert len(calls) == 1

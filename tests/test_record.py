@@ -585,25 +585,6 @@ def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> No
     assert [line["train_seconds_so_far"] for line in written] == [8.0, 10.0]
 
 
-def test_a_step_s_end_is_called_out(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For benchmarks, whose waiting there is no part of the next step."""
-    ended: list[int] = []
-
-    def wait(step: int) -> None:
-        ended.append(step)
-        clock.now += 1000
-
-    session = Session(tmp_path / "run", clock)
-    session.steps(3)
-    monkeypatch.setattr(measuring, "AT_STEP_END", [wait])
-    session.meter.restart()
-    session.steps(1)
-    assert ended == [3]
-    assert lines(tmp_path / "run", "step")[-1]["seconds"] == 0.5
-
-
 def test_progress_bar_only_on_a_terminal(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

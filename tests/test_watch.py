@@ -33,16 +33,16 @@ RANK = """
 import ctypes, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from recipe import errors
-from recipe.watch import goes_on, keep_watch
+from recipe.watch import heartbeat, start_watchdog
 from recipe.world import read_world
 
 def write():
     time.sleep(1)
     open(sys.argv[1], "w").write("whole")
 
-keep_watch(read_world(), int(sys.argv[2]))
+start_watchdog(read_world(), int(sys.argv[2]))
 errors.UNFINISHED.append((ThreadPoolExecutor(1).submit(write), write))
-goes_on()
+heartbeat()
 print(os.getpid(), flush=True)
 while True:
     ctypes.CDLL(None).pause()

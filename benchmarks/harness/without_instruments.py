@@ -4,7 +4,6 @@ and console, nor the metrics of the training batches. Row 6 compares it with the
     python compare/running/take_turns.py ... -- benchmarks/harness/without_instruments.py TRAINER
 """
 
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-from compare.running import turn_client
-from compare.running.take_turns import hook_trainer
+from compare.running.take_turns import train
 from recipe.record import meter, recorder
 from recipe.training import metrics
 
@@ -28,10 +26,6 @@ class Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
-
-    def restart(self) -> None:
-        """The meter's last call in the loop of training: the end of a step."""
-        turn_client.step_ended()
 
 
 def take_instruments_out() -> None:
@@ -53,8 +47,7 @@ def take_instruments_out() -> None:
 
 
 if __name__ == "__main__":
-    hook_trainer()
     take_instruments_out()
     del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    trainer = Path(sys.argv[0])
+    train(trainer.parent.name, trainer.stem)

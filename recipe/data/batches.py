@@ -31,18 +31,11 @@ from recipe.data.order import Sample, SampleStream, permutation, validation_indi
 from recipe.data.shards import holds_shards, open_shards
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
-from recipe.watch import goes_on
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
 SYNTHETIC_CLASSES = 1000
 CPU = torch.device("cpu")
-
-# Set by who measures steps: training then goes on past --max-steps, all batches are as large as
-# --batch-size says, and an epoch has so many images (those that there are come again), so that no
-# evaluation comes in between.
-IS_ENDLESS = False
-ENDLESS_IMAGES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -75,10 +68,10 @@ class Data:
         return {**counts, "sha256": digest.hexdigest()}
 
 
-def open_data(config: Config, world: World | None = None) -> Data:
+def open_data(config: Config, world: World | None = None, epoch_images: int = 0) -> Data:
     """List and check the folders; writes the embedded digits on first use. With --in-memory, reads
     all images into memory, which the ranks of this host in `world` share (None: this process is
-    alone).
+    alone). An epoch has at least `epoch_images`: those that there are come again in it.
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
@@ -86,7 +79,7 @@ def open_data(config: Config, world: World | None = None) -> Data:
         return Data(
             None,
             None,
-            ENDLESS_IMAGES if IS_ENDLESS else config.synthetic_images,
+            max(config.synthetic_images, epoch_images),
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
@@ -109,8 +102,7 @@ def open_data(config: Config, world: World | None = None) -> Data:
     if world is not None and world.is_first and not config.evaluate:
         _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)
-    num_train = max(len(train), ENDLESS_IMAGES) if IS_ENDLESS else len(train)
-    return Data(train, val, num_train, len(val), len(train.classes), suspects)
+    return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
 
 
 def _warn_of_a_large_batch(num_train: int, step_samples: int) -> None:
@@ -131,7 +123,7 @@ def open_images(folder: Path, cache: Path) -> Listing:
 def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> int:
     """The global batch: images of an optimizer step that begins in `epoch`, over all ranks; by
     default the largest, after any warm-up."""
-    share = config.batch_share(math.inf if IS_ENDLESS else epoch)
+    share = config.batch_share(epoch)
     return math.ceil(config.batch_size * share) * config.batches_per_allreduce * world.size
 
 
@@ -140,7 +132,7 @@ def training_end(
 ) -> tuple[int, int]:
     """Step and stream position at which a training that has come so far ends: all epochs have been
     seen whole, or --max-steps is reached."""
-    last = math.inf if config.max_steps is None or IS_ENDLESS else config.max_steps
+    last = math.inf if config.max_steps is None else config.max_steps
     end = 0 if config.evaluate else config.epochs * data.num_train
     while samples_seen < end and step < last:
         epoch = samples_seen // data.num_train
@@ -287,7 +279,7 @@ def training_batches(
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
     places = functools.partial(batch_places, config, world, data.num_train, start, stop)
     batches = stream.batches(places(), world.rank, world.size)
-    if IS_ENDLESS:  # no first pass, in which files are decoded whole, to look for damage
+    if num_files < data.num_train:  # no first pass, whose files are decoded whole to find damage
         batches = ([(number + 1, index) for number, index in keys] for keys in batches)
     ready: Iterator[Batch]
     if data.train is None:
@@ -467,10 +459,8 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
 
     With --channels-last only the images change their layout: the convolutions then run in NHWC and
     still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
-    Batches of files are on the GPU already, and are returned unchanged. Every batch of a run
-    comes this way, which tells the watch that this rank is alive.
+    Batches of files are on the GPU already, and are returned unchanged.
     """
-    goes_on()
     if batch[0].is_floating_point():
         return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)

@@ -23,11 +23,6 @@ from recipe.training.phases import (
 from recipe.training.state import Progress
 from recipe.world import World
 
-# Called with the number of steps made, at the end of each pass through the loop of training: all
-# that a step entails, be it a line of the record or a checkpoint, is over, and the clocks of the
-# next one start when these return. For benchmarks.
-AT_STEP_END: list[Callable[[int], object]] = []
-
 
 class StepMeter:
     """What the steps of this session took; the sums of metrics stay on the device meanwhile."""
@@ -93,10 +88,7 @@ class StepMeter:
             self.throughput_seconds += step.seconds * step.exchanged
 
     def restart(self) -> None:
-        """Call what waits for a step's end, and keep all since the step out of the next one's
-        duration."""
-        for call in AT_STEP_END:
-            call(self.progress.step)
+        """Keep all since the step out of the next one's duration."""
         self.energy.start()
         self.clock.restart()
 

@@ -81,17 +81,23 @@ class StepProfiler:
     profile/rank-R.json, which Perfetto opens, and which compare/timeline.py merges; on a CPU also
     profile/gradients-rank-R.json, when each gradient was ready.
 
-    `timeline`, two functions that start (given a path) and end an engine's own record of its
-    messages, may be set by the trainer; rank 0 then writes profile/ENGINE-timeline.json as well.
+    `timeline`: the engine's name, and two functions that start (given a path) and end its own
+    record of its messages, which rank 0 then writes into profile/ENGINE-timeline.json.
     """
 
     def __init__(
-        self, config: Config, world: World, folder: Path, first_step: int, model: nn.Module
+        self,
+        config: Config,
+        world: World,
+        folder: Path,
+        first_step: int,
+        model: nn.Module,
+        timeline: tuple[str, Callable[[str], Any], Callable[[], Any]],
     ) -> None:
         self.num_steps = config.profile_steps or 0
         self.first = first_step + WARM_UP_STEPS  # of the profiled steps, 0-based
         self.folder, self.rank, self.model = folder / "profile", world.rank, model
-        self.timeline: tuple[str, Callable[[str], Any], Callable[[], Any]] | None = None
+        self.timeline = timeline
         self.profile: torch.profiler.profile | None = None
         self.gradients: GradientTimes | None = None
         self.done = False
@@ -137,7 +143,7 @@ class StepProfiler:
         # A GPU works behind the CPU, whose clock does not see when a gradient is ready.
         if next(self.model.parameters()).device.type == "cpu":
             self.gradients = GradientTimes(self.model)
-        if self.timeline is not None and self.rank == 0:
+        if self.rank == 0:
             engine, start, _ = self.timeline
             start(str(self.folder / f"{engine}-timeline.json"))
 
@@ -145,7 +151,7 @@ class StepProfiler:
         assert self.profile is not None
         self.profile.stop()
         self.profile, self.done = None, True
-        if self.timeline is not None and self.rank == 0:
+        if self.rank == 0:
             self.timeline[2]()
         if self.gradients is not None:
             self.gradients.write(self.folder / f"gradients-rank-{self.rank}.json")

@@ -237,7 +237,7 @@ def restore(
         if checkpoint["scaler"] and parts.scaler.is_enabled():
             _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
             parts.scaler.load_state_dict(checkpoint["scaler"])
-        round_weights(parts.working, parts.model)
+        round_weights(parts.fp16_model, parts.model)
         progress = _progress_in(checkpoint)
         parts.scaler.skipped_steps = progress.skipped_steps
         return progress

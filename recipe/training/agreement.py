@@ -21,7 +21,7 @@ from recipe.data.batches import Data
 from recipe.device import NAME_BYTES, own_row
 from recipe.errors import UserError
 from recipe.flags import FLAGS, spelled
-from recipe.watch import goes_on
+from recipe.watch import heartbeat
 from recipe.world import World
 
 PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
@@ -32,7 +32,9 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
-def facts_of(engine: str, config: Config, data: Data, device: torch.device) -> dict[str, str]:
+def comparison_keys(
+    engine: str, config: Config, data: Data, device: torch.device
+) -> dict[str, str]:
     """All that the ranks must share to train the same thing: a name, as messages call it, and a
     value that can be printed."""
     facts = {"type of device": device.type, "Python": platform.python_version()}
@@ -76,7 +78,7 @@ def check_same_training(
     text = json.dumps(facts).encode()
     head = hashlib.sha256(text).digest() + _gpu(device) + len(text).to_bytes(8, "big")
     rows = gather(head, world, sum_over_ranks)
-    goes_on()  # all ranks have met: from now on none may be late
+    heartbeat()  # all ranks have met: from now on none may be late
     if len({row[:DIGEST_BYTES] for row in rows}) > 1:
         longest = max(int.from_bytes(row[-8:], "big") for row in rows)
         texts = gather(text.ljust(longest + -longest % 8), world, sum_over_ranks)

@@ -53,12 +53,12 @@ def working_copy(model: nn.Module, config: Config) -> nn.Module:
     shared = {}
     if config.keeps_batch_norm_fp32:
         shared = {id(module): module for module in model.modules() if _is_batch_norm(module)}
-    working = copy.deepcopy(model, shared)
-    make_half(working, config)
+    fp16_model = copy.deepcopy(model, shared)
+    make_half(fp16_model, config)
     if not config.keeps_batch_norm_fp32:
-        working.register_forward_pre_hook(lambda *_: _copy_buffers(model, working))
-        working.register_forward_hook(lambda *_: _copy_buffers(working, model))
-    return working
+        fp16_model.register_forward_pre_hook(lambda *_: _copy_buffers(model, fp16_model))
+        fp16_model.register_forward_hook(lambda *_: _copy_buffers(fp16_model, model))
+    return fp16_model
 
 
 def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
@@ -66,23 +66,25 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
         mine.copy_(theirs)
 
 
-def _pairs(working: nn.Module | None, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The fp16 weights of `working`, each with its fp32 master in `model`."""
-    if working is None or working is model:  # without masters no weight is looked at
+def _pairs(
+    fp16_model: nn.Module | None, model: nn.Module
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The fp16 weights of `fp16_model`, each with its fp32 master in `model`."""
+    if fp16_model is None or fp16_model is model:  # without masters no weight is looked at
         return []
-    both = zip(working.parameters(), model.parameters(), strict=True)
+    both = zip(fp16_model.parameters(), model.parameters(), strict=True)
     return [(weight, master) for weight, master in both if weight is not master]
 
 
 def train_masters(
     optimizer: torch.optim.Optimizer,
-    working: nn.Module,
+    fp16_model: nn.Module,
     model: nn.Module,
     from_rank_0: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Have an optimizer that was made for `working` change the masters instead, which are rank 0's
-    on all ranks. An engine's hooks stay on the fp16 weights: it averages their gradients."""
-    master_of = dict(_pairs(working, model))
+    """Have an optimizer that was made for `fp16_model` change the masters instead, which are rank
+    0's on all ranks. An engine's hooks stay on the fp16 weights: it averages their gradients."""
+    master_of = dict(_pairs(fp16_model, model))
     for values in model.state_dict().values() if master_of else []:
         values.copy_(from_rank_0(values))
     for group in optimizer.param_groups:
@@ -90,14 +92,14 @@ def train_masters(
 
 
 @torch.no_grad()
-def take_gradients(working: nn.Module | None, model: nn.Module) -> None:
+def take_gradients(fp16_model: nn.Module | None, model: nn.Module) -> None:
     """Give the masters the averaged gradients of the fp16 weights."""
-    for weight, master in _pairs(working, model):
+    for weight, master in _pairs(fp16_model, model):
         master.grad = None if weight.grad is None else weight.grad.float()
 
 
 @torch.no_grad()
-def round_weights(working: nn.Module | None, model: nn.Module) -> None:
+def round_weights(fp16_model: nn.Module | None, model: nn.Module) -> None:
     """Set the fp16 weights, if there are any, to the masters, rounded."""
-    for weight, master in _pairs(working, model):
+    for weight, master in _pairs(fp16_model, model):
         weight.copy_(master)

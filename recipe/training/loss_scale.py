@@ -56,7 +56,7 @@ class LossScaler(torch.amp.GradScaler):
 def unscale_and_clip(parts: Trainables, clip_grad_norm: float | None) -> None:
     """Make the averaged gradients those that the optimizer takes: of the fp32 weights, divided by
     the loss scale, and no longer than --clip-grad-norm."""
-    take_gradients(parts.working, parts.model)
+    take_gradients(parts.fp16_model, parts.model)
     parts.scaler.unscale_(parts.optimizer)
     if clip_grad_norm is not None:
         nn.utils.clip_grad_norm_(parts.model.parameters(), clip_grad_norm)

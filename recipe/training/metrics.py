@@ -13,6 +13,7 @@ from recipe.data.batches import Batch, to_device
 from recipe.errors import UserError
 from recipe.training.half_weights import working_copy
 from recipe.training.model import autocast
+from recipe.watch import heartbeat
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
 # float64 [4].
@@ -82,6 +83,7 @@ def evaluate(
     network = working_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
+        heartbeat()
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
             outputs = network(images)

@@ -44,4 +44,4 @@ class Trainables:
     optimizer: torch.optim.Optimizer
     scaler: "LossScaler"
     ema: AveragedModel | None
-    working: nn.Module | None = None  # what computes for it: itself, or under O2 a fp16 copy
+    fp16_model: nn.Module | None = None  # what computes for it: itself, or under O2 a fp16 copy

@@ -20,6 +20,7 @@ from recipe.config import Config
 from recipe.data.batches import to_device
 from recipe.device import own_row
 from recipe.training.model import autocast, compile_blocks
+from recipe.watch import heartbeat
 from recipe.world import World
 
 LEAST_GAIN = 1.01  # of fp16, which rounds what it sends; less is within what timing can tell
@@ -55,6 +56,7 @@ def settle_wire_format(
 
     def seconds(step: Callable[[], None]) -> float:
         """How long a training step takes on this rank."""
+        heartbeat()
         step()  # after the other format's, Horovod agrees anew on what it sends
         sum_over_ranks(torch.zeros(1)).item()  # the ranks begin together
         started = time.perf_counter()

@@ -1,0 +1,29 @@
+"""How a training script starts, and what whoever starts it from Python may hook into it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recipe.config import Config, parse_args
+from recipe.watch import start_watchdog
+from recipe.world import World, read_world
+
+
+def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
+    """This rank's settings, by default those of the command line, and its place; from now on the
+    watchdog ends it in time. Call it before torch is loaded: --help and typing errors are answered
+    at once, and the knobs' variables are set in time."""
+    world = read_world()
+    config = parse_args(engine, world, words)
+    start_watchdog(world, config.stall_timeout)
+    return config, world
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a `main` takes from another program that starts it, to measure its steps."""
+
+    # Called when all that a step entails is over, be it a line of the record or a checkpoint, and
+    # before the clocks of the next one start.
+    step_ended: Callable[[], object] = lambda: None
+    # An epoch has at least so many images: those that there are come again in it.
+    epoch_images: int = 0
