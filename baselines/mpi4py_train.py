@@ -112,9 +112,17 @@ sys.modules["horovod_train.engine"] = SimpleNamespace(  # type: ignore[assignmen
     average_gradients=average_gradients,
 )
 
+
+def main(config: Config, world: World, hooks: Hooks) -> None:
+    """Train as `config` says. Every rank calls this."""
+    from horovod_train import train
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    train.ENGINE = ENGINE
+    train.main(config, world, hooks)
+
+
 if __name__ == "__main__":
     with one_message(world):
-        from horovod_train import train
-
-        train.ENGINE = ENGINE
-        train.main(config, world, Hooks())
+        main(config, world, Hooks())
