@@ -94,9 +94,6 @@ class DataFlags:
         (os.environ.get("XDG_CACHE_HOME") or "~/.cache") + "/imagenet-horovod-ddp"
     )
     """Where the digits and the listings of large folders are kept."""
-    in_memory: bool = work(False, needs="images")
-    """Read all images' files at the start, into memory that the ranks of a host share; refused
-    where they do not fit."""
     dali: bool = work(False, needs=("images", "training"))
     """Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there is one
     (needs the extra `dali`): the same crops and flips, the pixels of another decoder."""

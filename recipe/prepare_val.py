@@ -8,205 +8,106 @@ each shows is in a second file. Everything is checked before the first image is 
 copied or deleted, and the same command finishes an interrupted run.
 """
 
-import argparse
 import csv
-import io
 import os
 import sys
-import tarfile
-import zlib
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
+
+import tyro
+from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
+from tyro.conf import Positional
 
 from recipe.data.folder_errors import CLASS_NAME, VAL_IMAGE, first_few
 from recipe.errors import UserError, run_command
 
-META = "meta.mat"
-GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
-LABELS_HELP = (
-    "Kaggle's LOC_val_solution.csv, or ImageNet's ILSVRC2012_devkit_t12.tar.gz, packed or unpacked"
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to do: `moves` maps file names to class folders; the rest counts and reports."""
-
-    moves: dict[str, str]
-    num_done: int  # images that are in their class folder already
-    num_classes: int
-    missing: list[str]  # labelled images that are in neither place, without suffix
-
 
 def read_labels(file: Path) -> dict[str, str]:
-    """The class (n01440764) of each image (its name without suffix), from `file`.
-
-    `file` is Kaggle's table, or ImageNet's development kit, packed or unpacked. UserError if it is
-    neither, or damaged.
-    """
-    try:
-        if file.is_dir():
-            return _labels_from_devkit(_find(file, META), _find(file, GROUND_TRUTH))
-        if tarfile.is_tarfile(file):
-            with tarfile.open(file) as archive:
-                contents = {
-                    Path(member.name).name: extracted.read()
-                    for member in archive
-                    if Path(member.name).name in (META, GROUND_TRUTH)
-                    and (extracted := archive.extractfile(member))
-                }
-            if contents.keys() != {META, GROUND_TRUTH}:
-                raise UserError(f"{file}: lacks {META} or {GROUND_TRUTH}. Give {LABELS_HELP}.")
-            return _labels_from_devkit(contents[META], contents[GROUND_TRUTH])
-        return _labels_from_table(file)
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{file}: cannot be read ({reason}). Give {LABELS_HELP}.") from error
-
-
-def make_plan(val_dir: Path, labels: dict[str, str]) -> Plan:
-    """Compare `val_dir` with `labels` and change nothing; UserError if something does not match."""
-    if not val_dir.is_dir():
-        raise UserError(f"{val_dir}: no such folder. It should hold ILSVRC2012_val_*.JPEG.")
-    if not os.access(val_dir, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{val_dir}: no permission to move files there. Run as the owner of the folder."
-        )
-    flat: dict[str, str] = {}  # image -> file name
-    filed: dict[str, str] = {}  # image -> its folder
-    with os.scandir(val_dir) as entries:
-        for entry in entries:
-            is_class = CLASS_NAME.fullmatch(entry.name)
-            if entry.is_dir():
-                names = os.listdir(entry.path) if is_class else []
-                images = filter(None, map(VAL_IMAGE.fullmatch, names))
-                filed |= {image[1]: entry.name for image in images}
-            elif match := VAL_IMAGE.fullmatch(entry.name):
-                flat[match[1]] = entry.name
-            elif is_class:
-                raise UserError(f"{entry.path}: a file where a class folder must be. Move it away.")
-    if not flat and not filed:
-        raise UserError(f"{val_dir}: holds no ILSVRC2012_val_*.JPEG. Name the folder that does.")
-    _refuse(
-        flat.keys() - labels.keys(), f"{val_dir}: without a label", "Is it the right label file?"
-    )
-    _refuse(
-        filed.keys() & flat.keys(), f"{val_dir}: both in it and in a class folder", "Delete one."
-    )
-    misfiled = {image for image, folder in filed.items() if labels.get(image) != folder}
-    _refuse(
-        misfiled,
-        f"{val_dir}: in another class folder than the labels say",
-        "Is it the right label file? If so, move them back into the folder itself.",
-    )
-    return Plan(
-        moves={flat[image]: labels[image] for image in sorted(flat)},
-        num_done=len(filed),
-        num_classes=len({labels[image] for image in [*flat, *filed]}),
-        missing=sorted(labels.keys() - flat.keys() - filed.keys()),
-    )
-
-
-def move(val_dir: Path, plan: Plan) -> None:
-    """Move each image of `plan` into its class folder: a rename each, so none is half moved."""
-    for folder in sorted(set(plan.moves.values())):
-        (val_dir / folder).mkdir(exist_ok=True)
-    for name, folder in plan.moves.items():
-        os.rename(val_dir / name, val_dir / folder / name)
-
-
-def _labels_from_table(file: Path) -> dict[str, str]:
-    """Kaggle's columns: ImageId, PredictionString = class and box, class and box ..."""
-    labels = {}
+    """The class (n01440764) of each image (its name without suffix), from Kaggle's table or
+    ImageNet's development kit. UserError if `file` is neither."""
+    if file.suffix in (".gz", ".tgz"):
+        return {f"ILSVRC2012_val_{i:08}": name for i, name in enumerate(devkit_classes(file), 1)}
     try:
         with open(file, newline="", encoding="utf-8") as stream:
-            for row in csv.DictReader(stream):
-                labels[row["ImageId"]] = row["PredictionString"].split()[0]
-    except (UnicodeDecodeError, csv.Error, KeyError, AttributeError, IndexError) as error:
+            # PredictionString is class and box, class and box, ...
+            rows = [(row["ImageId"], row["PredictionString"]) for row in csv.DictReader(stream)]
+        labels = {image: boxes.split()[0] for image, boxes in rows}
+        for image, name in labels.items() or {("", "")}:
+            if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
+                raise ValueError(f"{image!r} with class {name!r} is none of ImageNet's images")
+        return labels
+    except (OSError, ValueError, csv.Error, KeyError, AttributeError, IndexError) as error:
         raise UserError(
-            f"{file}: not a table of labels ({error!r}). Give {LABELS_HELP}."
+            f"{file}: cannot be read as a table of labels ({error}). Give Kaggle's "
+            "LOC_val_solution.csv, or ImageNet's ILSVRC2012_devkit_t12.tar.gz."
         ) from error
-    return _checked(labels, str(file))
 
 
-def _labels_from_devkit(meta: bytes, ground_truth: bytes) -> dict[str, str]:
-    """`meta` gives the class of each ILSVRC2012_ID; line i of `ground_truth` the ID of image i."""
-    import scipy.io
-
-    try:
-        synsets = scipy.io.loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-        class_of_id = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
-        ids = [int(line) for line in ground_truth.split()]
-        labels = {f"ILSVRC2012_val_{i:08d}": class_of_id[id_] for i, id_ in enumerate(ids, start=1)}
-    except Exception as error:  # scipy raises many kinds for a damaged file
-        raise UserError(
-            f"the development kit cannot be read ({error!r}). Download it again."
-        ) from error
-    return _checked(labels, "the development kit")
-
-
-def _checked(labels: dict[str, str], source: str) -> dict[str, str]:
-    for image, name in labels.items():
-        if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
+def devkit_classes(file: Path) -> list[str]:
+    """The class of each validation image, in the order of their numbers, from the development kit.
+    UserError unless it is the published file."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            parse_devkit_archive(folder, os.path.abspath(file))
+        except RuntimeError as error:
             raise UserError(
-                f"{source}: {image!r} with class {name!r} is not one of ImageNet's validation "
-                f"images. Give {LABELS_HELP}."
-            )
-    if not labels:
-        raise UserError(f"{source}: holds no labels. Give {LABELS_HELP}.")
-    return labels
+                f"{file}: is not there, or its MD5 is not the published one, "
+                f"{ARCHIVE_META['devkit'][1]}. Download it again."
+            ) from error
+        return list(load_meta_file(folder)[1])
 
 
-def _find(folder: Path, name: str) -> bytes:
-    found = sorted(folder.rglob(name))
-    if not found:
-        raise UserError(f"{folder}: has no {name}. Give {LABELS_HELP}.")
-    return found[0].read_bytes()
+def prepare(
+    val_dir: Positional[Path], labels: Path, dry_run: bool = False, allow_missing: bool = False
+) -> list[str]:
+    """Sort a folder into class folders and return a line that says what was done.
 
-
-def _refuse(images: set[str], what: str, remedy: str) -> None:
-    if images:
-        raise UserError(f"{what}: {first_few(sorted(images))} ({len(images):,} images). {remedy}")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code (`run_command`)."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.prepare_val", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("val_dir", type=Path, help="the folder with ILSVRC2012_val_*.JPEG")
-    parser.add_argument("--labels", type=Path, required=True, metavar="FILE", help=LABELS_HELP)
-    parser.add_argument("--dry-run", action="store_true", help="check all, move nothing")
-    parser.add_argument(
-        "--allow-missing", action="store_true", help="continue even if labelled images are missing"
-    )
-    options = parser.parse_args(arguments)
-    return run_command(
-        lambda: [prepare(options.val_dir, options.labels, options.dry_run, options.allow_missing)]
-    )
-
-
-def prepare(val_dir: Path, labels_file: Path, dry_run: bool, allow_missing: bool) -> str:
-    """Sort `val_dir` into class folders and return one line that says what was done."""
-    labels = read_labels(labels_file)
-    plan = make_plan(val_dir, labels)
-    if plan.missing and not allow_missing:
-        raise UserError(
-            f"{val_dir}: {len(plan.missing):,} of {len(labels):,} labelled images are missing "
-            f"({first_few(plan.missing)}). Unpack the archive again, or give --allow-missing."
-        )
+    Args:
+        val_dir: The folder with ILSVRC2012_val_*.JPEG.
+        labels: LOC_val_solution.csv from Kaggle, or ILSVRC2012_devkit_t12.tar.gz.
+        dry_run: Check all, move nothing.
+        allow_missing: Continue even if labelled images are missing.
+    """
+    class_of = read_labels(labels)
+    paths = [*val_dir.glob("*"), *val_dir.glob("n*/*")]
+    images = [(match[1], path) for path in paths if (match := VAL_IMAGE.fullmatch(path.name))]
+    flat = {image: path for image, path in images if path.parent == val_dir}
+    in_place = {image: path.parent.name for image, path in images if path.parent != val_dir}
+    if not flat and not in_place:
+        raise UserError(f"{val_dir}: holds no ILSVRC2012_val_*.JPEG. Name the folder that does.")
+    classes = {class_of[image] for image in class_of.keys() & (flat.keys() | in_place.keys())}
+    missing = class_of.keys() - flat.keys() - in_place.keys()
+    misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
+    for wrong, message in (
+        (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
+        (in_place.keys() & flat.keys(), "both in it and in a class folder: {}. Delete one."),
+        (misplaced, "in another class folder than the labels say: {}. Move them back into it."),
+        (set() if allow_missing else missing, "missing: {}. Unpack again, or --allow-missing."),
+    ):
+        if wrong:
+            names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
+            raise UserError(f"{val_dir}: {message.format(names)}")
     if not dry_run:
         try:
-            move(val_dir, plan)
+            for image, path in sorted(flat.items()):  # a rename each: none is half moved
+                (val_dir / class_of[image]).mkdir(exist_ok=True)
+                os.rename(path, val_dir / class_of[image] / path.name)
         except OSError as error:
             raise UserError(
                 f"{error.filename}: cannot be moved ({error.strerror}). "
                 "Fix that and run the same command again: it resumes where it stopped."
             ) from error
-    return (
-        f"{val_dir}: {'would move' if dry_run else 'moved'} {len(plan.moves):,} images, "
-        f"{plan.num_done:,} were in place; {plan.num_classes:,} classes, "
-        f"{len(plan.missing):,} images missing"
-    )
+    return [
+        f"{val_dir}: {'would move' if dry_run else 'moved'} {len(flat):,} images, "
+        f"{len(in_place):,} were in place; {len(classes):,} classes, "
+        f"{len(missing):,} images missing"
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code (`run_command`)."""
+    name = "python -m recipe.prepare_val"
+    return run_command(lambda: tyro.cli(prepare, prog=name, description=__doc__, args=arguments))
 
 
 if __name__ == "__main__":

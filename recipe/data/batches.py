@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,6 @@ from recipe.data.damage import SuspectImages
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.data.images import TrainTransform, ValTransform, empty_batch
-from recipe.data.in_memory import keep_in_memory
 from recipe.data.mixing import mixed
 from recipe.data.order import Sample, SampleStream, permutation, validation_indices
 from recipe.data.shards import holds_shards, open_shards
@@ -57,7 +55,7 @@ class Data:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a run to resume: the number of images, and a digest of their
-        names, labels and classes, the same for files, shards and in memory."""
+        names, labels and classes, the same for files and shards."""
         digest = hashlib.sha256()
         for listing in (self.train, self.val):
             if listing is not None:
@@ -69,9 +67,8 @@ class Data:
 
 
 def open_data(config: Config, world: World | None = None, epoch_images: int = 0) -> Data:
-    """List and check the folders; writes the embedded digits on first use. With --in-memory, reads
-    all images into memory, which the ranks of this host in `world` share (None: this process is
-    alone). An epoch has at least `epoch_images`: those that there are come again in it.
+    """List and check the folders; writes the embedded digits on first use. An epoch has at least
+    `epoch_images`: those that there are come again in it.
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
@@ -93,12 +90,6 @@ def open_data(config: Config, world: World | None = None, epoch_images: int = 0)
         train_dir, val_dir = digits / "train", digits / "val"
     train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
-    if config.in_memory:
-        world = world or World(0, 1, 0, 1, "none", socket.gethostname())
-        if config.evaluate:
-            (val,) = keep_in_memory([val], world)
-        else:
-            train, val = keep_in_memory([train, val], world)
     if world is not None and world.is_first and not config.evaluate:
         _warn_of_a_large_batch(len(train), samples_per_step(config, world))
     suspects = SuspectImages(train), SuspectImages(val)

@@ -96,7 +96,7 @@ def missing_folder(root: Path) -> str:
     if (parent / UNFINISHED).is_dir():
         return (
             f"{root}: not complete yet. Run the same python -m recipe.prepare_imagenet command "
-            "again: it resumes where it stopped."
+            "again."
         )
     for inner in LIKELY_INNER_FOLDERS:
         if (parent / inner / root.name).is_dir():

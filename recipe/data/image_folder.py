@@ -45,8 +45,8 @@ NUM_READING_THREADS = 8  # of `read_ahead`: the answers of network file systems 
 class Listing:
     """The images below `root`, ordered by class and then by path, both as bytes.
 
-    Here each is a file of its own; `shards` and `in_memory` derive listings from it that have the
-    same images at the same indices, and read them from elsewhere.
+    Here each is a file of its own; `Shards` (recipe/data/shards.py) has the same images at the same
+    indices, and reads them from elsewhere.
 
     `paths` (bytes of fixed width, [num_images], relative to `root`) and `labels` (int64,
     [num_images], index into `classes`) are two buffers, not a million Python objects: forked loader
@@ -68,14 +68,6 @@ class Listing:
     def name(self, index: int) -> str:
         """What messages call image `index`."""
         return self.path(index)
-
-    def size(self, index: int) -> int:
-        """Bytes of image `index`, encoded. UserError as in `read`."""
-        path = self.path(index)
-        try:
-            return os.stat(path).st_size
-        except OSError as error:
-            raise UserError(unreadable(path, error)) from error
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""

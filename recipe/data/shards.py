@@ -53,10 +53,6 @@ class Shards(Listing):
         """The shard's path, and the image's in the folder that the shards were made from."""
         return f"{self.root / self.shard(index)}: {os.fsdecode(self.paths[index])}"
 
-    def size(self, index: int) -> int:
-        """Bytes of image `index`, encoded."""
-        return int(self.sizes[index])
-
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`; any number of threads may read at once.
 

@@ -1,0 +1,304 @@
+"""From ImageNet's archives, or Kaggle's flat folder, to class folders: whole, or not there."""
+
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+
+from recipe import prepare_imagenet, prepare_val
+from recipe.data.folder_errors import UNFINISHED
+from recipe.data.image_folder import list_images
+from recipe.errors import UserError
+from recipe.prepare_imagenet import ARCHIVE_META, prepare
+from recipe.prepare_val import main
+
+CLASSES = ["n01440764", "n01443537", "n01484850"]
+LABELS = {f"ILSVRC2012_val_{i:08}": CLASSES[i * 7 % 3] for i in range(1, 11)}
+VAL = {f"{name}/{image}.JPEG": image for image, name in LABELS.items()}
+TRAIN = {f"{name}/{name}_{i}.JPEG": f"{name} {i}" for name in CLASSES for i in (10, 9, 1, 2)}
+
+
+def tar(files: dict[str, bytes], mode: str = "w") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def write_devkit(folder: Path) -> Path:
+    """As ImageNet's: the struct's IDs are not in the order of the class names."""
+    ids = {CLASSES[2]: 1, CLASSES[0]: 2, CLASSES[1]: 3}
+    names = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")
+    synsets = np.zeros((4, 1), dtype=[(name, "O") for name in names])
+    for row, (name, id_) in enumerate([*ids.items(), ("n00001740", 4)]):  # the last: no leaf
+        synsets[row, 0] = (id_, name, "a fish", "swims", int(id_ == 4))
+    meta = io.BytesIO()
+    scipy.io.savemat(meta, {"synsets": synsets})
+    truth = "".join(f"{ids[name]}\n" for name in LABELS.values()).encode()
+    data, file = "ILSVRC2012_devkit_t12/data/", folder / ARCHIVE_META["devkit"][0]
+    contents = {"meta.mat": meta.getvalue(), "ILSVRC2012_validation_ground_truth.txt": truth}
+    file.write_bytes(tar({data + name: content for name, content in contents.items()}, "w:gz"))
+    return file
+
+
+def write_table(folder: Path) -> Path:
+    file = folder / "LOC_val_solution.csv"
+    rows = [f"{image},{name} 85 1 499 272 {name} 3 4 5 6 " for image, name in LABELS.items()]
+    file.write_text("\n".join(["ImageId,PredictionString", *reversed(rows)]) + "\n")
+    return file
+
+
+@pytest.fixture
+def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Small ones, taken for the published ones."""
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    inner = {
+        f"{name}.tar": tar({p[10:]: t.encode() for p, t in TRAIN.items() if p.startswith(name)})
+        for name in reversed(CLASSES)
+    }
+    (folder / ARCHIVE_META["train"][0]).write_bytes(tar(inner))
+    (folder / ARCHIVE_META["val"][0]).write_bytes(tar({p[10:]: VAL[p].encode() for p in VAL}))
+    write_devkit(folder)
+    for part, (name, _) in ARCHIVE_META.items():
+        md5 = hashlib.md5((folder / name).read_bytes()).hexdigest()
+        monkeypatch.setitem(ARCHIVE_META, part, (name, md5))
+    monkeypatch.setattr(prepare_imagenet, "NUM_IMAGES", {"val": len(VAL), "train": len(TRAIN)})
+    return folder
+
+
+@pytest.fixture
+def val(tmp_path: Path) -> Path:
+    folder = tmp_path / "val"
+    folder.mkdir()
+    for image in LABELS:
+        (folder / f"{image}.JPEG").write_text(image)
+    return folder
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return write_table(tmp_path)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*.JPEG") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+# ---- archives ----
+
+
+def check_whole(out: Path) -> None:
+    assert (tree(out / "train"), tree(out / "val")) == (TRAIN, VAL)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "train", "val"]
+
+
+def test_archives(archives: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in archives.iterdir()}
+    out = tmp_path / "new" / "out"
+    lines = [f"{out}/val: 10 images of 3 classes", f"{out}/train: 12 images of 3 classes"]
+    assert prepare(archives, out) == lines
+    check_whole(out)
+    assert prepare(archives, out) == [f"{line} were there already" for line in lines]
+    assert {path: path.read_bytes() for path in archives.iterdir()} == before
+    next((out / "train").rglob("*.JPEG")).unlink()
+    with pytest.raises(UserError, match="holds 11 images instead of 12"):
+        prepare(archives, out)
+
+
+@pytest.mark.parametrize("part", ["val", "train"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_interrupted_and_started_again(
+    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    part: str, error: BaseException,
+) -> None:  # fmt: skip
+    """What was half written is not taken for whole, and is written anew."""
+    out, before = tmp_path / "out", f"parse_{part}_archive"
+    original = getattr(prepare_imagenet, before)
+
+    def broken(*args: object, **kwargs: object) -> None:
+        original(*args, **kwargs)
+        victim = next((out / UNFINISHED / part).rglob("*.JPEG"))
+        victim.write_text("half")
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError)) as raised:
+        patch.setattr(prepare_imagenet, before, broken)
+        prepare(archives, out)
+    if isinstance(error, OSError):
+        assert "cannot be written (No space left on device)" in str(raised.value)
+    assert not (out / part).exists()
+    with pytest.raises(UserError, match=r"not complete yet.*prepare_imagenet"):
+        list_images(out / part, tmp_path / "cache")
+    prepare(archives, out)
+    check_whole(out)
+
+
+@pytest.mark.parametrize("part", ["train", "val", "devkit"])
+def test_archives_that_are_missing_or_damaged(archives: Path, tmp_path: Path, part: str) -> None:
+    name, md5 = ARCHIVE_META[part]
+    content = bytearray((archives / name).read_bytes())
+    content[len(content) // 2] ^= 0x5A
+    (archives / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}: .*MD5 is not .*{md5}"):
+        prepare(archives, tmp_path / "out")
+    assert not (tmp_path / "out" / part).exists()
+    (archives / name).unlink()
+    with pytest.raises(UserError, match=rf"{name}: cannot be read \(No such file"):
+        prepare(archives, tmp_path / "out")
+
+
+def test_archives_with_another_number_of_images(
+    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(prepare_imagenet.NUM_IMAGES, "train", 13)
+    with pytest.raises(UserError, match="holds 12 images instead of 13"):
+        prepare(archives, tmp_path / "out")
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_disk_without_room(archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=9999))
+    with pytest.raises(UserError, match=r"needs 0\.0 GB more, and its disk has 0\.0 GB"):
+        prepare(archives, tmp_path / "out")
+
+
+def test_output_that_cannot_be_written(
+    archives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert prepare_imagenet.main([str(archives), str(tmp_path / "file" / "out")]) == 1
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+# ---- the flat validation folder ----
+
+
+def refused(val: Path, labels: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    before = tree(val)
+    assert main([str(val), "--labels", str(labels)]) == 1
+    assert tree(val) == before, "nothing may be moved"
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+@pytest.mark.parametrize("with_devkit", [False, True])
+def test_flat_folder(
+    val: Path, archives: Path, table: Path, with_devkit: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = archives / ARCHIVE_META["devkit"][0] if with_devkit else table
+    assert prepare_val.read_labels(labels) == LABELS
+    command = [str(val), "--labels", str(labels)]
+    assert main([*command, "--dry-run"]) == 0
+    assert "would move 10 images" in capsys.readouterr().out
+    assert sorted(path.name for path in val.iterdir()) == sorted(
+        f"{image}.JPEG" for image in LABELS
+    )
+    for moved, in_place in ((10, 0), (0, 10)):
+        assert main(command) == 0
+        assert capsys.readouterr().out == (
+            f"{val}: moved {moved} images, {in_place} were in place; 3 classes, 0 images missing\n"
+        )
+    assert tree(val) == VAL
+    assert list_images(val, val.parent / "cache").classes == tuple(CLASSES)
+
+
+@pytest.mark.parametrize("num_renames", [0, 1, 9])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(122, "Disk quota exceeded")])
+def test_sorting_that_is_interrupted_and_resumed(
+    val: Path, table: Path, num_renames: int, error: BaseException,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    rename, left = os.rename, iter(range(num_renames))
+
+    def interrupted(source: Path, target: Path) -> None:
+        if next(left, None) is None:
+            raise error
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupted)
+        assert main([str(val), "--labels", str(table)]) in (1, 130)
+    assert "the same command" in capsys.readouterr().err
+    assert main([str(val), "--labels", str(table)]) == 0
+    assert tree(val) == VAL
+    assert f"{num_renames} were in place" in capsys.readouterr().out
+
+
+def test_missing_images(val: Path, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (val / "ILSVRC2012_val_00000004.JPEG").unlink()
+    assert "missing: ILSVRC2012_val_00000004 (1 in all)" in refused(val, table, capsys)
+    assert main([str(val), "--labels", str(table), "--allow-missing"]) == 0
+    assert len(tree(val)) == 9
+    assert "1 images missing" in capsys.readouterr().out
+
+
+def both(val: Path) -> None:
+    (val / CLASSES[1]).mkdir()
+    (val / CLASSES[1] / "ILSVRC2012_val_00000001.JPEG").touch()
+
+
+def misplaced(val: Path) -> None:
+    (val / CLASSES[2]).mkdir()
+    image = "ILSVRC2012_val_00000001.JPEG"
+    (val / image).rename(val / CLASSES[2] / image)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda val: (val / "ILSVRC2012_val_00049999.JPEG").touch(), "without a label: .*49999"),
+        (both, "both in it and in a class folder: .*00000001"),
+        (misplaced, "labels say: .*00000001"),
+        (lambda val: (val / CLASSES[1]).touch(), "cannot be moved .File exists"),
+        (shutil.rmtree, "holds no ILSVRC2012_val"),
+    ],
+)
+def test_folders_that_are_refused(
+    val: Path, table: Path, change: Callable[[Path], None], message: str
+) -> None:
+    change(val)
+    with pytest.raises(UserError, match=message):
+        prepare_val.prepare(val, table)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"ImageId,PredictionString\n",
+        b"a,b\n1,2\n",
+        b"ImageId,PredictionString\nILSVRC2012_val_00000001\n",
+        b"ImageId,PredictionString\nILSVRC2012_val_00000001, \n",
+        b"ImageId,PredictionString\nILSVRC2012_val_00000001,cat 1 2 3 4\n",
+        b"ImageId,PredictionString\n../../x,n01440764 1 2 3 4\n",
+        b"ImageId,PredictionString\nILSVRC2012_val_00000001,n01440764/../../x 1\n",
+        b"\xff\xfe\x00\x01",
+    ],
+)
+def test_wrong_table(
+    val: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.csv"
+    file.write_bytes(content)
+    assert "LOC_val_solution.csv" in refused(val, file, capsys)
+
+
+def test_devkit_that_is_not_the_published_one(
+    val: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "its MD5 is not the published one" in refused(val, write_devkit(tmp_path), capsys)
+    assert "is not there, or" in refused(val, tmp_path / "no.tar.gz", capsys)
