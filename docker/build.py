@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,11 +39,11 @@ def main() -> int:
         for file in (args.pip_config, args.ca_bundle):
             if file and not file.is_file():
                 raise Problem(f"{file} is not a file: give the path of one.")
-        for target in args.targets or ["cpu", "cuda"]:
+        for target in args.targets or ("cpu", "cuda"):
             command = build_command(builder, target, args, epoch)
             print(f"images: {target}: {shlex.join(command)}", flush=True)
-            if not args.dry_run:
-                build(builder, target, command, image_tag(args.name, target))
+            if not args.dry_run and subprocess.call(command, stdin=subprocess.DEVNULL):
+                raise Problem(f"{target} failed; see the reason above.")
     except Problem as problem:
         print(f"images: {problem}", file=sys.stderr)
         return 1
@@ -55,9 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "targets", nargs="*", help=f"of {', '.join(TARGETS)} (default: cpu and cuda)"
-    )
+    parser.add_argument("targets", nargs="*", help=f"{', '.join(TARGETS)} (default: cpu and cuda)")
     parser.add_argument("--builder", choices=list(BUILDERS), help="default: the first that works")
     parser.add_argument("--base", help="a Debian 12 image (default: debian:bookworm-slim)")
     parser.add_argument("--name", default="imagenet-horovod-ddp", help="before the tag's colon")
@@ -69,9 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     args = parser.parse_args()
-    for target in args.targets:
-        if target not in TARGETS:
-            parser.error(f"there is no target {target!r}: choose from {', '.join(TARGETS)}")
+    if unknown := set(args.targets) - set(TARGETS):
+        parser.error(f"there is no target {min(unknown)!r}: choose from {', '.join(TARGETS)}")
     return args
 
 
@@ -92,10 +88,7 @@ def find_builder(wanted: str | None) -> str:
 def source_date_epoch() -> str:
     """The one time that everything in the image gets. It is that of the lock's last change, so that
     a change of the sources leaves the layers of the packages as they are."""
-    given = os.environ.get("SOURCE_DATE_EPOCH")
-    if given:
-        if not given.isdecimal():
-            raise Problem(f"SOURCE_DATE_EPOCH={given} is not a number of seconds since 1970.")
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return given
     found = output_of(["git", "-C", str(ROOT), "log", "-1", "--format=%ct", "requirements.lock"])
     if not found:
@@ -145,25 +138,6 @@ def build_command(builder: str, target: str, args: argparse.Namespace, epoch: st
         if file:
             command += ["--secret", f"id={name},src={file.resolve()}"]
     return [*command, str(ROOT)]
-
-
-def build(builder: str, target: str, command: list[str], tag: str) -> None:
-    started = time.monotonic()
-    code = subprocess.call(command, stdin=subprocess.DEVNULL)
-    seconds = time.monotonic() - started
-    if code:
-        raise Problem(
-            f"{target} failed after {seconds:.0f} s (exit code {code}); see the reason above."
-        )
-    print(f"images: {tag}: {image_size(builder, tag)}, built in {seconds:.0f} s", flush=True)
-
-
-def image_size(builder: str, tag: str) -> str:
-    if builder == "buildah":
-        found = output_of([builder, "images", "--format", "{{.Size}}", tag])
-        return found or "size unknown"
-    found = output_of([builder, "image", "inspect", "--format", "{{.Size}}", tag])
-    return f"{int(found) / 1e9:.2f} GB" if found.isdecimal() else "size unknown"
 
 
 if __name__ == "__main__":

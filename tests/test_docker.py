@@ -263,14 +263,8 @@ def test_a_docker_without_an_engine_is_passed_over(
     assert build.find_builder(None) == "docker"
 
 
-def test_what_a_user_got_wrong_is_told(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def message(*command: str) -> str:
-        whole = [sys.executable, str(DOCKER / "build.py"), "--dry-run", *command]
-        done = subprocess.run(whole, capture_output=True, text=True)
-        assert done.returncode
-        return done.stderr
-
-    assert "there is no target 'gpu': choose from cpu, cuda, test" in message("gpu")
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
-    with pytest.raises(build.Problem, match="SOURCE_DATE_EPOCH=yesterday is not a number"):
-        build.source_date_epoch()
+def test_an_unknown_target_is_refused() -> None:
+    command = [sys.executable, str(DOCKER / "build.py"), "--dry-run", "gpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert "there is no target 'gpu': choose from cpu, cuda, test" in done.stderr

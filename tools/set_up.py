@@ -22,15 +22,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 BUILDER = ROOT / "horovod_train" / "build_horovod.py"
+PATCHES = ROOT / "horovod_train" / "patches"
 OLDEST_PYTHON = (3, 10)
-OLDEST_GCC = 11
+CPLUSPLUS = """
+#include <concepts>
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 11
+#error "g++ 11 or newer is needed"
+#endif
+template <std::integral T> T same(T x) { return x; }
+int main() { return same(0); }
+"""
+WHEEL_MPI = "Open MPI 4.1.8, a wheel inside the environment (MPI=system: what is on PATH)"
 DISK = 10e9  # bytes: torch with its CUDA libraries takes 5.4, pip's cache and the build the rest
 STAMPS = "set_up.json"
-TERMINAL = sys.stdout.isatty()
 
 
 def main() -> int:
@@ -55,9 +64,11 @@ def main() -> int:
         return 0
     problems = preflight(venv, with_horovod)
     if problems:
-        print(describe(problems), file=sys.stderr)
+        print("set-up: to put right first; nothing was downloaded yet:", file=sys.stderr)
+        for name, text in problems.items():
+            print(f"  {name:<9} {text}", file=sys.stderr)
         return 1
-    print(describe_mpi(find_mpi(os.environ.get("PATH", ""), venv), mpi), flush=True)
+    print("set-up: MPI is", "found on PATH" if mpi == "system" else WHEEL_MPI, flush=True)
     try:
         with only_one_at_a_time(venv):
             for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
@@ -89,7 +100,8 @@ def step_keys(venv: Path, mpi: str, with_horovod: bool, nccl: str = "auto") -> d
     if with_horovod:
         gpu = Path("/proc/driver/nvidia/version").exists()
         with_nccl = {"1": True, "0": False}.get(nccl, gpu)
-        keys["horovod"] = digest(BUILDER.read_bytes(), packages, mpi, with_nccl)
+        builder = [file.read_bytes() for file in [BUILDER, *sorted(PATCHES.iterdir())]]
+        keys["horovod"] = digest(builder, packages, mpi, with_nccl)
     return keys
 
 
@@ -159,7 +171,6 @@ def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
         "system": check_system(platform.system(), platform.machine()),
         "python": check_python(sys.version_info[:3], os.environ.get("PATH", "")),
         "venv": check_venv_module(),
-        "make": check_make(os.environ.get("PATH", "")),
         "disk": check_disk(venv),
         "VENV": check_venv_folder(venv) or check_same_python(venv),
     }
@@ -201,39 +212,20 @@ def check_venv_module() -> str | None:
     return None
 
 
-def check_make(path: str) -> str | None:
-    if shutil.which("make", path=path):
-        return None
-    return "not on PATH. Debian, Ubuntu: the package make."
-
-
 def check_compiler(command: str) -> str | None:
-    """g++ 11 or newer that really compiles C++20: its headers may be missing."""
-    install = (
-        "Debian, Ubuntu: the package g++; on a cluster: `module load gcc`, or its path in CXX. "
-        "WITHOUT_HOROVOD=1 sets up all the rest without a compiler."
-    )
+    """Whether it compiles C++20 for torch's headers: its own headers may be missing."""
+    words = [*command.split(), "-std=c++20", "-x", "c++", "-", "-o", os.devnull]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
-        version = subprocess.check_output([*command.split(), "-dumpversion"], text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return (
-            f"{command} does not run, and Horovod is compiled here: g++ {OLDEST_GCC} or newer. "
-            + install
-        )
-    if "clang" not in command and int(version.split(".")[0]) < OLDEST_GCC:
-        return (
-            f"{command} {version} is too old for torch's C++20: {OLDEST_GCC} or newer. " + install
-        )
-    program = "#include <concepts>\ntemplate <std::integral T> T same(T x) { return x; }\n"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "a.cpp"
-        source.write_text(program + "int main() { return same(0); }\n")
-        build = [*command.split(), "-std=c++20", str(source), "-o", str(Path(folder) / "a")]
-        done = subprocess.run(build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        lines = done.stdout.strip().splitlines() or ["no message"]
-        return f"{command} {version} does not compile a line of C++20 ({lines[0]}). " + install
-    return None
+        done = subprocess.run(words, input=CPLUSPLUS, **options)
+        why = (done.stdout.strip().splitlines() or ["no message"])[0] if done.returncode else None
+    except OSError:
+        why = "it does not run"
+    return why and (
+        f"{command} does not compile C++20 ({why}), and Horovod is compiled here. Debian, Ubuntu: "
+        "the package g++; on a cluster: `module load gcc`, or its path in CXX. WITHOUT_HOROVOD=1 "
+        "sets up all the rest without a compiler."
+    )
 
 
 def check_headers() -> str | None:
@@ -291,35 +283,6 @@ def check_same_python(venv: Path) -> str | None:
     )
 
 
-def describe(problems: dict[str, str]) -> str:
-    things = "1 thing" if len(problems) == 1 else f"{len(problems)} things"
-    lines = [f"set-up: {things} to put right first; nothing was downloaded yet."]
-    return "\n".join(lines + [f"  {name:<9} {text}" for name, text in problems.items()])
-
-
-def find_mpi(path: str, venv: Path) -> str | None:
-    """The MPI on PATH, if it is not our own: its first line about itself and where it is."""
-    own = str(venv / "bin")
-    folders = [folder for folder in path.split(os.pathsep) if os.path.abspath(folder) != own]
-    mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))
-    if not mpirun:
-        return None
-    try:
-        command = [mpirun, "--version"]
-        text = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
-        first = text.stdout.decode(errors="replace").strip().splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        first = "an MPI that does not tell its version"
-    return f"{first}, {mpirun}"
-
-
-def describe_mpi(found: str | None, mpi: str) -> str:
-    if mpi == "system":
-        return f"set-up: MPI is {found or 'asked from PATH (MPI=system), where there is none'}"
-    text = "set-up: MPI is Open MPI 4.1.8, a wheel inside the environment"
-    return text + (f". To use {found} instead: MPI=system" if found else "")
-
-
 # ---- the steps
 
 
@@ -335,7 +298,9 @@ def install_packages(venv: Path, mpi: str, nccl: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "requirements.txt"
         listed.write_text("\n".join(lines) + "\n")
-        command = [*pip(venv), "install", "--requirement", str(listed)]
+        command = [*pip(venv), "install", "--quiet", "--requirement", str(listed)]
+        if sys.stdout.isatty():
+            command.remove("--quiet")
         run(command, "packages", "from the lock, some GB with torch's CUDA libraries")
 
 
@@ -368,27 +333,13 @@ def pip(venv: Path) -> list[str]:
 
 
 def run(command: list[str], step: str, what: str) -> None:
-    """Run a step's command: on a terminal with its output, else with a line every 30 seconds."""
     print(f"set-up: {step}: {what}", flush=True)
-    started = shown = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        into = {} if TERMINAL else {"stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **into)  # type: ignore
-        try:
-            while process.poll() is None:
-                time.sleep(0.05)
-                if not TERMINAL and time.monotonic() - shown > 30:
-                    shown = time.monotonic()
-                    print(f"set-up: {step}: {shown - started:.0f} s so far", flush=True)
-        except KeyboardInterrupt:
-            process.wait()  # it was interrupted too, and tidies up
-            raise
-        log.seek(0)
-        end = "\n".join(log.read().splitlines()[-15:])
-    if process.returncode:
+    started = time.monotonic()
+    code = subprocess.call(command, stdin=subprocess.DEVNULL)
+    if code:
         raise StepFailed(
-            f"{step} failed (exit code {process.returncode}).\n{end}\n"
-            "Fix that and run the same command again: it resumes here."
+            f"{step} failed (exit code {code}), see above. Fix that and run the same command "
+            "again: it resumes here."
         )
     print(f"set-up: {step}: done in {time.monotonic() - started:.0f} s", flush=True)
 
