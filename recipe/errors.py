@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,12 +22,9 @@ OTHER_RANK_DELAY_S = 4.0
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
-# What this process must not leave half done, a checkpoint that its thread is writing, and what does
-# the same once more; one at most.
-UNFINISHED: list[tuple[Future[None], Callable[[], None]]] = []
+# Checkpoints that a thread of this process is writing: `leave` waits for them.
+WRITES: list[Future[None]] = []
 FINISH_S = 60
-# Whether a fork that is made now is to finish it: that one keeps the run folder's lock.
-finishing = False
 RESUME_HINT = (
     "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
     "has kept one"
@@ -100,21 +96,19 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
         time.sleep(OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
-        turn = _take_the_word() if world.size > 1 else None
-        if world.size > 1 and turn is None:
+        lock = _acquire_speaker_lock() if world.size > 1 else None
+        if world.size > 1 and lock is None:
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
             print(message, file=sys.stderr, flush=True)
-            # A late rank 0 with the same error finds the word taken, as long as this one lives.
+            # A late rank 0 with the same error finds the lock taken, as long as this one lives.
             time.sleep(LATE_RANK_0_S if world.rank != 0 else 0)
     leave(exit_code)
 
 
 def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
-    """End this process when what it must not leave half done is finished, or after `within_s`.
-
-    Less than FINISH_S is for a launcher that kills sooner, or is gone: what is not finished by
-    then another process does once more, which has FINISH_S for it.
+    """End this process when the checkpoint that it writes is on disk, or after `within_s`, the
+    launcher's patience: a file that is half written by then has only a temporary name.
 
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins.
@@ -123,36 +117,9 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
         with suppress(OSError, ValueError):  # who reads this output may be gone
             sys.stdout.flush()
             sys.stderr.flush()
-        for future, again in UNFINISHED:
-            concurrent.futures.wait([future], within_s)
-            if within_s < FINISH_S and not future.done():
-                _in_another_process(again)
+        concurrent.futures.wait(WRITES, within_s)
     finally:
         os._exit(exit_code)
-
-
-def _in_another_process(again: Callable[[], None]) -> None:
-    """Fork one that does `again` what a thread of this process is doing, when this one has ended
-    and its thread with it.
-
-    It has the same memory; and a session and output of its own, so that no launcher takes it for a
-    rank that is left.
-    """
-    global finishing
-    rank, finishing = os.getpid(), True
-    if os.fork():
-        return
-    try:
-        os.setsid()
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for output in range(3):
-            os.dup2(nowhere, output)
-        signal.alarm(FINISH_S)
-        while os.getppid() == rank:
-            time.sleep(0.01)
-        again()
-    finally:
-        os._exit(0)
 
 
 def job_on_host(environ: Mapping[str, str] = os.environ) -> str:
@@ -161,17 +128,17 @@ def job_on_host(environ: Mapping[str, str] = os.environ) -> str:
     return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}"
 
 
-def _take_the_word() -> socket.socket | None:
+def _acquire_speaker_lock() -> socket.socket | None:
     """The right to speak for this job on this host, held by one process at a time; None if taken.
 
     An abstract Unix socket, whose name vanishes with the process that holds it.
     """
-    turn = socket.socket(socket.AF_UNIX)
+    lock = socket.socket(socket.AF_UNIX)
     try:
-        turn.bind(f"\0{job_on_host()}")
+        lock.bind(f"\0{job_on_host()}")
     except OSError:
         return None
-    return turn
+    return lock
 
 
 @contextmanager

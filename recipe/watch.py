@@ -38,8 +38,9 @@ LAUNCHER_PROGRAMS = {
     "torchrun",
 }
 # How long a rank may take for its checkpoint after a signal: torchrun kills it 30 s after SIGTERM,
-# horovodrun after 5 s, mpirun after one. Slurm, after 30 s, kills what the rank has started, too.
-PATIENCE_S = {"none": FINISH_S, "slurm": FINISH_S, "torchrun": 25}
+# horovodrun after 5 s, mpirun after one; Slurm as its administrator says.
+PATIENCE_S = {"none": FINISH_S, "slurm": FINISH_S, "torchrun": 25, "horovodrun": 4}
+DEFAULT_PATIENCE_S = 0.7
 
 # Engines give up by themselves, with a traceback that blames a rank that waits: later than this
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
@@ -145,7 +146,7 @@ def _watch(
             _say(world, "the launcher is gone")
             with suppress(OSError):
                 _remove_shared_memory()
-            leave(1, within_s=0)
+            leave(1)
         # Counted in ticks: to a job that was suspended as a whole no time has passed.
         silent = silent + POLL_S if _signs_of_life == seen else 0.0
         seen = _signs_of_life
@@ -156,7 +157,7 @@ def _watch(
 def _end_by_signal(world: World, number: signal.Signals) -> None:
     what = "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
     _say(world, what)
-    leave(128 + number, PATIENCE_S.get(world.launcher, 0))
+    leave(128 + number, PATIENCE_S.get(world.launcher, DEFAULT_PATIENCE_S))
 
 
 def _say(world: World, what: str) -> None:

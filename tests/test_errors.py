@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -158,32 +157,18 @@ def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("launcher", "finishes_elsewhere"),
-    [("none", False), ("slurm", False), ("torchrun", True), ("mpirun", True)],
+    ("launcher", "seconds"), [("none", 60), ("slurm", 60), ("torchrun", 30), ("mpirun", 1)]
 )
-def test_a_checkpoint_has_a_minute(
-    launcher: str, finishes_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_has_the_launcher_s_patience(
+    launcher: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another process where the launcher kills this one before that."""
     waits: list[float] = []
-    others: list[object] = []
-    unfinished: Future[None] = Future()
-    monkeypatch.setattr(errors, "UNFINISHED", [(unfinished, print)])
-    monkeypatch.setattr(errors, "_in_another_process", others.append)
     monkeypatch.setattr(
         errors.concurrent.futures, "wait", lambda futures, seconds: waits.append(seconds)
     )
     rank = a_world(1, 2, launcher=launcher)
     assert code_of(lambda: watch._end_by_signal(rank, signal.SIGTERM)) == 128 + signal.SIGTERM
-    killed_after = {"torchrun": 30, "mpirun": 1}.get(launcher)
-    if killed_after is None:
-        assert waits == [errors.FINISH_S]
-    else:
-        assert waits[0] < killed_after
-    assert others == ([print] if finishes_elsewhere else [])
-    unfinished.set_result(None)
-    code_of(lambda: watch._end_by_signal(rank, signal.SIGTERM))
-    assert len(others) == finishes_elsewhere
+    assert seconds / 2 < waits[0] <= seconds
 
 
 def test_the_process_really_ends() -> None:

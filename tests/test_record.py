@@ -452,7 +452,7 @@ def test_a_checkpoint_that_failed_is_an_error_as_soon_as_it_is_asked_for(
 ) -> None:
     failed: Future[None] = Future()
     failed.set_exception(UserError("the disk is full"))
-    monkeypatch.setattr(checkpoint, "UNFINISHED", [(failed, lambda: None)])
+    monkeypatch.setattr(checkpoint, "WRITES", [failed])
     with pytest.raises(UserError, match="the disk is full"):
         finish_checkpoint(timeout=0)
 

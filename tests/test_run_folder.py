@@ -78,42 +78,6 @@ def test_one_run_at_a_time_and_a_killed_one_lets_go(
         assert opened(replace(config, name="live", evaluate=True)) == tmp_path / "live"
 
 
-ENDS_AMID_A_CHECKPOINT = """
-import sys, time
-from concurrent.futures import Future
-from pathlib import Path
-from test_run_folder import a_config, opened
-from recipe import errors
-from recipe.files import partial_name
-
-folder = opened(a_config(log_dir=sys.argv[1], name="run"))
-
-def write():
-    path = folder / "checkpoints" / "step-000000010.pt"
-    path.parent.mkdir()
-    partial_name(path).write_text("whole")
-    time.sleep(2)
-    partial_name(path).replace(path)
-
-errors.UNFINISHED.append((Future(), write))
-errors.leave(1, within_s=0)
-"""
-
-
-def test_a_run_that_only_finishes_its_checkpoint_is_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The process that writes on where a launcher kills in a moment has the lock until it ends."""
-    words = [sys.executable, "-c", ENDS_AMID_A_CHECKPOINT, str(tmp_path)]
-    subprocess.run(words, cwd=Path(__file__).parent)
-    assert opened(a_config(log_dir=str(tmp_path), name="run")) == tmp_path / "run"
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000000010.pt"]
-    said = capsys.readouterr().out
-    assert "(it is only finishing its checkpoint); waiting for 120 s, until it has ended" in said
-    holder = (tmp_path / "run/lock").read_text()
-    assert holder.startswith(f"process {os.getpid()} ") and holder.endswith("Z\n")
-
-
 def test_a_lost_host_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +102,7 @@ def test_a_file_system_without_locks(
     partial = tmp_path / "run/checkpoints/.step-000000010.pt.elsewhere-7.partial"
     partial.parent.mkdir(parents=True)
     partial.touch()
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
     assert opened(a_config(log_dir=str(tmp_path), name="run")) == tmp_path / "run"
     told = capsys.readouterr().out
     assert told.count("\n") == 1 and "has no locks (No locks available); nothing keeps" in told

@@ -41,7 +41,7 @@ def write():
     open(sys.argv[1], "w").write("whole")
 
 start_watchdog(read_world(), int(sys.argv[2]))
-errors.UNFINISHED.append((ThreadPoolExecutor(1).submit(write), write))
+errors.WRITES.append(ThreadPoolExecutor(1).submit(write))
 heartbeat()
 print(os.getpid(), flush=True)
 while True:
@@ -73,8 +73,7 @@ class Started:
         """Wait for the end of the rank; return what it said."""
         psutil.wait_procs([self.rank], timeout=30)
         assert not self.rank.is_running()
-        # A rank that was killed has a forked process finish it, which may still be writing.
-        wait_until(lambda: self.checkpoint.exists() and self.checkpoint.read_text() == "whole")
+        assert self.checkpoint.read_text() == "whole"
         return self.launcher.communicate()[1]
 
 
@@ -115,13 +114,12 @@ def test_a_signal_ends_a_rank(
     assert started.wait().startswith(said)
 
 
-def test_mpirun_kills_a_second_after_it_has_asked(start: Callable[..., Started]) -> None:
+def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> None:
+    """A second after it has asked."""
     started = start("mpirun")
     started.rank.terminate()
-    time.sleep(0.5)
-    if started.rank.is_running():
-        started.rank.kill()
-    started.wait()
+    assert started.launcher.communicate(timeout=30)[1].startswith("asked to end by SIGTERM")
+    assert not started.checkpoint.exists()  # it was written for a second, and is not half there
 
 
 def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) -> None:
@@ -236,16 +234,20 @@ def listens_at(launcher: subprocess.Popen) -> set[str]:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("launcher", "engine", "number", "whole_group"),
+    ("launcher", "engine", "number", "whole_group", "finishes"),
     [
-        rarely("torchrun", "ddp", signal.SIGKILL, False),
-        ("horovodrun --mpi", "horovod", signal.SIGTERM, False),
-        rarely("horovodrun --mpi", "horovod", signal.SIGINT, True),
-        rarely("horovodrun --gloo", "horovod", signal.SIGINT, True),
+        rarely("torchrun", "ddp", signal.SIGKILL, False, True),
+        ("horovodrun --mpi", "horovod", signal.SIGTERM, False, False),  # mpirun kills in a second
+        rarely("horovodrun --gloo", "horovod", signal.SIGINT, True, True),
     ],
 )
-def test_a_launcher_takes_its_ranks_along_and_the_checkpoint_is_finished(
-    launcher: str, engine: str, number: signal.Signals, whole_group: bool, tmp_path: Path
+def test_a_launcher_takes_its_ranks_along_and_waits_for_the_checkpoint(
+    launcher: str,
+    engine: str,
+    number: signal.Signals,
+    whole_group: bool,
+    finishes: bool,
+    tmp_path: Path,
 ) -> None:
     """Killed; or ended in a way that reaches no rank, or not in time: horovodrun over MPI is but a
     shell that waits, and Ctrl-C in a terminal reaches the whole group of processes."""
@@ -265,4 +267,7 @@ def test_a_launcher_takes_its_ranks_along_and_the_checkpoint_is_finished(
     )
     assert finished.returncode != 0
     assert finished.output.count("`--resume auto` with the --name") == 1
-    wait_until(lambda: any(checkpoints.glob("step-*.pt")), 30)
+    if finishes:
+        wait_until(lambda: any(checkpoints.glob("step-*.pt")), 30)
+    else:
+        assert not any(checkpoints.glob("step-*.pt"))  # a part of it has a temporary name

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from recipe.config import Config
 from recipe.data.batches import Data
-from recipe.errors import UNFINISHED, UserError
+from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, whole_file
 from recipe.record.weights import first_line
 from recipe.training.state import Progress, Trainables
@@ -132,17 +131,17 @@ def keep_checkpoint(
     finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta)
-    write = partial(_write_and_tidy, path, contents, is_best, config.keep_checkpoints)
-    UNFINISHED.append((WRITER.submit(write), write))
+    keep = config.keep_checkpoints
+    WRITES.append(WRITER.submit(_write_and_tidy, path, contents, is_best, keep))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
     """Wait until the checkpoint that is being written, if any, is on disk, for `timeout` seconds at
     most; whether it is. UserError if it could not be written."""
-    if not wait([future for future, _ in UNFINISHED], timeout).not_done:
-        while UNFINISHED:
-            UNFINISHED.pop()[0].result()
-    return not UNFINISHED
+    if not wait(WRITES, timeout).not_done:
+        while WRITES:
+            WRITES.pop().result()
+    return not WRITES
 
 
 def _momentum_of_each(

@@ -1,8 +1,7 @@
 """The run folder: what it is called, and that one run at a time writes into it.
 
-Rank 0 holds a lock on the file `lock` in it as long as its process lives, and after it the process
-that finishes its checkpoint, if there is one. The kernel lets go of it when they end, however they
-end; the file itself stays and means nothing.
+Rank 0 holds a lock on the file `lock` in it as long as its process lives. The kernel lets go of it
+when that ends, however it ends; the file itself stays and means nothing.
 
 The lock holds between hosts where their file system passes locks on: NFS and CephFS do, Lustre if
 mounted with `flock`; Lustre with `localflock`, and BeeGFS as it is set up by default, hold it
@@ -21,7 +20,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from recipe import errors
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.world import World
@@ -36,8 +34,6 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 # The server of a shared file system takes a lock back this long after it lost sight of a host (NFS:
 # 90 s): a run that goes on elsewhere after the loss of its host waits for that.
 LOST_HOST_WAIT_S = 120.0
-# Written into the lock file by a run that has ended but for this; it takes errors.FINISH_S at most.
-FINISHING = " (it is only finishing its checkpoint)"
 
 
 def open_run_folder(
@@ -122,24 +118,17 @@ def _lock(folder: Path, world: World) -> bool:
     deadline = time.monotonic() + LOST_HOST_WAIT_S
     while not is_held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Of this process alone, while its forks, loader workers say, would share a `flock`.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = True
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             holder = (folder / LOCK_FILE).read_text(errors="replace").strip()
-            is_ending = holder.endswith(FINISHING)
-            is_here = f" on {world.host} " in holder
-            if (is_here and not is_ending) or time.monotonic() > deadline:
-                raise UserError(
-                    f"{folder}: another run writes there: {holder}; wait for its end, or choose "
-                    "another --name"
-                ) from None
+            message = f"{folder}: another run writes there: {holder}"
+            if f" on {world.host} " in holder or time.monotonic() > deadline:
+                raise UserError(f"{message}; wait for its end, or choose another --name") from None
             if not is_waiting:
-                hope = "until it has ended" if is_ending else "in case that host is lost"
-                print(
-                    f"{folder}: another run writes there: {holder}; waiting for "
-                    f"{LOST_HOST_WAIT_S:.0f} s, {hope}",
-                    flush=True,
-                )
+                wait = f"waiting for {LOST_HOST_WAIT_S:.0f} s, in case that host is lost"
+                print(f"{message}; {wait}", flush=True)
             is_waiting = True
             time.sleep(1)
         except OSError as error:
@@ -151,19 +140,8 @@ def _lock(folder: Path, world: World) -> bool:
                 flush=True,
             )
             break
-    holder = f"process {os.getpid()} on {world.host} since {utc_now()}"
-
-    def before_a_fork() -> None:
-        if errors.finishing:
-            os.pwrite(file, f"{holder}{FINISHING}\n".encode(), 0)
-
-    def in_a_fork() -> None:
-        if not errors.finishing:  # it would keep the lock beyond this process's end
-            os.close(file)
-
-    os.register_at_fork(before=before_a_fork, after_in_child=in_a_fork)
     os.ftruncate(file, 0)
-    os.pwrite(file, f"{holder}\n".encode(), 0)
+    os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)
     os.fsync(file)
     return is_held
 
