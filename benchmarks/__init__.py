@@ -1,4 +1,5 @@
 """How fast the recipe and its engines are, against what they could be: `make bench`.
 
-Each file is a row of the table, or `run.py`, which measures all. `harness/` is what they share.
+goals.toml has the rows whose sides take turns (by_turns.py measures them); input_pipeline,
+wire_format, start_time and memory are rows of their own kind. programs/ is what they start.
 """

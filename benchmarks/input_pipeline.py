@@ -1,12 +1,10 @@
 """Row 3: how much of the input pipeline's time is more than decoding?
 
-    python benchmarks/input_pipeline.py
-
 The trainer's pipeline (a JPEG file is read, decoded, cropped, resized, flipped, and is part of a
 uint8 batch) and libjpeg-turbo's bare decoding of the same files (read, simplejpeg.decode_jpeg with
-its defaults, nothing done with the pixels) take short turns in one process, with one thread:
-harness/pipelines.py. A block is a process. The ratio is of images per CPU-second. Files are
-those of tools/make_jpegs.py, 500 x 375 pixels of some 100 KB, and are in the page cache.
+its defaults, nothing done with the pixels) take short turns in one process, with one thread, as a
+loader process has it. A block is a process. The ratio is of images per CPU-second. Files are those
+of tools/make_jpegs.py, 500 x 375 pixels of some 100 KB, and are in the page cache.
 
 The goal belongs to the steady state, where decoding ends where the crop ends: all epochs but the
 first. In the first one each file is decoded whole, and so looked at for damage; that has a row
@@ -14,23 +12,32 @@ without a goal. So have, for reference, torchvision's v2 transforms on uint8 aft
 and the classic pipeline of Pillow, ToTensor and Normalize, which ends in normalised fp32.
 """
 
-import json
-import sys
+import multiprocessing
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from os import getloadavg
 from pathlib import Path
 
-from benchmarks.harness import bench
-from benchmarks.harness.pipelines import BATCH_SIZE
-from benchmarks.real_data import make_jpegs
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+from torchvision import io, transforms
+from torchvision.transforms import v2
+
+from benchmarks.by_turns import QUICK_JPEGS, make_jpegs
+from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, Turn, estimate, estimate_value, work_per_cpu_second
 from compare.plan.blocks import drawn
-from compare.running.launch import end_processes
-from compare.running.sides import MeasurementError, Side
-from compare.running.stage import start_process, tail
-from compare.running.turns import say
+from compare.running.launch import busy_cpu_seconds
+from compare.running.turns import say, wait_for_quiet
+from recipe.config import Config
+from recipe.data.batches import TrainImages
+from recipe.data.image_folder import Listing, list_images
+from recipe.data.order import SampleStream
+from recipe.device import keep_freed_memory
 from recipe.files import write_json
 
 GOAL = 0.80
@@ -43,73 +50,122 @@ NAMES = {
 }
 # Turns of some 0.15 s: nothing has to be started, stopped or settle down between them, and the more
 # there are, the less does a moment in which the processor was slower weigh.
-BATCHES, SHORT_TURNS = 3, 4  # a turn; for each turn that the options ask for
-POLL_SECONDS = 0.1
+BATCH_SIZE, BATCHES, SHORT_TURNS = 32, 3, 4  # images; a turn; for each turn that is asked for
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LIMIT_SECONDS = 1200.0  # of a block
 
+Contender = Callable[[list[int]], object]  # from the indices of a batch to what comes out
 
-def measure(options: bench.Options) -> bench.Measured:
+
+def measure(options: Options) -> Measured:
     """Measure the row, and what stands beside it for reference."""
-    images = 40 if options.quick else 640
-    rounds = options.turns if options.quick else SHORT_TURNS * options.turns
-    jpegs = make_jpegs(Path("runs") / "bench-jpegs", images)
-    program = ["benchmarks/harness/pipelines.py", str(jpegs), "--out", "{folder}/turns.json"]
-    program += ["--rounds", str(rounds), "--batches", str(BATCHES)]
-    side = Side("input", ("python",), tuple(program), BATCH_SIZE, BATCHES)
+    jpegs = make_jpegs(QUICK_JPEGS if options.quick else 640)
+    rounds = options.rounds() * (1 if options.quick else SHORT_TURNS)
     blocks: list[Block] = []
-    for number in range(1, options.blocks + 1):
-        order = drawn([RAW, *NAMES], options.seed, number)
-        folder = options.out / "blocks" / "3" / f"block-{number}"
-        words = ["--order", ",".join(order), "--seed", str(options.seed + number)]
-        words += ["--patience", str(options.patience)]
-        blocks.append(run_block(side, words, tuple(order), folder, number))
+    for number in range(1, options.num_blocks() + 1):
+        order, load = drawn([RAW, *NAMES], options.seed, number), round(getloadavg()[0], 2)
+        # A new process, which knows nothing of this one's threads and memory.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            turns = pool.submit(
+                take_turns, jpegs, order, rounds, options.seed + number, options.patience
+            ).result(LIMIT_SECONDS)
+        blocks.append(Block(number, tuple(order), load, tuple(turns)))
+        folder = options.out / "blocks" / "input_pipeline" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "block.json", asdict(blocks[-1]))
         ratio = blocks[-1].ratio("pipeline", RAW, work_per_cpu_second)
-        told = f"ratio {ratio:.3f}; others kept {blocks[-1].other_load:.2f} cores busy"
-        say(f"row 3: block {number} of {options.blocks}: {told}")
-    raw = per_cpu_second(blocks, RAW)
+        load = blocks[-1].other_load
+        say(f"row 3: block {number}: ratio {ratio:.3f}; others kept {load:.2f} cores busy")
+
+    def speed(name: str) -> float:
+        return estimate_value(blocks, name, work_per_cpu_second).ratio
+
     rows = []
     for name, told in NAMES.items():
-        row = bench.Row(3, f"{told}, CPU-seconds", GOAL if name == "pipeline" else None)
-        if name == "pipeline":
+        row = Row(3, f"{told}, CPU-seconds", GOAL if name == "pipeline" else None)
+        if row.goal is not None:
             row = row.compared(blocks, name, RAW, work_per_cpu_second)
         else:
             row = row.measured(estimate(blocks, name, RAW, work_per_cpu_second))
-        found = per_cpu_second(blocks, name)
-        row = bench.with_note(row, f"{found:,.0f} images per CPU-second, raw {raw:,.0f}")
-        rows.append(row)
-    rows[0] = bench.with_note(
-        rows[0], "the steady state, from the second epoch on; JPEG files of 500 x 375 pixels"
+        note = f"{speed(name):,.0f} images per CPU-second, raw {speed(RAW):,.0f}"
+        rows.append(replace(row, notes=(*row.notes, note)))
+    return Measured(rows, blocks={"input_pipeline": blocks})
+
+
+def contenders(listing: Listing, config: Config) -> dict[str, Contender]:
+    """What takes turns, by name; all but the first end in a batch."""
+    paths = [listing.path(index) for index in range(len(listing))]
+    images, size = TrainImages(listing, config), config.train_crop_size
+    by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+    by_pillow = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
     )
-    return bench.Measured(rows, [side], {"3": blocks})
+
+    def raw(indices: list[int]) -> None:
+        for index in indices:
+            with open(paths[index], "rb", buffering=0) as file:
+                simplejpeg.decode_jpeg(file.read())
+
+    def torchvision_v2(indices: list[int]) -> object:
+        files = (io.read_file(paths[index]) for index in indices)
+        return torch.stack([by_v2(io.decode_jpeg(file, io.ImageReadMode.RGB)) for file in files])
+
+    def pillow(indices: list[int]) -> object:
+        pictures = (Image.open(paths[index]).convert("RGB") for index in indices)
+        return torch.stack([by_pillow(picture) for picture in pictures])
+
+    return {
+        RAW: raw,
+        "pipeline": lambda indices: images.__getitems__([(1, index) for index in indices]),
+        "first-epoch": lambda indices: images.__getitems__([(0, index) for index in indices]),
+        "torchvision-v2": torchvision_v2,
+        "pillow": pillow,
+    }
 
 
-def per_cpu_second(blocks: Sequence[Block], name: str) -> float:
-    """Images that a contender gets through in a second of CPU time."""
-    return estimate_value(blocks, name, work_per_cpu_second).ratio
+def take_turns(
+    jpegs: Path, order: Sequence[str], rounds: int, seed: int, patience: float
+) -> list[Turn]:
+    """Let all contenders take turns in this process. Each round hands the same images to all of
+    them, the next ones of the training's own order, forwards and backwards alternately."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(seed)  # torchvision's crops
+    config = Config(seed=seed)
+    listing = list_images(jpegs / "train", Path(config.cache_dir).expanduser())
+    found, stream = contenders(listing, config), SampleStream(len(listing), seed)
+
+    def batches(first: int, count: int) -> list[list[int]]:
+        positions = np.arange(BATCH_SIZE * first, BATCH_SIZE * (first + count))
+        indices = [index for _, index in stream.samples(positions)]
+        return [indices[at : at + BATCH_SIZE] for at in range(0, len(indices), BATCH_SIZE)]
+
+    for name in order:
+        for batch in batches(0, 2):
+            found[name](batch)  # the first calls pay for memory, and fill the page cache
+    turns: list[Turn] = []
+    for round_ in range(rounds):
+        chosen = batches(round_ * BATCHES, BATCHES)
+        for batch in chosen:
+            for index in batch:
+                Path(listing.path(index)).read_bytes()  # so that none pays for the disk
+        wait_for_quiet(patience)
+        for name in order if round_ % 2 == 0 else reversed(order):
+            turns.append(take_turn(name, found[name], chosen, round_))
+    return turns
 
 
-def run_block(
-    side: Side, words: Sequence[str], order: tuple[str, ...], folder: Path, number: int
-) -> Block:
-    """Let all contenders take turns in a new process."""
-    load = round(getloadavg()[0], 2)
-    command = [*side.command(folder.resolve(), 0), *words]
-    process, mark = start_process(side, command, folder)
-    began = time.monotonic()
-    try:
-        while process.poll() is None:
-            if time.monotonic() - began > LIMIT_SECONDS:
-                raise MeasurementError(f"row 3: no end within {LIMIT_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
-    finally:
-        end_processes(process, mark)
-    if process.returncode:
-        raise MeasurementError(f"benchmarks/harness/pipelines.py failed:\n{tail(folder)}")
-    turns = tuple(Turn(**turn) for turn in json.loads((folder / "turns.json").read_text()))
-    block = Block(number, order, load, turns)
-    write_json(folder / "block.json", asdict(block))
-    return block
-
-
-if __name__ == "__main__":
-    sys.exit(bench.main("input_pipeline", __doc__, measure))
+def take_turn(name: str, contender: Contender, batches: Sequence[list[int]], round_: int) -> Turn:
+    """One contender's turn, over these batches."""
+    busy, began, cpu_began = busy_cpu_seconds(), time.monotonic(), time.process_time()
+    for batch in batches:
+        contender(batch)
+    cpu_seconds, seconds = time.process_time() - cpu_began, time.monotonic() - began
+    others = max(0.0, busy_cpu_seconds() - busy - cpu_seconds) / seconds
+    images = sum(map(len, batches))
+    return Turn(name, round_, seconds, images / seconds, cpu_seconds / images, round(others, 3))

@@ -1,141 +1,101 @@
 """Row 14: does memory grow with the steps?
 
-    python benchmarks/memory.py
-
 One worker of each engine, and one that reads JPEG files with a loader process, train a tiny network
 for 10,000 steps, all at once: how much memory a process holds does not depend on how fast it goes.
 The ratio is of resident memory, added up over the tree of processes, after 10,000 and after 1,000
 steps, each a median of several readings. A block is a launch.
 """
 
+import contextlib
 import statistics
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from benchmarks.harness import bench
-from benchmarks.harness.sides import Workload, trainer_side
-from benchmarks.real_data import make_jpegs
+from benchmarks.by_turns import Benchmark, Contender, Work, make_side
+from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
-from compare.evidence.records import ENGINES
-from compare.running.launch import end_processes
-from compare.running.sides import MeasurementError, Side
+from compare.running.launch import end_processes, last_step
+from compare.running.sides import MeasurementError
 from compare.running.stage import start_process, tail
 from compare.running.turns import say
 
 GOAL = 1.01
-TINY = Workload("squeezenet1_1", 32, 1)
-NAMES = {**ENGINES, "files": "DDP, JPEG files with a loader"}
+TINY = Work("squeezenet1_1", 32, 1)
+# More steps than are watched: no run is to end, evaluate and write while it is read.
+FLAGS = "--log-interval 10"
+CONTENDERS = {
+    "DDP": Contender(flags=FLAGS),
+    "Horovod": Contender("horovod-mpi", flags=FLAGS),
+    "DDP, JPEG files with a loader": Contender(flags=f"{FLAGS} --workers 1", jpegs=640),
+}
+BENCHMARK = Benchmark(name="memory", row=14, side={}, pair={})
 POLL_SECONDS = 0.2
 READINGS = 15  # around each of the two steps
 LIMIT_SECONDS = 200.0  # a run, of those that go on at once
 
 
-@dataclass
-class Watched:
-    """A run whose memory is read as its steps go by."""
-
-    side: Side
-    folder: Path
-    process: subprocess.Popen[bytes]
-    mark: str
-    readings: list[tuple[int, int]] = field(default_factory=list)  # step, bytes
-
-    def read(self) -> int:
-        """Read the memory, and return the last step that was written."""
-        step = last_step(self.folder / "run" / "metrics.jsonl")
-        self.readings.append((step, resident_bytes(self.process.pid)))
-        return step
-
-    def after(self, step: int) -> float:
-        """The median of the readings right after `step`, bytes."""
-        return statistics.median([bytes_ for at, bytes_ in self.readings if at >= step][:READINGS])
-
-
-def measure(options: bench.Options) -> bench.Measured:
+def measure(options: Options) -> Measured:
     """Measure all three."""
     first, last = (20, 100) if options.quick else (1_000, 10_000)
-    jpegs = make_jpegs(Path("runs") / "bench-jpegs", 40 if options.quick else 640)
-    # More steps than are watched: no run is to end, evaluate and write while it is read.
-    flags = ("--log-interval", "10")
-    sides = [trainer_side(engine, engine, TINY, 1, flags=flags) for engine in ("ddp", "horovod")]
-    reading = (*flags, "--workers", "1")
-    sides.append(trainer_side("files", "ddp", TINY, 1, flags=reading, data=str(jpegs)))
-    ratios: dict[str, list[float]] = {side.name: [] for side in sides}
-    details: dict[str, list[float]] = {side.name: [] for side in sides}
+    sides = {name: make_side(name, c, BENCHMARK, TINY, options) for name, c in CONTENDERS.items()}
     # The readings of one launch agree to a part in thousands; three launches tell more than one.
-    num_blocks = options.blocks if options.blocks_given or options.quick else 3
-    runs: list[Watched] = []
+    started, names = [], []
     try:
-        for number in range(1, num_blocks + 1):
-            for side in sides:
-                folder = options.out / "blocks" / "14" / f"block-{number}" / side.name
-                process, mark = start_process(side, side.command(folder.resolve(), 0), folder)
-                runs.append(Watched(side, folder, process, mark))
-        watch(runs, first, last)
+        for number in range(1, options.num_blocks(3) + 1):
+            for name, side in sides.items():
+                word = name.replace(",", "").replace(" ", "-")
+                folder = options.out / "blocks" / "memory" / str(number) / word
+                started.append(
+                    (*start_process(side, side.command(folder.resolve(), 0), folder), folder)
+                )
+                names.append(name)
+        readings = watch([(process.pid, folder) for process, _, folder in started], first, last)
     finally:
-        for run in runs:
-            end_processes(run.process, run.mark)
-    for run in runs:
-        ratios[run.side.name].append(run.after(last) / run.after(first))
-        details[run.side.name] += [run.after(first), run.after(last)]
+        for process, mark, _ in started:
+            end_processes(process, mark)
     rows = []
-    for name, told in NAMES.items():
-        row = bench.Row(14, f"memory after 10,000 / 1,000 steps, {told}", GOAL, at_least=False)
-        note = f"{TINY}; {statistics.mean(details[name]) / 2**20:,.0f} MiB on average"
+    for name in sides:
+        found = [pair for owner, pair in zip(names, readings, strict=True) if owner == name]
+        before, after = zip(*found, strict=True)
+        row = Row(14, f"memory after 10,000 / 1,000 steps, {name}", GOAL, at_least=False)
+        note = f"{TINY}; {statistics.mean(before + after) / 2**20:,.0f} MiB on average"
         if options.quick:
             note += f"; after {last} and {first} steps"
-        row = row.measured(estimate_ratio(ratios[name], [1.0] * len(ratios[name])), note)
-        rows.append(row)
-    return bench.Measured(rows, sides, details={"bytes": details})
+        rows.append(row.measured(estimate_ratio(after, before), note))
+    return Measured(rows, [*sides.values()], details={"bytes": [names, readings]})
 
 
-def watch(runs: list[Watched], first: int, last: int) -> None:
-    """Read the memory of all runs until each has its readings after step `last`."""
+def watch(runs: list[tuple[int, Path]], first: int, last: int) -> list[tuple[float, float]]:
+    """Read the memory of all runs, each a process and its folder, until each has its readings after
+    step `last`. The medians after `first` and after `last`, bytes."""
     began, told, limit = time.monotonic(), 0.0, LIMIT_SECONDS * len(runs)
-    while True:
-        steps = [run.read() for run in runs]
-        for run in runs:
-            if run.process.poll() is not None:
-                raise MeasurementError(f"{run.side.name} ended:\n{tail(run.folder)}")
-        if all(sum(at >= last for at, _ in run.readings) >= READINGS for run in runs):
-            return
-        seconds = time.monotonic() - began
+    readings: list[list[tuple[int, int]]] = [[] for _ in runs]  # step, bytes
+    while not all(sum(at >= last for at, _ in one) >= READINGS for one in readings):
+        for (pid, folder), kept in zip(runs, readings, strict=True):
+            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                raise MeasurementError(f"{folder.name} ended:\n{tail(folder)}")
+            line = last_step(folder / "run" / "metrics.jsonl")
+            kept.append((int(line["step"]) if line else 0, resident_bytes(pid)))
+        slowest, seconds = min(one[-1][0] for one in readings), time.monotonic() - began
         if seconds > limit:
-            raise MeasurementError(f"only {min(steps)} steps within {limit:.0f} s")
-        if seconds - told > 20 and min(steps):
+            raise MeasurementError(f"only {slowest} steps within {limit:.0f} s")
+        if seconds - told > 20:
             told = seconds
-            left = f", about {seconds * (last / min(steps) - 1) / 60:.1f} min left"
-            say(f"row 14: the slowest of {len(runs)} at step {min(steps):,}{left}")
+            say(f"row 14: the slowest of {len(runs)} at step {slowest:,}")
         time.sleep(POLL_SECONDS)
 
+    def after(kept: list[tuple[int, int]], step: int) -> float:
+        return statistics.median([size for at, size in kept if at >= step][:READINGS])
 
-def last_step(metrics: Path) -> int:
-    """The step of the last line that a run has written; 0 before the first."""
-    from compare.running.launch import last_step as last_line
-
-    line = last_line(metrics)
-    return int(line["step"]) if line else 0
+    return [(after(kept, first), after(kept, last)) for kept in readings]
 
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and its descendants, added up."""
-    total = 0
-    try:
-        process = psutil.Process(pid)
-        for one in [process, *process.children(recursive=True)]:
-            try:
-                total += one.memory_info().rss
-            except psutil.NoSuchProcess:
-                pass
-    except psutil.NoSuchProcess:
-        pass
+    total, process = 0, psutil.Process(pid)
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += one.memory_info().rss
     return total
-
-
-if __name__ == "__main__":
-    sys.exit(bench.main("memory", __doc__, measure))

@@ -1,23 +1,19 @@
 """Row 13: how long is it from the command to the first optimizer step?
 
-    python benchmarks/start_time.py
-
 One worker of each engine with a tiny network, and `python -c "import torch, torchvision"`, which
 no trainer can do without, are started one after the other in random order, after one start of each
 that fills the page cache. A trainer's first step has ended when its line is in metrics.jsonl. The
 ratio is of seconds of wall time.
 """
 
+import contextlib
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness import bench
-from benchmarks.harness.sides import trainer_side
-from benchmarks.harness.workloads import QUICK
+from benchmarks.by_turns import QUICK, Benchmark, Contender, make_side
+from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
-from compare.evidence.records import ENGINES
 from compare.plan.blocks import drawn
 from compare.running.launch import end_processes
 from compare.running.sides import MeasurementError, Side
@@ -25,48 +21,46 @@ from compare.running.stage import start_process, tail
 from compare.running.turns import say, wait_for_quiet
 
 GOAL = 2.0
+FLAGS = "--log-interval 1 --max-steps 1"
+CONTENDERS = {"DDP": Contender(flags=FLAGS), "Horovod": Contender("horovod-mpi", flags=FLAGS)}
+BENCHMARK = Benchmark(name="start_time", row=13, side={}, pair={})
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 120.0
 TIMES_PER_BLOCK = 2  # starts of each; a block's figure is the fastest: what nothing delayed
 
 
-def measure(options: bench.Options) -> bench.Measured:
+def measure(options: Options) -> Measured:
     """Measure both engines."""
-    flags = ("--log-interval", "1", "--max-steps", "1")
-    sides = [
-        IMPORT,
-        *(trainer_side(engine, engine, QUICK, 1, flags=flags) for engine in ENGINES),
-    ]
-    folder = options.out / "blocks" / "13"
+    made = [make_side(name, c, BENCHMARK, QUICK, options) for name, c in CONTENDERS.items()]
+    sides, folder = [IMPORT, *made], options.out / "blocks" / "start_time"
     for side in sides:
         seconds_to_first_step(side, folder / "warm-up" / side.name)
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    times = 1 if options.quick else TIMES_PER_BLOCK
-    for number in range(1, options.blocks + 1):
+    for number in range(1, options.num_blocks() + 1):
         starts: dict[str, list[float]] = {side.name: [] for side in sides}
-        for time_ in range(times):
+        for time_ in range(1 if options.quick else TIMES_PER_BLOCK):
             for side in drawn(sides, options.seed, number, time_):
                 wait_for_quiet(options.patience)
-                path = folder / f"block-{number}" / f"{side.name}-{time_}"
+                path = folder / str(number) / f"{side.name}-{time_}"
                 starts[side.name].append(seconds_to_first_step(side, path))
         for name, values in starts.items():
             seconds[name].append(min(values))
         told = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items())
-        say(f"row 13: block {number} of {options.blocks}: {told}")
-    rows = []
-    for engine, name in ENGINES.items():
-        row = bench.Row(13, f"command to first step / import torch, {name}", GOAL, at_least=False)
-        found = estimate_ratio(seconds[engine], seconds["import"])
-        note = f"{QUICK}, warm page cache; import {sorted(seconds['import'])[0]:.2f} s at best"
-        rows.append(row.measured(found, note))
-    return bench.Measured(rows, sides, details={"seconds": seconds})
+        say(f"row 13: block {number}: {told}")
+    note = f"{QUICK}, warm page cache; import {min(seconds['import']):.2f} s at best"
+    rows = [
+        Row(13, f"command to first step / import torch, {name}", GOAL, at_least=False).measured(
+            estimate_ratio(seconds[name], seconds["import"]), note
+        )
+        for name in CONTENDERS
+    ]
+    return Measured(rows, sides, details={"seconds": seconds})
 
 
 def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
-    metrics = folder / "run" / "metrics.jsonl"
-    began = time.monotonic()
+    metrics, began = folder / "run" / "metrics.jsonl", time.monotonic()
     process, mark = start_process(side, side.command(folder.resolve(), 0), folder)
     try:
         while process.poll() is None:
@@ -75,17 +69,10 @@ def seconds_to_first_step(side: Side, folder: Path) -> float:
             if time.monotonic() - began > LIMIT_SECONDS:
                 raise MeasurementError(f"{side.name}: no step within {LIMIT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
-        seconds = time.monotonic() - began
         if process.returncode or side is not IMPORT:
             raise MeasurementError(f"{side.name} ended without a step:\n{tail(folder)}")
-        return seconds
+        return time.monotonic() - began
     finally:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0 if side is IMPORT else 20)  # of one step: it ends in order
-        except subprocess.TimeoutExpired:
-            pass
         end_processes(process, mark)
-
-
-if __name__ == "__main__":
-    sys.exit(bench.main("start_time", __doc__, measure))

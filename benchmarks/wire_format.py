@@ -1,126 +1,75 @@
 """Row 10: does `--wire-format auto` choose the number format that is faster?
 
-    python benchmarks/wire_format.py        as root, with ip, tc, sshd and ssh on the machine
-
-Two hosts, each a network namespace of this machine, train with one worker each, over links of
-several rates (`tc ... tbf` on both). At each rate fp32, fp16 and auto of an engine take turns. fp32
-and fp16 stay up through all rates of a block; auto, which measures and decides as it starts, is
-started anew at each rate. An engine's row is the rate at which auto did worst against the better of
-the two, with an interval for the worst of all rates; the record has all, and wire_format.svg beside
-it shows the ratio of fp16 to fp32 over the rate, and what auto chose.
+Two hosts, each a network namespace of this machine with its part of the cores, train with one
+worker each, over links of several rates (`tc ... tbf` on both; as root). At each rate fp32, fp16
+and auto of an engine take turns, in each block started anew. An engine's row is the rate at which
+auto did worst against the better of the two, with an interval for the worst of all rates.
 
 Which format is the better one at a rate is read from the blocks that auto is measured in. Of two
 that are nearly equal that takes the one which noise favoured, so that auto's ratio is biased
 slightly down, never up; so does taking the worst of several rates.
 """
 
-import itertools
 import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import bench, namespaces
-from benchmarks.harness.blocks import OPEN, until_decided
-from benchmarks.harness.namespaces import Host, HostsError
-from benchmarks.harness.sides import Workload, trainer_side
-from benchmarks.harness.workloads import QUICK
-from compare.evidence.paired import CONFIDENCE, Estimate
-from compare.evidence.records import ENGINES
-from compare.evidence.turns import Block, Turn, estimate, estimate_value, throughput
-from compare.page.chart import (
-    DASHES,
-    INK,
-    MARKERS,
-    Chart,
-    Key,
-    Scale,
-    linear,
-    series_colour,
-    series_shape,
-    standalone,
-)
+from benchmarks.by_turns import QUICK, Benchmark, Contender, Work, make_side, until_decided
+from benchmarks.record import Measured, Options, Row
+from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import drawn
 from compare.running.sides import MeasurementError, Side
-from compare.running.stage import Stage
-from compare.running.turns import Taker, finished_block, in_turn, origin, say
-from recipe.files import replace_file, write_json
+from compare.running.turns import finished_block, run_block, say
+from tools import namespaces
+from tools.namespaces import Host, HostsError
 
 GOAL = 0.97
-FORMATS = ("fp32", "fp16")
-TRANSPORTS = {"ddp": "Gloo", "horovod": "MPI"}
-TURNS = 16  # by default: what disturbs turns explains most of how blocks scatter
+ENGINES = {"ddp-torchrun": "DDP, Gloo", "horovod-mpi": "Horovod, MPI"}
 HOSTS = ("node0", "node1")
 START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
 )  # fmt: skip
-CHOICE = re.compile(r"wire format: (fp32|fp16) \((.*?)\)")
-NO_LIMIT_AT = 20.0  # Gb/s: where the plot shows links without a limit
+CHOICE = re.compile(r"wire format: (fp32|fp16) \(")
+WORK = Work("shufflenet_v2_x1_0", 96, 8)
+# Gb/s that each host may send (None: no limit), and how many steps are a turn of half a second.
+RATES: dict[float | None, int] = {0.2: 2, 0.5: 2, 1: 4, 2: 4, 5: 5, None: 5}
+TURNS = 16  # by default: what disturbs turns explains most of how blocks scatter
+AtRate = dict[float | None, tuple[Block, str]]  # a block at each rate, and what auto chose
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What each host may send, and how many steps are a turn of about half a second there."""
-
-    gigabits: float | None  # 10^9 bits per second; None: no limit
-    steps: int
-
-    def __str__(self) -> str:
-        return "no limit" if self.gigabits is None else f"{self.gigabits:g} Gb/s"
-
-    @property
-    def word(self) -> str:
-        """The rate in a folder's name."""
-        return str(self).replace(" ", "-").replace("/", "p")
-
-
-RATES = (Rate(0.2, 2), Rate(0.5, 2), Rate(1, 4), Rate(2, 4), Rate(5, 5), Rate(None, 5))
-QUICK_RATES = (Rate(0.5, 3),)
-
-
-@dataclass(frozen=True)
-class AtRate:
-    """What an engine did at a rate."""
-
-    rate: Rate
-    better: str  # of FORMATS
-    fp16: Estimate  # speed with fp16 / with fp32
-    auto: bench.Row  # against the better one
-    chosen: tuple[str, ...]  # by auto, a block each
-    images_per_second: dict[str, float]
-
-    def told(self) -> str:
-        """The figures in words."""
-        row = self.auto
-        interval = ""
-        if row.low is not None and row.high is not None:
-            interval = f" ({row.low:.3f} – {row.high:.3f})"
-        counts = Counter(self.chosen)
-        choice = " and ".join(f"{name} in {counts[name]}" for name in FORMATS if counts[name])
-        return (
-            f"{self.rate}: {row.value:.3f}{interval}; auto took {choice} of {len(self.chosen)} "
-            f"starts; fp16 / fp32 {self.fp16.ratio:.3f}"
-        )
-
-
-def measure(options: bench.Options) -> bench.Measured:
+def measure(options: Options) -> Measured:
     """Measure both engines, or say what is missing."""
-    engines: Sequence[str] = ["ddp"] if options.quick else list(ENGINES)
+    engines = dict(list(ENGINES.items())[: 1 if options.quick else None])
     if missing := namespaces.missing_tools("tc"):
         return not_measured(engines, ", ".join(missing))
-    folder = tempfile.TemporaryDirectory(prefix="hosts-")
     try:
-        with folder as made_in, namespaces.hosts(Path(made_in) / "hosts", HOSTS) as made:
+        with (
+            tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+            namespaces.hosts(Path(folder) / "hosts", HOSTS) as made,
+        ):
             namespaces.limit_rate(made, 1.0)  # or there is no need to begin
-            share_cores(made)
+            # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
+            # computed on one core for a whole turn, and their polling threads had the other.
+            for number, host in enumerate(made):
+                os.sched_setaffinity(host.sshd.pid, cores_of(number))
             return measure_on(made, engines, options)
     except HostsError as error:
         return not_measured(engines, f"hosts: {error}")
+
+
+def not_measured(engines: dict[str, str], needs: str) -> Measured:
+    """Rows that say what they need."""
+    say(f"row 10 needs {needs}: two network namespaces stand for hosts with slow links")
+    return Measured([replace(empty_row(name), needs=needs) for name in engines.values()])
+
+
+def empty_row(engine: str) -> Row:
+    """An engine's row, without figures."""
+    return Row(10, f"auto / better of fp32 and fp16, {engine.split(',')[0]}, worst rate", GOAL)
 
 
 def cores_of(host: int) -> list[int]:
@@ -130,166 +79,58 @@ def cores_of(host: int) -> list[int]:
     return cores[host * each : (host + 1) * each] or cores
 
 
-def share_cores(made: Sequence[Host]) -> None:
-    """What ssh starts on a host runs on that host's cores.
-
-    Real hosts do not compete for cores. Where these did, both workers of Horovod at times computed
-    on one core for a whole turn, and their polling threads had the other.
-    """
-    for number, host in enumerate(made):
-        os.sched_setaffinity(host.sshd.pid, cores_of(number))
-
-
-def not_measured(engines: Sequence[str], needs: str) -> bench.Measured:
-    """Rows that say what they need."""
-    say(f"row 10 needs {needs}: two network namespaces stand for hosts with slow links")
-    return bench.Measured([replace(a_row(engine), needs=needs) for engine in engines])
-
-
-def a_row(engine: str, rate: str = "worst rate") -> bench.Row:
-    """An engine's row, without figures."""
-    return bench.Row(10, f"auto / better of fp32 and fp16, {ENGINES[engine]}, {rate}", GOAL)
-
-
-def measure_on(made: list[Host], engines: Sequence[str], options: bench.Options) -> bench.Measured:
+def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> Measured:
     """Measure on these hosts."""
-    rates: Sequence[Rate] = RATES
-    workload = Workload("shufflenet_v2_x1_0", 96, 8)
-    rounds = options.turns if options.turns_given else TURNS
-    if options.quick:
-        workload, rates, rounds = QUICK, QUICK_RATES, options.turns
-    blocks: dict[str, list[Block]] = {}
-    found: dict[str, list[AtRate]] = {}
-    sides: list[Side] = []
-    for engine in engines:
-        one = EngineBlocks(engine, workload, made, rates, rounds, options)
-        measured = until_decided(options, f"10 {engine}", one.finished, one.run, one.is_decided)
-        found[engine] = one.at_rates(measured)
-        sides += [replace(side, name=f"{engine} {side.name}") for side in one.sides_at(rates[0])]
+    rates = dict([*RATES.items()][1:2] if options.quick else RATES)
+    rounds = options.rounds(TURNS)
+    found, rows = Measured([]), []
+    for configuration, engine in engines.items():
+
+        def block_of(number: int, label: str, configuration: str = configuration) -> AtRate:
+            place = (options.seed, configuration, number)
+            at_rates = {}
+            for rate in drawn(list(rates), *place):
+                sides = drawn(sides_at(configuration, rates[rate], made[0], options), *place, rate)
+                folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
+                namespaces.limit_rate(made, rate)
+                block = finished_block(sides, rounds, folder)
+                name = f"{label}, {rate_name(rate)}"
+                if block is not None:
+                    say(f"{name}: is there already")
+                else:
+                    block = run_block(sides, rounds, folder, number, name, options.patience)
+                at_rates[rate] = block, read_choice(folder / "auto" / "0" / "output.log")
+            return at_rates
+
+        def rows_of(blocks: Sequence[AtRate], engine: str = engine) -> list[Row]:
+            return [worst_row(engine, blocks, options.confidence)]
+
+        blocks = until_decided(options, f"row 10, {engine}", block_of, rows_of)
+        rows += rows_of(blocks)
+        for side in sides_at(configuration, 1, None, options):
+            found.sides = [*found.sides, replace(side, name=f"{engine} {side.name}")]
         for rate in rates:
-            blocks[f"10 {engine} {rate}"] = [block[rate][0] for block in measured]
-    replace_file(options.out / "wire_format.svg", standalone(draw(found)))
-    rows = [summary(engine, at_rates, workload) for engine, at_rates in found.items()]
-    details = {engine: [as_dict(one) for one in at_rates] for engine, at_rates in found.items()}
-    return bench.Measured(rows, sides, blocks, details)
+            found.blocks[f"10 {engine} {rate_name(rate)}"] = [one[rate][0] for one in blocks]
+    return replace(found, rows=rows)
 
 
-def a_side(
-    engine: str, wire_format: str, workload: Workload, steps: int, name: str | None = None
-) -> Side:
-    """An engine's two workers with a wire format, as started on the first host."""
-    side = trainer_side(
-        name or wire_format,
-        engine,
-        workload,
-        steps,
-        workers=len(HOSTS),
-        flags=("--wire-format", wire_format),
-    )
-    return replace(side, launcher=START, over_hosts=True)
+def sides_at(configuration: str, steps: int, first: Host | None, options: Options) -> list[Side]:
+    """The sides, two workers each; `first` is the host on which they are started, None for a
+    command that a reader may paste there."""
+    work = QUICK if options.quick else WORK
+    here = ("taskset", "-c", ",".join(map(str, cores_of(0))), *first.inside()) if first else ()
+    sides = []
+    for name in ("fp32", "fp16", "auto"):
+        contender = Contender(configuration, workers=2, flags=f"--wire-format {name}", steps=steps)
+        benchmark = Benchmark(name="wire_format", row=10, side={}, pair={})
+        side = make_side(name, contender, benchmark, work, replace(options, quick=False))
+        sides.append(replace(side, launcher=(*here, *START), over_hosts=True))
+    return sides
 
 
-# The turns at each rate, and what auto chose there.
-RateBlocks = dict[Rate, tuple[Block, str]]
-
-
-@dataclass
-class EngineBlocks:
-    """The blocks of an engine. In each fp32 and fp16 are started once, auto once at each rate."""
-
-    engine: str
-    workload: Workload
-    made: list[Host]
-    rates: Sequence[Rate]
-    rounds: int
-    options: bench.Options
-
-    def folder(self, number: int) -> Path:
-        return self.options.out / "blocks" / f"10-{self.engine}" / f"block-{number}"
-
-    def sides_at(self, rate: Rate) -> list[Side]:
-        """The sides at a rate, without what differs from one call to the next."""
-        names = (*FORMATS, "auto")
-        return [a_side(self.engine, name, self.workload, rate.steps) for name in names]
-
-    def finished(self, number: int) -> RateBlocks | None:
-        """The block that an interrupted call has left, if it has all rates."""
-        found = {}
-        for rate in self.rates:
-            folder = self.folder(number) / auto_at(rate)
-            block = finished_block(self.sides_at(rate), self.rounds, folder)
-            if block is None:
-                return None
-            found[rate] = block, read_choice(folder / "0" / "output.log")
-        return found
-
-    def run(self, number: int, about: str) -> RateBlocks:
-        """Measure a block; the rates come in random order."""
-        found = {}
-        place = (self.options.seed, self.engine, number)
-        sides = [self.side(wire_format) for wire_format in drawn(FORMATS, *place)]
-        with Stage(self.folder(number)) as stage:
-            say(f"{about}: starting {' and '.join(FORMATS)}")
-            namespaces.limit_rate(self.made, None)
-            stage.start(*sides)
-            for rate in drawn(self.rates, *place, "rates"):
-                found[rate] = self.measure_at(rate, stage, sides, number, about)
-        return found
-
-    def at_rates(self, measured: Sequence[RateBlocks]) -> list[AtRate]:
-        """What the blocks come to at each rate."""
-        found = []
-        for rate in self.rates:
-            blocks, chosen = zip(*(block[rate] for block in measured), strict=True)
-            confidence, num_rates = self.options.confidence, len(self.rates)
-            found.append(at_rate(self.engine, rate, blocks, chosen, num_rates, confidence))
-        return found
-
-    def is_decided(self, measured: Sequence[RateBlocks]) -> bool:
-        """Whether the worst rate has a verdict."""
-        return summary(self.engine, self.at_rates(measured), self.workload).verdict != OPEN
-
-    def side(self, wire_format: str, name: str | None = None) -> Side:
-        """A side on the first host, whose turns' length the rate decides."""
-        side = a_side(self.engine, wire_format, self.workload, 1, name)
-        cores = ",".join(map(str, cores_of(0)))
-        return replace(side, launcher=("taskset", "-c", cores, *self.made[0].inside(*START)))
-
-    def measure_at(
-        self, rate: Rate, stage: Stage, sides: list[Side], number: int, about: str
-    ) -> tuple[Block, str]:
-        """Start auto at this rate, let all take turns, end auto."""
-        load = os.getloadavg()[0]
-        namespaces.limit_rate(self.made, rate.gigabits)
-        auto = self.side("auto", auto_at(rate))
-        stage.start(auto)
-        for side in sides:  # their connections have known another rate
-            stage.take_turn(replace(side, steps=2), 0)
-        place = (self.options.seed, self.engine, number, rate)
-        order = drawn([replace(side, steps=rate.steps) for side in (*sides, auto)], *place)
-        taker = Taker(stage, self.options.patience, spare=self.rounds * len(order))
-        turns: list[Turn] = []
-        for round_ in range(self.rounds):
-            for side in in_turn(order, round_):
-                turn = taker.take(side, round_)
-                turns.append(replace(turn, side="auto") if side.name == auto.name else turn)
-        stage.end(auto)
-        folder = stage.folder / auto.name
-        choice = read_choice(folder / "0" / "output.log")
-        names = ["auto" if side.name == auto.name else side.name for side in order]
-        block = Block(
-            number, tuple(names), round(load, 2), tuple(turns), quiet_cores=stage.quiet_cores
-        )
-        made_of = origin(self.sides_at(rate), self.rounds)
-        write_json(folder / "block.json", {**made_of, **asdict(block)})
-        speeds = [f"{name} {block.median(name, throughput):.4g}" for name in (*FORMATS, "auto")]
-        say(f"{about}, {rate}: {', '.join(speeds)} images/s; auto took {choice}")
-        return block, choice
-
-
-def auto_at(rate: Rate) -> str:
-    """Auto's folder at a rate, which also keeps the rate's block."""
-    return f"auto-{rate.word}"
+def rate_name(rate: float | None) -> str:
+    """A rate in words."""
+    return "no limit" if rate is None else f"{rate:g} Gb/s"
 
 
 def read_choice(log: Path) -> str:
@@ -300,146 +141,34 @@ def read_choice(log: Path) -> str:
     return found[1]
 
 
-def at_rate(
-    engine: str,
-    rate: Rate,
-    blocks: Sequence[Block],
-    chosen: Sequence[str],
-    num_rates: int = 1,
-    confidence: float = CONFIDENCE,
-) -> AtRate:
-    """What the blocks at a rate come to.
+def worst_row(engine: str, blocks: Sequence[AtRate], confidence: float) -> Row:
+    """An engine's row: the rate at which auto did worst by its point estimate, and notes on all.
 
-    Auto's interval is one of `num_rates`, whose least lower and least upper end are to hold for
-    the worst rate. The lower ends need no correction: the least of them is above the worst ratio
-    only if that ratio's own one is. Of the upper ends any may be too low (Bonferroni).
+    Its interval reaches from the least of the rates' lower ends to the least of their upper ends,
+    and so holds for the worst of all rates. The lower ends need no correction: the least of them is
+    above the worst ratio only if that ratio's own one is. Of the upper ends any may be too low,
+    and they are corrected for the number of rates (Bonferroni).
     """
-    fp16 = estimate(blocks, "fp16", "fp32")
-    better = "fp16" if fp16.ratio > 1 else "fp32"
-    row = a_row(engine, str(rate)).compared(blocks, "auto", better, confidence=confidence)
-    wide = estimate(blocks, "auto", better, confidence=1 - (1 - confidence) / num_rates)
-    row = replace(row, high=wide.high)
-    speeds = {name: estimate_value(blocks, name).ratio for name in (*FORMATS, "auto")}
-    return AtRate(rate, better, fp16, row, tuple(chosen), speeds)
-
-
-def worst(found: Sequence[AtRate]) -> AtRate:
-    """The rate at which auto did worst, by its point estimate."""
-
-    def value(one: AtRate) -> float:
-        assert one.auto.value is not None
-        return one.auto.value
-
-    return min(found, key=value)
-
-
-def summary(engine: str, found: Sequence[AtRate], workload: Workload) -> bench.Row:
-    """An engine's row: its worst rate, and notes on all of them.
-
-    Its interval reaches from the least of their lower ends to the least of their upper ends
-    (at_rate says why that holds).
-    """
-    least = worst(found)
-    where = f"worst of {len(found)} rates" if len(found) > 1 else str(least.rate)
-    lows = [one.auto.low for one in found if one.auto.low is not None]
-    highs = [one.auto.high for one in found if one.auto.high is not None]
-    row = replace(
-        least.auto,
-        name=a_row(engine, where).name,
-        low=min(lows, default=None),
-        high=min(highs, default=None),
+    rows, notes = {}, []
+    for rate in sorted(blocks[0], key=lambda rate: rate or float("inf")):
+        at_rate = [one[rate][0] for one in blocks]
+        chosen = Counter(one[rate][1] for one in blocks)
+        fp16 = estimate(at_rate, "fp16", "fp32").ratio
+        better = "fp16" if fp16 > 1 else "fp32"
+        row = empty_row(engine).compared(at_rate, "auto", better, confidence=confidence)
+        wide = 1 - (1 - confidence) / len(blocks[0])
+        rows[rate] = replace(row, high=estimate(at_rate, "auto", better, confidence=wide).high)
+        interval = f" ({row.low:.3f} – {row.high:.3f})" if row.low and row.high else ""
+        took = " and ".join(f"{name} in {number}" for name, number in sorted(chosen.items()))
+        notes += [
+            f"{rate_name(rate)}: {row.value:.3f}{interval}; auto took {took} of {len(blocks)} "
+            f"starts; fp16 / fp32 {fp16:.3f}",
+            *row.notes,
+        ]
+    worst = min(rows, key=lambda rate: rows[rate].value or 0.0)
+    return replace(
+        rows[worst],
+        low=min((row.low for row in rows.values() if row.low is not None), default=None),
+        high=min((row.high for row in rows.values() if row.high is not None), default=None),
+        notes=(f"1 worker on each of 2 hosts, {engine}; worst: {rate_name(worst)}", *notes),
     )
-    notes = [f"{workload}, 1 worker on each of 2 hosts, {TRANSPORTS[engine]}", *row.notes]
-    notes += [f"the worst is {least.rate}", *(one.told() for one in found)]
-    if len(found) > 1:
-        notes.append(f"upper ends are corrected for {len(found)} rates (Bonferroni)")
-    at = crossover(found)
-    notes.append("fp16 pays " + (f"below some {at:.2g} Gb/s" if at else no_crossover(found)))
-    return replace(row, notes=tuple(notes))
-
-
-def crossover(found: Sequence[AtRate]) -> float | None:
-    """The rate, in Gb/s, up to which fp16 is faster, between two that were measured; None if it
-    lies outside of these."""
-    points = [(one.rate.gigabits, one.fp16.ratio) for one in found]
-    limited = [(rate, ratio) for rate, ratio in points if rate is not None]
-    for (slow, above), (fast, below) in itertools.pairwise(limited):
-        if above >= 1 > below:
-            share = (above - 1) / (above - below)
-            return float(slow * (fast / slow) ** share)
-    return None
-
-
-def no_crossover(found: Sequence[AtRate]) -> str:
-    """Where fp16 pays if no two neighbouring rates have the crossover between them."""
-    limited = [one for one in found if one.rate.gigabits is not None]
-    if all(one.fp16.ratio >= 1 for one in limited):
-        return "at all limited rates"
-    return "at none of the limited rates" if limited[0].fp16.ratio < 1 else "at some rates"
-
-
-def as_dict(one: AtRate) -> dict[str, Any]:
-    """A rate's figures as they stand in the record."""
-    values = {**asdict(one), "auto": bench.as_dict(one.auto)}
-    return {**values, "rate": {"gigabits_per_second": one.rate.gigabits, "name": str(one.rate)}}
-
-
-# ------------------------------------------------------------------------------------ the plot
-
-
-def draw(found: dict[str, list[AtRate]]) -> str:
-    """The speed of fp16 / of fp32 over the rate, where that is 1, and what auto chose."""
-    rates = [one.rate for one in next(iter(found.values()))]
-    places = [place(rate) for rate in rates]
-    ticks = [
-        (place(rate), "no limit" if rate.gigabits is None else f"{rate.gigabits:g}")
-        for rate in rates
-    ]
-    x = Scale(min(places) / 1.25, max(places) * 1.25, tuple(ticks), logarithmic=True)
-    values = [1.0]
-    for at_rates in found.values():
-        for one in at_rates:
-            values += [one.fp16.ratio, *one.fp16.ratios]
-    keys = [
-        Key(f"{ENGINES[engine]}, {TRANSPORTS[engine]}", series_colour(index), dash=DASHES[index])
-        for index, engine in enumerate(found)
-    ]
-    keys.append(Key("auto took fp16", INK, kind="marker", marker="circle"))
-    keys.append(Key("auto took fp32", INK, kind="marker", marker="circle", hollow=True))
-    chart = Chart(x, linear(values), "Gb/s of each link", "speed with fp16 / with fp32", keys=keys)
-    chart.rule(y=1)
-    told = []
-    for index, (engine, at_rates) in enumerate(found.items()):
-        colour = series_colour(index)
-        apart = 1 + 0.03 * (2 * index - len(found) + 1)  # so that engines do not hide each other
-        points = [(apart * place(one.rate), one) for one in at_rates]
-        limited = [(at, one.fp16.ratio) for at, one in points if one.rate.gigabits is not None]
-        chart.line(limited, colour, dash=DASHES[index])
-        if crossing := crossover(at_rates):
-            chart.rule(x=crossing)
-            told.append(f"{ENGINES[engine]}: fp16 is faster below {crossing:.2g} Gb/s")
-        for at, one in points:
-            for ratio in one.fp16.ratios:
-                chart.mark(at, ratio, "circle", colour, size=1.2, opacity=0.5)
-            took_fp16 = one.chosen.count("fp16")
-            # Where its starts disagree, the outline around the mark of fp16 is seen, too.
-            if took_fp16 < len(one.chosen):
-                chart.mark(at, one.fp16.ratio, marker_of(index), colour, size=4.5, hollow=True)
-            if took_fp16:
-                chart.mark(at, one.fp16.ratio, marker_of(index), colour, size=3)
-            chart.hit(at, one.fp16.ratio, f"{ENGINES[engine]}, {one.told()}")
-    return chart.as_svg(f"Speed with fp16 / with fp32 over the rate. {'. '.join(told)}")
-
-
-def marker_of(index: int) -> str:
-    """An engine's marker."""
-    return MARKERS[series_shape(index)]
-
-
-def place(rate: Rate) -> float:
-    """Where on the axis a rate stands, Gb/s."""
-    return NO_LIMIT_AT if rate.gigabits is None else rate.gigabits
-
-
-if __name__ == "__main__":
-    sys.exit(bench.main("wire_format", __doc__, measure))

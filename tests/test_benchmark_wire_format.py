@@ -1,4 +1,4 @@
-"""Row 10 of the benchmarks: its arithmetic, its plot, what it says where it cannot be measured, and
+"""Row 10 of the benchmarks: its arithmetic, what it says where it cannot be measured, and
 that it runs on hosts of its own and removes them. No test asserts a speed."""
 
 import json
@@ -8,20 +8,17 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from xml.etree import ElementTree
 
 import psutil
 import pytest
 from launching import ROOT, run, wait_until
 
-from benchmarks import wire_format
-from benchmarks.harness import bench, namespaces
-from benchmarks.harness.bench import Row
-from benchmarks.harness.blocks import MISSED, REACHED, Options
-from benchmarks.harness.namespaces import Host
-from benchmarks.wire_format import AtRate, Rate
+from benchmarks import record, wire_format
+from benchmarks.record import MISSED, REACHED, Options, Row
 from compare.evidence.turns import Block, Turn
 from compare.running.sides import MeasurementError
+from tools import namespaces
+from tools.namespaces import Host
 
 
 def block(fp32: float, fp16: float, auto: float) -> Block:
@@ -30,20 +27,24 @@ def block(fp32: float, fp16: float, auto: float) -> Block:
     return Block(1, tuple(speeds), 0.0, tuple(turns))
 
 
-def at(gigabits: float | None, fp16: float, auto: float, chosen: str = "fp16") -> AtRate:
-    blocks = [block(10, 10 * fp16, 10 * max(1, fp16) * auto * (1 + n / 1000)) for n in range(3)]
-    return wire_format.at_rate("ddp", Rate(gigabits, 3), blocks, [chosen] * 3)
+def worst(rates: dict[float | None, list[float]], chosen: str = "fp16", fp16: float = 1.5) -> Row:
+    """The row of an engine whose auto did so in three blocks at each rate, against fp16."""
+    blocks = [
+        {
+            rate: (block(10, 10 * fp16, 10 * max(1, fp16) * autos[n]), chosen)
+            for rate, autos in rates.items()
+        }
+        for n in range(3)
+    ]
+    return wire_format.worst_row("DDP, Gloo", blocks, 0.95)
 
 
-def test_auto_is_held_against_the_better_one() -> None:
-    slow, fast = at(0.2, 1.5, 0.99), at(5, 0.8, 0.99, "fp32")
-    assert (slow.better, fast.better) == ("fp16", "fp32")
-    for one in (slow, fast):
-        assert one.auto.value == pytest.approx(0.99, abs=0.002)
-        assert one.auto.verdict == REACHED
-    assert slow.fp16.ratio == pytest.approx(1.5)
-    assert slow.told().startswith("0.2 Gb/s: 0.991 (")
-    assert "auto took fp16 in 3 of 3 starts; fp16 / fp32 1.500" in slow.told()
+@pytest.mark.parametrize(("fp16", "chosen"), [(1.5, "fp16"), (0.8, "fp32")])
+def test_auto_is_held_against_the_better_one(fp16: float, chosen: str) -> None:
+    row = worst({0.2: [0.99, 0.991, 0.992]}, chosen, fp16)
+    assert row.value == pytest.approx(0.991, abs=0.002) and row.verdict == REACHED
+    assert row.notes[1].startswith("0.2 Gb/s: 0.991 (")
+    assert f"auto took {chosen} in 3 of 3 starts; fp16 / fp32 {fp16:.3f}" in row.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -57,50 +58,15 @@ def test_each_host_has_cores_of_its_own(
     assert tuple(wire_format.cores_of(host) for host in (0, 1)) == expected
 
 
-def test_the_worst_rate_decides() -> None:
-    found = [at(0.2, 1.5, 1.0), at(1, 1.1, 0.90), at(5, 0.8, 0.98)]
-    assert wire_format.worst(found).rate.gigabits == 1
-    row = wire_format.summary("ddp", found, wire_format.QUICK)
-    assert row.verdict == MISSED and "worst of 3 rates" in row.name
-    assert "the worst is 1 Gb/s" in row.notes
-    assert row.notes[-1] == "fp16 pays below some 1.7 Gb/s"
-
-
 def test_the_worst_rate_is_the_slowest_and_its_interval_is_for_all_rates() -> None:
     """Not the one whose interval is widest; upper ends are corrected, lower ends need not be."""
-
-    def noisy(gigabits: float, values: tuple[float, ...]) -> AtRate:
-        blocks = [block(10, 8, 10 * value) for value in values]
-        return wire_format.at_rate("ddp", Rate(gigabits, 3), blocks, ["fp32"] * 3, num_rates=2)
-
-    slow, wide = noisy(1, (0.950, 0.952, 0.954)), noisy(5, (0.90, 1.0, 1.1))
-    row = wire_format.summary("ddp", [slow, wide], wire_format.QUICK)
-    assert "the worst is 1 Gb/s" in row.notes
-    assert row.value == pytest.approx(0.952, abs=0.001)
-    assert (row.low, row.high) == (wide.auto.low, slow.auto.high)
-    assert row.verdict == MISSED
-    alone = wire_format.at_rate("ddp", Rate(5, 3), [block(10, 8, v) for v in (9, 10, 11)], ["fp32"])
-    assert wide.auto.low == pytest.approx(alone.auto.low)
-    assert alone.auto.high < wide.auto.high
-
-
-def test_the_crossover_lies_between_two_rates() -> None:
-    assert wire_format.crossover([at(1, 1.2, 1), at(4, 0.8, 1)]) == pytest.approx(2.0)
-    assert wire_format.crossover([at(1, 1.2, 1), at(4, 1.1, 1), at(None, 0.8, 1)]) is None
-    assert wire_format.no_crossover([at(1, 1.2, 1), at(None, 0.8, 1)]) == "at all limited rates"
-    assert "none" in wire_format.no_crossover([at(1, 0.9, 1), at(4, 0.8, 1)])
-
-
-def test_the_plot() -> None:
-    found = {
-        "ddp": [at(0.2, 1.5, 1), at(1, 0.9, 1, "fp32"), at(None, 0.8, 1, "fp32")],
-        "horovod": [at(0.2, 1.8, 1), at(1, 1.2, 1), at(None, 0.8, 1)],
-    }
-    svg = wire_format.standalone(wire_format.draw(found))
-    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.text]
-    for expected in ("0.2", "no limit", "DDP, Gloo", "Horovod, MPI", "auto took fp32"):
-        assert expected in texts
-    assert any(text.startswith("DDP, 1 Gb/s: 1.00") for text in texts)
+    slow, wide = [0.950, 0.952, 0.954], [0.90, 1.0, 1.1]
+    row = worst({1: slow, 5: wide, None: [0.99, 1.0, 1.01]})
+    assert "worst: 1 Gb/s" in row.notes[0] and row.notes[3].startswith("no limit: ")
+    assert row.value == pytest.approx(0.952, abs=0.001) and row.verdict == MISSED
+    alone = {rate: worst({rate: values}) for rate, values in ((1, slow), (5, wide))}
+    assert row.low == pytest.approx(alone[5].low)
+    assert alone[1].high < row.high < alone[5].high
 
 
 def test_what_auto_chose_is_read_from_its_output(tmp_path: Path) -> None:
@@ -114,8 +80,10 @@ def test_what_auto_chose_is_read_from_its_output(tmp_path: Path) -> None:
         wire_format.read_choice(log)
 
 
-def test_commands_can_be_pasted_on_a_host() -> None:
-    shown = wire_format.a_side("horovod", "auto", wire_format.QUICK, 3).shown()
+def test_commands_can_be_pasted_on_a_host(tmp_path: Path) -> None:
+    sides = wire_format.sides_at("horovod-mpi", 3, None, Options(tmp_path))
+    assert [side.name for side in sides] == ["fp32", "fp16", "auto"]
+    shown = sides[2].shown()
     assert shown.startswith("mpirun -np 2 -H node0,node1 --bind-to none")
     assert "horovod_train/train.py" in shown and "--wire-format auto" in shown
 
@@ -125,9 +93,7 @@ def test_without_root_the_row_says_so(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    rows = bench.measure_and_keep(
-        "wire_format", wire_format.measure, Options(out=tmp_path, blocks=1, turns=1)
-    )
+    rows = wire_format.measure(Options(tmp_path)).rows
     assert [row.verdict for row in rows] == ["needs root, tc"] * 2
     error = capsys.readouterr().err
     assert error.startswith("row 10 needs root, tc: ") and error.count("\n") == 1
@@ -160,7 +126,8 @@ def told(*words: str) -> str:
 def command(tmp_path: Path) -> list[str]:
     if missing := namespaces.missing_tools("tc"):
         pytest.skip(f"hosts with slow links need {', '.join(missing)}")
-    return [sys.executable, "benchmarks/wire_format.py", "--quick", "--out", str(tmp_path / "out")]
+    words = ["--quick", "--only", "10", "--out", str(tmp_path / "out")]
+    return [sys.executable, "benchmarks/run.py", *words]
 
 
 @pytest.mark.cluster
@@ -168,16 +135,13 @@ def command(tmp_path: Path) -> list[str]:
 def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
     done = run(command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.output
-    (row,) = bench.read_rows(tmp_path / "out", "wire_format") or [Row(10, "none", None)]
+    (row,) = record.read_rows(tmp_path / "out", "wire_format")
     assert row.value and row.value > 0, done.output
-    record = json.loads((tmp_path / "out" / "wire_format.json").read_text())
-    (found,) = record["details"]["ddp"]
-    assert found["chosen"][0] in wire_format.FORMATS
-    turns = record["blocks"]["10 ddp 0.5 Gb/s"][0]["turns"]
+    kept = json.loads((tmp_path / "out" / "wire_format.json").read_text())
+    turns = kept["blocks"]["10 DDP, Gloo 0.5 Gb/s"][0]["turns"]
     assert sorted({turn["side"] for turn in turns}) == ["auto", "fp16", "fp32"]
-    assert sorted(record["commands"]) == ["ddp auto", "ddp fp16", "ddp fp32"]
-    ElementTree.parse(tmp_path / "out" / "wire_format.svg")
-    again = run(command, PYTHONPATH=str(ROOT))
+    assert len(kept["commands"]) == 3
+    again = run([*command, "--again"], PYTHONPATH=str(ROOT))
     assert again.returncode == 0 and "is there already" in again.output
 
 
@@ -189,7 +153,7 @@ def test_interrupted_it_leaves_nothing(command: list[str], tmp_path: Path) -> No
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    auto = tmp_path / "out" / "blocks" / "10-ddp" / "block-1" / "auto-0.5-Gbps"
+    auto = tmp_path / "out" / "blocks" / "10-ddp-torchrun" / "1-0.5" / "auto"
     try:
         wait_until(lambda: auto.exists() or process.poll() is not None)
         own = psutil.Process(process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, verdicts, records and tables; and that they run.
+"""The benchmarks: what goals.toml declares, verdicts, records and tables; and that they run.
 
 No test asserts a speed.
 """
@@ -6,7 +6,6 @@ No test asserts a speed.
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,18 @@ import torch
 from launching import ROOT, run
 from PIL import Image
 
-from benchmarks import communication_bound, images_per_second, input_pipeline
+from benchmarks import by_turns, input_pipeline, record
 from benchmarks import run as bench_run
-from benchmarks.harness import bench, blocks, phases, pipelines
-from benchmarks.harness.bench import Measured, Row
-from benchmarks.harness.sides import Workload, trainer_side
+from benchmarks.by_turns import Contender, Work, make_side, until_decided
+from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed, turns
 from compare.evidence.turns import Block, Turn
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
+
+BENCHMARK = by_turns.Benchmark(name="b", row=1, side={}, pair={})
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
@@ -42,40 +42,21 @@ def side(**changes: object) -> Side:
     return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------ from turns to rows
-
-
-def test_phases_are_compared_step_by_step(tmp_path: Path) -> None:
-    def write(path: Path, factor: float) -> None:
-        path.parent.mkdir(parents=True)
-        steps = [
-            {"kind": "step", **{f"{name}_seconds": factor * (n + 1) for name in phases.PHASES}}
-            for n in range(4)
-        ]
-        path.write_text("".join(f"{json.dumps(step)}\n" for step in steps) + '{"kind": "st')
-
-    write(tmp_path / "block-1" / "bare" / "0" / "phases.jsonl", 1.0)
-    write(tmp_path / "block-1" / "ddp" / "0" / "run" / "metrics.jsonl", 1.1)
-    told = phases.difference(tmp_path, "ddp", "bare", 1)
-    assert told.startswith("over 3 pairs of steps, a bare one of 12000 ms: data +300.0 ms (+2.5%)")
-    assert "too few" in phases.difference(tmp_path, "horovod", "bare", 1)
-
-
 # ------------------------------------------------------------------------- verdicts, table, record
 
 
 @pytest.mark.parametrize(
     ("low", "high", "at_least", "verdict"),
     [
-        (0.98, 0.99, True, blocks.REACHED),
-        (0.96, 0.99, True, blocks.OPEN),
-        (0.96, 0.97, True, blocks.MISSED),
-        (0.96, 0.97, False, blocks.REACHED),
-        (0.97, 1.00, False, blocks.OPEN),
-        (0.97, 1.05, True, blocks.AT_GOAL),
-        (0.90, 0.99, False, blocks.AT_GOAL),
-        (0.985, 0.99, False, blocks.MISSED),
-        (None, None, True, blocks.OPEN),
+        (0.98, 0.99, True, record.REACHED),
+        (0.96, 0.99, True, record.OPEN),
+        (0.96, 0.97, True, record.MISSED),
+        (0.96, 0.97, False, record.REACHED),
+        (0.97, 1.00, False, record.OPEN),
+        (0.97, 1.05, True, record.AT_GOAL),
+        (0.90, 0.99, False, record.AT_GOAL),
+        (0.985, 0.99, False, record.MISSED),
+        (None, None, True, record.OPEN),
     ],
 )
 def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:
@@ -88,23 +69,27 @@ def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict
     [(12.5, 1, 4), (10.9, 1, 8), (10.0, 1, 16), (9.53, 0.02, 4)],  # the last one: at the goal
 )
 def test_blocks_go_on_until_the_verdict_is_decided(
-    second: float, spread: float, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    second: float, spread: float, count: int, tmp_path: Path
 ) -> None:
-    made = iter(block([10 + spread * (number % 2)], [second]) for number in range(20))
-    monkeypatch.setattr(blocks, "run_block", lambda *_: next(made))
-    options = blocks.Options(out=tmp_path, blocks=4, turns=1)
-    sides = [side(name="a"), side(name="b")]
-    judged = [("a", "b", 1.05)]
-    assert len(blocks.run_blocks(sides, options, "1", judged)) == count
-    given = replace(options, blocks=2, blocks_given=True)
-    assert len(blocks.run_blocks(sides, given, "1", judged)) == 2
+    def measured(options: Options) -> int:
+        def rows_of(blocks: list[Block]) -> list[Row]:
+            row = Row(1, "x", 1.05)
+            return [row.compared(blocks, "a", "b", confidence=options.confidence)]
+
+        def block_of(number: int, label: str) -> Block:
+            return block([10 + spread * ((number - 1) % 2)], [second])
+
+        return len(until_decided(options, "row 1", block_of, rows_of))
+
+    options, given = Options(tmp_path), Options(tmp_path, blocks=2)
+    assert (measured(options), measured(given)) == (count, 2)
     assert (options.confidence, given.confidence) == (pytest.approx(1 - 0.05 / 3), 0.95)
 
 
 def test_a_row_without_a_goal_is_for_reference() -> None:
     row = Row(3, "other", None).compared([block([9], [10])] * 3, "a", "b")
-    assert row.verdict == bench.NO_GOAL
-    assert "0.900" in bench.table([row]) and "≥" not in bench.table([row])
+    assert row.verdict == record.NO_GOAL
+    assert "0.900" in record.table([row]) and "≥" not in record.table([row])
 
 
 def test_the_table_and_its_notes() -> None:
@@ -114,28 +99,43 @@ def test_the_table_and_its_notes() -> None:
         ),
         Row(11, "speed", 3200, unit="images/s", needs="a GPU"),
     ]
-    text = bench.table(rows)
+    text = record.table(rows)
     assert text.index("speed") < text.index("memory")
     assert "≤ 1.010" in text and "1.000 – 1.000" in text and "needs a GPU" in text
     assert "≥ 3,200 images/s" in text
     assert text.endswith("14, memory: tiny")
-    assert "|---" in bench.table(rows, markdown=True)
+    assert "|---" in record.table(rows, markdown=True)
 
 
 def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     row = Row(5, "x", 0.9).compared([block([9], [10])] * 3, "a", "b")
     measure = lambda options: Measured([row], [side()], {"5": [block([9], [10])]})  # noqa: E731
-    options = blocks.Options(out=tmp_path / "new", blocks=3, turns=1)
-    assert bench.measure_and_keep("compute_bound", measure, options) == [row]
-    assert bench.read_rows(options.out, "compute_bound") == [row]
-    record = json.loads((options.out / "compute_bound.json").read_text())
-    assert record["rows"][0]["verdict"] == row.verdict
-    assert record["commands"] == {"x": "python p.py"}
-    assert record["machine"]["cpu_model"]
-    assert bench.read_rows(options.out, "memory") is None
+    options = Options(tmp_path / "new", blocks=3, turns=1)
+    assert record.measure_and_keep("checkpoints", measure, options) == [row]
+    assert record.read_rows(options.out, "checkpoints") == [row]
+    kept = json.loads((options.out / "checkpoints.json").read_text())
+    assert kept["rows"][0]["verdict"] == row.verdict
+    assert kept["commands"] == {"x": "python p.py"}
+    assert kept["machine"]["cpu_model"]
+    assert record.read_rows(options.out, "memory") == []
+    with pytest.raises(MeasurementError, match="was measured without --quick"):
+        record.read_rows(options.out, "checkpoints", Options(tmp_path, quick=True))
     (options.out / "memory.json").write_text("{}")
     with pytest.raises(MeasurementError, match=r"memory\.json: is no record"):
-        bench.read_rows(options.out, "memory")
+        record.read_rows(options.out, "memory")
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-bench")), ids=str)
+def test_recorded_tables_are_shown_as_before(folder: Path) -> None:
+    lines = (folder / "table.md").read_text().splitlines()
+    shown = record.table(bench_run.rows_in(folder), markdown=True).splitlines()
+
+    def cells(table: list[str]) -> list[list[str]]:
+        return [[one.strip() for one in line.split("|")] for line in table if line[:1] == "|"]
+
+    known = cells(shown)
+    assert len(known) > 20
+    assert all(row in known for row in cells(lines)[2:] if row[-2] != "not shown")
 
 
 # --------------------------------------------------------------------------------------- run.py
@@ -146,21 +146,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Benchmarks that take no time; yields the names of those that were measured."""
     names: list[str] = []
 
-    def measure_and_keep(name: str, _: object, options: blocks.Options) -> list[Row]:
+    def measure_and_keep(name: str, _: object, options: Options) -> list[Row]:
         names.append(name)
         if name == "memory":
             raise MeasurementError("no such luck")
-        number = next(entry.cpu[0] for entry in bench_run.ENTRIES if entry.name == name)
+        number = next(entry.row for entry in bench_run.entries() if entry.name == name)
         rows = [Row(number, name, 0.9, value=0.9)]
         if name == "wire_format":
             rows = [Row(number, name, 0.97, needs="root")]
         options.out.mkdir(parents=True, exist_ok=True)
-        record = {"rows": [bench.as_dict(row) for row in rows]}
-        bench.record_path(options.out, name).write_text(json.dumps(record))
+        kept = {"rows": [{**vars(row), "verdict": row.verdict} for row in rows]}
+        (options.out / f"{name}.json").write_text(json.dumps(kept))
         return rows
 
-    monkeypatch.setattr(bench, "measure_and_keep", measure_and_keep)
-    monkeypatch.setattr(bench, "gpu_name", lambda: None)
+    monkeypatch.setattr(bench_run, "measure_and_keep", measure_and_keep)
+    monkeypatch.setattr(bench_run, "gpu_name", lambda: None)
     yield names
 
 
@@ -184,7 +184,7 @@ def test_what_has_its_record_is_not_measured_again(
 def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert bench_run.main(["--out", str(out), "--only", "6"]) == 0
-    block = out / "blocks" / "6" / "block-1"
+    block = out / "blocks" / "instrumentation" / "1"
     (block / "on" / "0" / "run").mkdir(parents=True)
     for path in (block / "block.json", block / "on" / "0" / "run" / "metrics.jsonl"):
         path.write_text("{}")
@@ -193,7 +193,7 @@ def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
     (kept,) = (tmp_path / "results" / "m").iterdir()
     assert kept.name.endswith("-bench") and "verdict" in (kept / "table.md").read_text()
     assert {path.name for path in kept.iterdir()} == {"bench.json", "table.md", packed.PACKED}
-    assert packed.exists(kept / "blocks" / "6" / "block-1" / "block.json")
+    assert packed.exists(kept / "blocks" / "instrumentation" / "1" / "block.json")
     assert "metrics.jsonl" not in (kept / packed.PACKED).read_text()
     assert bench_run.main(["--table", str(kept)]) == 0  # the rows are read from there
 
@@ -234,56 +234,57 @@ def test_what_a_user_got_wrong_is_one_message(
     assert not measured
 
 
-def test_the_page_has_the_marks_and_all_commands() -> None:
+def test_the_page_has_the_marks_and_all_rows() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     assert page.count(bench_run.BEGIN) == page.count(bench_run.END) == 1
-    for entry in bench_run.ENTRIES:
-        assert f"python benchmarks/{entry.name}.py" in page, entry.name
+    for entry in bench_run.entries():
+        assert f"\n| {entry.row} | " in page, entry.name
 
 
 # --------------------------------------------------------------------------------- what is started
 
 
 def test_commands() -> None:
-    workload = Workload("resnet18", 96, 8)
-    ddp = trainer_side("x", "ddp", workload, 5, workers=2)
+    def made(contender: Contender, **changes: object) -> Side:
+        options = Options(Path("/o"), **changes)  # type: ignore[arg-type]
+        return make_side("x", contender, BENCHMARK, Work("resnet18", 96, 8), options)
+
+    ddp = made(Contender(workers=2))
     assert ddp.images_per_step == 16 and ddp.ranks == 2
     assert ddp.shown().startswith("torchrun --standalone --nproc-per-node 2 ddp_train/train.py")
-    over_mpi = trainer_side("z", "ddp", workload, 5, workers=2, configuration="ddp-mpi").shown()
+    over_mpi = made(Contender("ddp-mpi", workers=2)).shown()
     assert over_mpi.startswith("mpirun -np 2 ") and "--transport mpi" in over_mpi
-    pair = trainer_side("y", "horovod", workload, 5, copies=2, environment={"A": "1"})
+    pair = made(Contender("horovod-mpi", copies=2, environment={"A": "1"}))
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
     command = pair.command(Path("/f"), 1, by_turns=True)
-    assert command[:6] == ["python", TAKE_TURNS, "--side", "y", "--copy", "1"]
+    assert command[:6] == ["python", TAKE_TURNS, "--side", "x", "--copy", "1"]
     assert "--overruns" in command
     assert command[command.index("--log-dir") + 1] == "/f"
+    kept = made(Contender(wrapper="w.py", flags="--checkpoint-steps {steps}", steps=7))
+    assert kept.program[0] == "w.py" and kept.program[-2:] == ("--checkpoint-steps", "7")
+    assert made(Contender(workers=2, gpu_steps=9), gpu=True).steps == 9
 
 
-def test_words_of_a_tuning() -> None:
-    tuning = communication_bound.tuning("HOROVOD_CYCLE_TIME=0.5 --bucket-cap-mb=9 --static-graph")
-    assert tuning.flags == ("--bucket-cap-mb=9", "--static-graph")
-    assert tuning.environment == {"HOROVOD_CYCLE_TIME": "0.5"}
-
-
-def test_goals_of_gpus() -> None:
-    assert images_per_second.goal_for("NVIDIA H200") == 3500
-    assert images_per_second.goal_for("NVIDIA H100 80GB HBM3") == 3200
+def test_every_goal_is_of_sides_that_are_declared(tmp_path: Path) -> None:
+    for benchmark in by_turns.read_goals():
+        assert benchmark.work or benchmark.gpu, benchmark.name
+        for pair in benchmark.pair.values():
+            assert {*pair.sides} <= benchmark.side.keys() and 1 <= len(pair.sides) <= 2
+    wrong = tmp_path / "goals.toml"
+    wrong.write_text(by_turns.GOALS.read_text().replace("goal = 0.985", 'goal = "high"', 1))
+    with pytest.raises(MeasurementError, match="Expected `float`, got `str`"):
+        by_turns.read_goals(wrong)
 
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("trainer_overhead", 4), ("input_pipeline", 4), ("compute_bound", 3), ("instrumentation", 1)],
-)
-def test_a_benchmark_runs(name: str, rows: int, tmp_path: Path) -> None:
-    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--out", str(tmp_path)]
-    done = run(command, PYTHONPATH=str(ROOT))
+def test_benchmarks_run(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/run.py", "--quick", "--out", str(tmp_path)]
+    done = run([*command, "--only", "1,3,4,6"])
     assert done.returncode == 0, done.output
-    found = bench.read_rows(tmp_path, name)
-    assert found is not None and len(found) == rows
-    assert all(row.value and row.value > 0 for row in found)
+    rows = bench_run.rows_in(tmp_path)
+    assert sorted(row.number for row in rows if row.value) == [1] * 4 + [3] * 4 + [4] * 3 + [6]
     assert "verdict" in done.output
 
 
@@ -300,7 +301,7 @@ def jpegs(tmp_path: Path) -> Listing:
 
 
 def test_all_pipelines_make_batches_but_raw_decoding(jpegs: Listing) -> None:
-    found = pipelines.contenders(jpegs, Config())
+    found = input_pipeline.contenders(jpegs, Config())
     batches = {name: contender([0, 2]) for name, contender in found.items()}
     assert set(found) == {input_pipeline.RAW, *input_pipeline.NAMES}
     assert batches.pop("raw") is None
@@ -313,7 +314,7 @@ def test_all_pipelines_make_batches_but_raw_decoding(jpegs: Listing) -> None:
 
 
 def test_a_pipelines_turn() -> None:
-    turn = pipelines.take_turn("x", lambda indices: sum(range(100_000)), [[0, 1], [2]], 4)
+    turn = input_pipeline.take_turn("x", lambda indices: sum(range(100_000)), [[0, 1], [2]], 4)
     assert (turn.side, turn.round) == ("x", 4)
     assert turn.images_per_second == pytest.approx(3 / turn.seconds)
     assert turn.cpu_seconds_per_image > 0

@@ -1,4 +1,4 @@
-"""Two or three real hosts on one machine, for tests: those of benchmarks/harness/namespaces.py."""
+"""Two or three real hosts on one machine, for tests: those of tools/namespaces.py."""
 
 import contextlib
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launching import Finished, run
 
-from benchmarks.harness import namespaces
-from benchmarks.harness.namespaces import SEARCH_PATH
+from tools import namespaces
+from tools.namespaces import SEARCH_PATH
 
 __all__ = ["BIN", "SEARCH_PATH", "Host", "hosts"]
 BIN = Path(sys.executable).parent

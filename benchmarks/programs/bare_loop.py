@@ -1,22 +1,36 @@
 """The loop of training with nothing around it: what a trainer's own overhead is measured against.
 
-    python benchmarks/harness/bare_loop.py --arch resnet18 --batch-size 16 --steps 20
+    python benchmarks/programs/bare_loop.py --arch resnet18 --batch-size 16 --steps 20
 
 One random batch, normalised once and for all; forward, loss, backward, SGD with momentum. No data,
 no metrics, no schedule, no record, no other ranks.
 """
 
-import json
+import argparse
 import time
-from pathlib import Path
 
 import torch
 import torchvision
 from torch import nn
 
-from benchmarks.harness.loop_flags import loop_parser
 from compare.running import turn_client
 from recipe.device import keep_freed_memory
+
+
+def loop_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The flags that the reference loops have in common with the trainers, and --steps."""
+    parser = argparse.ArgumentParser(
+        prog=f"python benchmarks/programs/{name}.py",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--arch", default="resnet50", help="a classification model of torchvision")
+    add("--train-crop-size", type=int, default=224, help="side of the images, pixels")
+    add("--batch-size", type=int, default=32, help="images a step and rank")
+    add("--threads", type=int, help="CPU threads (default: torch's)")
+    add("--steps", type=int, help="end after so many (default: never)")
+    return parser
 
 
 def main() -> None:
@@ -27,7 +41,6 @@ def main() -> None:
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast")
     add("--channels-last", action="store_true", help="NHWC images, as the trainers have them")
     add("--as-trainers", action="store_true", help="fused SGD, and freed memory is kept, as there")
-    add("--phases", type=Path, metavar="FILE", help="write each step's phases there (CPU only)")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
@@ -50,26 +63,14 @@ def main() -> None:
         keep_freed_memory()
     criterion = nn.CrossEntropyLoss()
 
-    phases = options.phases.open("w", buffering=1) if options.phases else None
     started, step = time.perf_counter(), 0
     while options.steps is None or step < options.steps:
-        times = [time.perf_counter()]
         with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bf16"):
             loss = criterion(model(images), targets)
-        times.append(time.perf_counter())
         loss.backward()
-        times.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter())
         step += 1
-        if phases is not None:
-            names = ("forward", "backward", "optimizer")
-            seconds = {
-                f"{name}_seconds": end - begin
-                for name, begin, end in zip(names, times[:-1], times[1:], strict=True)
-            }
-            phases.write(json.dumps({"kind": "step", "data_seconds": 0.0, **seconds}) + "\n")
         turn_client.step_ended()
     turn_client.synchronize()
     print(f"{step * options.batch_size / (time.perf_counter() - started):.1f} images/s")

@@ -1,7 +1,7 @@
 """Run a trainer without all that takes time beside training: no clocks, energy, files, TensorBoard
 and console, nor the metrics of the training batches. Row 6 compares it with the trainer as it is.
 
-    python compare/running/take_turns.py ... -- benchmarks/harness/without_instruments.py TRAINER
+    python compare/running/take_turns.py ... -- benchmarks/programs/without_instruments.py TRAINER
 """
 
 import sys

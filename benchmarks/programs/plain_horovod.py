@@ -1,7 +1,7 @@
 """What row 9 compares our Horovod path with: a training loop as people write it after reading
 Horovod's documentation, by the method of its synthetic benchmark.
 
-    horovodrun -np 2 python benchmarks/harness/plain_horovod.py --arch resnet50 --batch-size 32
+    horovodrun -np 2 python benchmarks/programs/plain_horovod.py --arch resnet50 --batch-size 32
 
 fp32, contiguous (NCHW) images, one fixed random batch that lies on the device, SGD wrapped in
 DistributedOptimizer with its defaults, parameters and optimizer state broadcast once.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 
-from benchmarks.harness.loop_flags import loop_parser
+from benchmarks.programs.bare_loop import loop_parser
 from compare.running import turn_client
 from recipe.world import prepare_mpi, read_world
 

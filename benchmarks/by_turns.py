@@ -1,0 +1,281 @@
+"""Rows whose sides take turns: what goals.toml declares, measured and judged.
+
+A block starts each side anew, in random order (compare/running). Blocks go on until each pair's
+interval has a verdict on its goal.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.record import OPEN, REACHED, Measured, Options, Row, gpu_name
+from compare.evidence.turns import (
+    Block,
+    estimate,
+    estimate_value,
+    throughput,
+    work_per_cpu_second,
+)
+from compare.plan.blocks import drawn
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import TRAINERS
+from compare.plan.sources import ROOT
+from compare.running.launch import end_processes
+from compare.running.sides import MeasurementError, Side
+from compare.running.stage import start_process, tail
+from compare.running.turns import finished_block, run_block, say
+
+GOALS = ROOT / "benchmarks" / "goals.toml"
+STEPS_OF_AN_EPOCH = 20_000  # more than a benchmark makes: no evaluation comes in between
+COPIES_OF_JPEGS = 40  # names of each file, so that an epoch is long
+PHASES = ("data", "forward", "backward", "optimizer")
+ABLATION_STRETCH, ABLATION_STEPS, ABLATION_SECONDS = 5, 41, 600
+
+T = TypeVar("T")
+
+
+class Work(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is trained: enough to give a trainer and a bare loop the same work."""
+
+    arch: str
+    pixels: int
+    batch_size: int  # per worker
+    flags: str = ""  # that trainers and bare_loop.py share
+    threads: int = 1  # per worker; 0: the trainer's own choice
+
+    def words(self) -> list[str]:
+        """Flags that trainers and loops share."""
+        words = ["--arch", self.arch, "--train-crop-size", str(self.pixels)]
+        words += ["--batch-size", str(self.batch_size), *self.flags.split()]
+        return words + (["--threads", str(self.threads)] if self.threads else [])
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} thread" if self.threads else ""
+        flags = f", {self.flags}" if self.flags else ""
+        return f"{self.arch} at {self.pixels} pixels, batch {self.batch_size}{threads}{flags}"
+
+
+QUICK = Work("shufflenet_v2_x0_5", 32, 4)  # a step takes hundredths of a second
+QUICK_JPEGS = 40
+
+
+class Contender(Struct, frozen=True, forbid_unknown_fields=True):
+    """A side: one worker is started by python, several as a configuration of compare's table."""
+
+    configuration: str = "ddp-torchrun"
+    workers: int = 1  # on a GPU always 1
+    copies: int = 1  # started at once, knowing nothing of each other
+    flags: str = ""  # of the trainer; {steps}: those of a turn
+    environment: dict[str, str] = {}
+    loop: str = ""  # a script, with its flags, in the trainer's place
+    wrapper: str = ""  # a script that runs the trainer
+    jpegs: int = 0  # train on so many JPEG files; 0: on synthetic images
+    steps: int = 0  # of a turn; 0: the benchmark's
+    gpu_steps: int = 30
+
+
+class Pair(Struct, frozen=True, forbid_unknown_fields=True):
+    """One row: a ratio of two sides, or one side's images/s."""
+
+    sides: tuple[str, ...]
+    goal: float
+    goal_on: dict[str, float] = {}  # by a part of the GPU's name
+
+
+class Benchmark(Struct, frozen=True, forbid_unknown_fields=True):
+    """Sides that take turns with each other, and the rows that come of it."""
+
+    name: str
+    row: int
+    side: dict[str, Contender]
+    pair: dict[str, Pair]  # by what the row is called
+    work: Work | None = None  # on a CPU; None: it needs a GPU
+    gpu: Work | None = None  # None: not on a GPU
+    value: Literal["images/s", "images per CPU-second"] = "images/s"
+    steps: int = 1  # of a turn
+    turns: int = 8  # of each side in a block
+    warm_up: int = 3  # steps
+    ablation: bool = False  # by which a goal that is missed is explained
+
+
+def read_goals(path: Path = GOALS) -> list[Benchmark]:
+    """The benchmarks that a file declares; UserError names what is wrong in it."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=dict[str, list[Benchmark]])["benchmark"]
+    except msgspec.ValidationError as error:
+        raise MeasurementError(f"{path}: {error}") from None
+
+
+def measure(benchmark: Benchmark, options: Options) -> Measured:
+    """Measure the sides by turns until each row has a verdict."""
+    work = QUICK if options.quick else benchmark.gpu if options.gpu else benchmark.work
+    assert work is not None, f"{benchmark.name} is not for this kind of machine"
+    sides = [
+        make_side(name, contender, benchmark, work, options)
+        for name, contender in benchmark.side.items()
+    ]
+    is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
+    value = work_per_cpu_second if is_cpu_time else throughput
+    folder, rounds = options.out / "blocks" / benchmark.name, options.rounds(benchmark.turns)
+
+    def block_of(number: int, label: str) -> Block:
+        order, place = drawn(sides, options.seed, benchmark.name, number), folder / str(number)
+        if kept := finished_block(order, rounds, place):
+            say(f"{label}: is there already")
+            return kept
+        return run_block(order, rounds, place, number, label, options.patience)
+
+    def row_of(name: str, pair: Pair, blocks: Sequence[Block]) -> Row:
+        gpu = gpu_name() or ""
+        goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
+        if len(pair.sides) == 1:
+            row = Row(benchmark.row, name, goal, unit="images/s")
+            return row.measured(estimate_value(blocks, pair.sides[0], throughput))
+        row = Row(benchmark.row, name, goal)
+        first, second = pair.sides
+        return row.compared(blocks, first, second, value, options.confidence)
+
+    def rows_of(blocks: Sequence[Block]) -> list[Row]:
+        return [row_of(name, pair, blocks) for name, pair in benchmark.pair.items()]
+
+    label = f"row {benchmark.row}, {benchmark.name}"
+    blocks = until_decided(options, label, block_of, rows_of)
+    rows, details = [], dict[str, object]()
+    for row, pair in zip(rows_of(blocks), benchmark.pair.values(), strict=True):
+        notes = [str(work), *side_notes(blocks, pair), *row.notes]
+        is_missed = row.verdict != REACHED and not options.quick
+        if benchmark.ablation and (options.profile or is_missed):
+            side = next(side for side in sides if side.name == pair.sides[0])
+            details[side.name] = found = ablate(side, options.out / "ablation" / benchmark.name)
+            notes.append(f"binds: {ablation_sentence(found)}")
+        rows.append(replace(row, notes=tuple(notes)))
+    return Measured(rows, sides, {benchmark.name: blocks}, details)
+
+
+def until_decided(
+    options: Options,
+    label: str,
+    block_of: Callable[[int, str], T],
+    rows_of: Callable[[list[T]], list[Row]],
+) -> list[T]:
+    """Measure blocks up to the first look at which each row has a verdict, or to the last look.
+    `block_of` gets a block's number and what to call it."""
+    blocks: list[T] = []
+    for number in range(1, options.looks[-1] + 1):
+        if len(blocks) in options.looks and all(r.verdict != OPEN for r in rows_of(blocks)):
+            break
+        most = next(look for look in options.looks if look >= number)
+        blocks.append(block_of(number, f"{label}: block {number} of {most}"))
+    return blocks
+
+
+def make_side(
+    name: str, contender: Contender, benchmark: Benchmark, work: Work, options: Options
+) -> Side:
+    """What starts a contender, and how much it does in a turn."""
+    workers = 1 if options.gpu else contender.workers
+    steps = contender.gpu_steps if options.gpu else contender.steps or benchmark.steps
+    steps = 2 if options.quick else steps
+    configuration = CONFIGURATIONS[contender.configuration]
+    launcher, flags = ["python"], list[str]()
+    if workers > 1:
+        launcher, flags = configuration.launch_words(workers, None), [*configuration.arguments]
+    if contender.loop:
+        program = [*contender.loop.split(), *work.words()]
+    else:
+        images = work.batch_size * workers * STEPS_OF_AN_EPOCH
+        data = ["--data", "synthetic", "--synthetic-images", str(images)]
+        if contender.jpegs:
+            data = ["--data", str(make_jpegs(QUICK_JPEGS if options.quick else contender.jpegs))]
+        program = [TRAINERS[configuration.engine], *data, *work.words()]
+        program += ["--val-crop-size", str(work.pixels), "--epochs", "1000"]
+        if "--checkpoint-steps" not in contender.flags:
+            program += ["--keep-checkpoints", "0"]
+        program += ["--log-dir", "{folder}", "--name", "run", *flags]
+        program += contender.flags.replace("{steps}", str(steps)).split()
+    return Side(
+        name=name,
+        launcher=tuple(launcher),
+        program=tuple(([contender.wrapper] if contender.wrapper else []) + program),
+        images_per_step=work.batch_size * workers,
+        steps=steps,
+        ranks=workers,
+        copies=contender.copies,
+        warm_up=benchmark.warm_up,
+        environment=contender.environment,
+    )
+
+
+def side_notes(blocks: Sequence[Block], pair: Pair) -> list[str]:
+    """What a row says of its sides beside their ratio."""
+    notes = []
+    if len(pair.sides) == 2:
+        cpu = estimate(blocks, *pair.sides, work_per_cpu_second)
+        notes.append(f"images per CPU-second: {cpu.ratio:.3f}")
+    for name in pair.sides:
+        speed, cpu = (estimate_value(blocks, name, v) for v in (throughput, work_per_cpu_second))
+        notes.append(f"{name}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
+    return notes
+
+
+def make_jpegs(images: int) -> Path:
+    """The folder of so many different training images; made if it is not there."""
+    target = Path("runs") / "bench-jpegs" / f"{images}x{COPIES_OF_JPEGS}"
+    if not target.exists():
+        say(f"making {images} JPEG files in {target}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        command = [sys.executable, "tools/make_jpegs.py", str(draft.resolve())]
+        done = subprocess.run(
+            [*command, "--images", str(images)], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise MeasurementError(f"tools/make_jpegs.py failed: {done.stderr.strip()}")
+        for file in sorted((draft / "train").glob("*/*.jpg")):
+            for copy in range(1, COPIES_OF_JPEGS):
+                os.link(file, file.with_name(f"{file.stem}-{copy:02d}.jpg"))
+        draft.rename(target)
+    return target.resolve()
+
+
+def ablate(side: Side, folder: Path) -> dict[str, float]:
+    """The phases of a short run of a side's command with --ablation-steps, in which stretches of
+    steps alternate whose gradients are exchanged and whose are not: seconds a step, of the mean
+    rank."""
+    say(f"what binds {side.name}? {ABLATION_STEPS} steps with --ablation-steps {ABLATION_STRETCH}")
+    command = side.command(folder.resolve(), 0)
+    command += ["--ablation-steps", str(ABLATION_STRETCH), "--max-steps", str(ABLATION_STEPS)]
+    process, mark = start_process(side, command, folder)
+    try:
+        process.wait(ABLATION_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(f"{shlex.join(command)}: no end in {ABLATION_SECONDS} s") from None
+    finally:
+        end_processes(process, mark)
+    summary = folder / "run" / "summary.json"
+    if process.returncode or not summary.exists():
+        raise MeasurementError(f"{shlex.join(command)}: failed\n{tail(folder)}")
+    ranks = json.loads(summary.read_text())["ranks"]
+    names = [name for name in ranks[0] if name.endswith("_seconds") and name != "cpu_seconds"]
+    return {name: sum(rank[name] or 0.0 for rank in ranks) / len(ranks) for name in names}
+
+
+def ablation_sentence(phases: dict[str, float]) -> str:
+    """The phases as shares of the step."""
+    step, exposed = phases["step_seconds"], phases["exposed_communication_seconds"]
+    shares = ", ".join(f"{name} {phases[f'{name}_seconds'] / step:.1%}" for name in PHASES)
+    return (
+        f"exposed communication {exposed / step:.1%} of a step of {step * 1000:.0f} ms "
+        f"({exposed * 1000:.1f} ms; {shares}), by --ablation-steps in a run of its own"
+    )

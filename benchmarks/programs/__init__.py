@@ -1,0 +1,1 @@
+"""What benchmarks start beside the trainers."""

@@ -1,0 +1,1 @@
+"""What sets things up: the environment, JPEG files, hosts on one machine."""
