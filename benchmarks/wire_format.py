@@ -22,6 +22,8 @@ from benchmarks.by_turns import QUICK, Benchmark, Contender, Work, make_side, un
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import drawn
+from compare.plan.environment import RUN_MARK
+from compare.running.agent import STAGE
 from compare.running.sides import MeasurementError, Side
 from compare.running.turns import finished_block, run_block, say
 from tools import namespaces
@@ -118,13 +120,16 @@ def sides_at(configuration: str, steps: int, first: Host | None, options: Option
     """The sides, two workers each; `first` is the host on which they are started, None for a
     command that a reader may paste there."""
     work = QUICK if options.quick else WORK
-    here = ("taskset", "-c", ",".join(map(str, cores_of(0))), *first.inside()) if first else ()
+    start = list(START)
+    if first is not None:  # these hosts share this one's files: sides meet at a socket there
+        start[-1:-1] = ["-x", RUN_MARK, "-x", STAGE]
+        start = ["taskset", "-c", ",".join(map(str, cores_of(0))), *first.inside(*start)]
     sides = []
     for name in ("fp32", "fp16", "auto"):
         contender = Contender(configuration, workers=2, flags=f"--wire-format {name}", steps=steps)
         benchmark = Benchmark(name="wire_format", row=10, side={}, pair={})
         side = make_side(name, contender, benchmark, work, replace(options, quick=False))
-        sides.append(replace(side, launcher=(*here, *START), over_hosts=True))
+        sides.append(replace(side, launcher=tuple(start)))
     return sides
 
 
