@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -214,7 +214,7 @@ def cache_folder(name: str) -> str:
 
 
 def check(config: Config, engine: str, world_size: int) -> None:
-    """Raise UserError for values that cannot be meant."""
+    """Raise UserError for values that are invalid, or do not fit together."""
     for is_wrong, message in (
         *_out_of_bounds(config),
         *_mistakes(config),
@@ -227,218 +227,253 @@ def check(config: Config, engine: str, world_size: int) -> None:
 
 
 # What may be wrong with a run's settings: whether it is, and what to say then.
-Mistakes = Iterator[tuple[Any, str]]
+Mistakes = list[tuple[Any, str]]
 
 
 def _out_of_bounds(config: Config) -> Mistakes:
-    for name, flag in FLAGS.items():
-        value = getattr(config, name)
-        if flag.bound and value is not None:
-            yield not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}"
+    values = ((name, getattr(config, name), flag.bound) for name, flag in FLAGS.items())
+    return [
+        (not bound.holds(value), f"{spelled(name)} {value}: {bound.advice}")
+        for name, value, bound in values
+        if bound and value is not None
+    ]
 
 
 def _mistakes(config: Config) -> Mistakes:
-    yield (
-        not (config.data or config.train_dir or config.val_dir),
-        f"--preset {config.preset}: is a recipe for ImageNet; say where it is with --data DIR",
-    )
     folders = {"--train-dir": config.train_dir, "--val-dir": config.val_dir}
     given, missing = sorted(folders, key=lambda flag: not folders[flag])
-    yield (
-        bool(folders[given]) != bool(folders[missing]),
-        f"{given} {folders[given]}: {missing} is missing; give both, or --data DIR",
-    )
     low, high = config.random_crop_scale
-    yield (
-        not 0 < low <= high <= 1,
-        f"--random-crop-scale {low} {high}: give shares of the area with 0 < smallest <= "
-        "largest <= 1",
-    )
-    yield (
-        config.val_crop_size > config.val_resize_size,
-        f"--val-crop-size {config.val_crop_size}: larger than the resized image "
-        f"({config.val_resize_size}); raise --val-resize-size",
-    )
-    yield config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"
-    yield (
-        not all(0 <= beta < 1 for beta in config.betas),
-        f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
-    )
-    yield (
-        config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
-        f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust ratio; "
-        "give --wd above 0, or use sgd or adamw",
-    )
     of_timm = config.arch.startswith("timm:")
-    yield (
-        config.uses_timm and importlib.util.find_spec("timm") is None,
-        f"{config.uses_timm}: needs timm, which is not installed here: pip install "
-        "'imagenet-horovod-ddp[timm]' (in a checkout: pip install -e '.[timm]')",
-    )
-    yield (
-        of_timm and config.pretrained,
-        "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
-        "theirs with --weights",
-    )
-    yield (
-        config.name is not None and ("/" in config.name or config.name in (".", "..")),
-        f"--name {config.name}: give the name of a folder in --log-dir, without a slash",
-    )
-    yield (
-        config.resume == "auto" and not config.name,
-        "--resume auto: needs the --name of the run that is to go on",
-    )
-    yield (
-        config.pretrained and config.weights,
-        f"--weights {config.weights}: --pretrained names other weights; give one of the two",
-    )
-    yield (
-        config.evaluate and not (config.weights or config.pretrained or config.resume),
-        "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
-        "--resume",
-    )
+    return [
+        (
+            not (config.data or config.train_dir or config.val_dir),
+            f"--preset {config.preset}: is a recipe for ImageNet; say where it is with --data DIR",
+        ),
+        (
+            bool(folders[given]) != bool(folders[missing]),
+            f"{given} {folders[given]}: {missing} is missing; give both, or --data DIR",
+        ),
+        (
+            not 0 < low <= high <= 1,
+            f"--random-crop-scale {low} {high}: give shares of the area with 0 < smallest <= "
+            "largest <= 1",
+        ),
+        (
+            config.val_crop_size > config.val_resize_size,
+            f"--val-crop-size {config.val_crop_size}: larger than the resized image "
+            f"({config.val_resize_size}); raise --val-resize-size",
+        ),
+        (config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"),
+        (
+            not all(0 <= beta < 1 for beta in config.betas),
+            f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
+        ),
+        (
+            config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
+            f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust "
+            "ratio; "
+            "give --wd above 0, or use sgd or adamw",
+        ),
+        (
+            config.uses_timm and importlib.util.find_spec("timm") is None,
+            f"{config.uses_timm}: needs timm, which is not installed here: pip install "
+            "'imagenet-horovod-ddp[timm]' (in a checkout: pip install -e '.[timm]')",
+        ),
+        (
+            of_timm and config.pretrained,
+            "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
+            "theirs with --weights",
+        ),
+        (
+            config.name is not None and ("/" in config.name or config.name in (".", "..")),
+            f"--name {config.name}: give the name of a folder in --log-dir, without a slash",
+        ),
+        (
+            config.resume == "auto" and not config.name,
+            "--resume auto: needs the --name of the run that is to go on",
+        ),
+        (
+            config.pretrained and config.weights,
+            f"--weights {config.weights}: --pretrained names other weights; give one of the two",
+        ),
+        (
+            config.evaluate and not (config.weights or config.pretrained or config.resume),
+            "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
+            "--resume",
+        ),
+    ]
 
 
 def _mistakes_of_the_recipe(config: Config) -> Mistakes:
-    for flag, alpha in {
-        "--mixup-alpha": config.mixup_alpha,
-        "--cutmix-alpha": config.cutmix_alpha,
-    }.items():
-        yield (
-            alpha and config.batch_size == 1,
-            f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
-        )
     warmup = config.batch_size_warmup_epochs
-    yield (
-        warmup >= config.epochs,
-        f"--batch-size-warmup-epochs {warmup}: the training would end before --batch-size is "
-        f"reached; give fewer than --epochs {config.epochs}",
-    )
-    yield (
-        0 < warmup >= config.batch_size - 1,
-        f"--batch-size-warmup-epochs {warmup}: the first batches would have one image a worker, of "
-        f"which BatchNorm has no variance; give fewer, or a larger --batch-size "
-        f"{config.batch_size}",
-    )
-    yield (
-        config.drop_path and not config.arch.startswith("timm:"),
-        f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth that "
-        "could be set; take one of timm's networks, such as --arch timm:resnet50",
-    )
-    if config.first_crop_size is not None:
-        yield from _mistakes_of_resizing(config, config.first_crop_size)
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
-    yield (
-        config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
-        f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
-        f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
-    )
-    for flag, value in {
-        "--auto-augment": config.auto_augment,
-        "--random-erase": config.random_erase,
-        "--first-crop-size": config.first_crop_size,
-    }.items():
-        yield (
-            config.dali and value,
-            f"{flag}: cannot be combined with --dali, which crops, resizes to one size and flips",
-        )
+    return [
+        *[
+            (
+                alpha and config.batch_size == 1,
+                f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
+            )
+            for flag, alpha in {
+                "--mixup-alpha": config.mixup_alpha,
+                "--cutmix-alpha": config.cutmix_alpha,
+            }.items()
+        ],
+        (
+            warmup >= config.epochs,
+            f"--batch-size-warmup-epochs {warmup}: the training would end before --batch-size is "
+            f"reached; give fewer than --epochs {config.epochs}",
+        ),
+        (
+            0 < warmup >= config.batch_size - 1,
+            f"--batch-size-warmup-epochs {warmup}: the first batches would have one image a "
+            "worker, of "
+            f"which BatchNorm has no variance; give fewer, or a larger --batch-size "
+            f"{config.batch_size}",
+        ),
+        (
+            config.drop_path and not config.arch.startswith("timm:"),
+            f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth "
+            "that "
+            "could be set; take one of timm's networks, such as --arch timm:resnet50",
+        ),
+        *(_mistakes_of_resizing(config) if config.first_crop_size is not None else []),
+        (
+            config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
+            f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
+            f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
+        ),
+        *[
+            (
+                config.dali and value,
+                f"{flag}: cannot be combined with --dali, which crops, resizes to one size and "
+                "flips",
+            )
+            for flag, value in {
+                "--auto-augment": config.auto_augment,
+                "--random-erase": config.random_erase,
+                "--first-crop-size": config.first_crop_size,
+            }.items()
+        ],
+    ]
 
 
-def _mistakes_of_resizing(config: Config, first_size: int) -> Mistakes:
-    yield (
-        first_size > config.train_crop_size,
-        f"--first-crop-size {first_size}: larger than --train-crop-size {config.train_crop_size}; "
-        "images can only grow",
-    )
+def _mistakes_of_resizing(config: Config) -> Mistakes:
+    first_size = config.first_crop_size or 0
     begin, end = config.resize_epochs or (0, 0)
-    yield (
-        not 0 <= begin < end <= config.epochs,
-        f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END with "
-        f"0 <= BEGIN < END <= {config.epochs}",
-    )
+    return [
+        (
+            first_size > config.train_crop_size,
+            f"--first-crop-size {first_size}: larger than --train-crop-size "
+            f"{config.train_crop_size}; "
+            "images can only grow",
+        ),
+        (
+            not 0 <= begin < end <= config.epochs,
+            f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END "
+            "with "
+            f"0 <= BEGIN < END <= {config.epochs}",
+        ),
+    ]
 
 
 def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> Mistakes:
     predivides = config.gradient_predivide_factor is not None
-    # Horovod leaves the predivide factor out where gradients are grouped: they are summed first
-    # and divided then. In fp32 that is rounding at most; fp16 sums would overflow.
     groups = engine == "horovod" and config.num_groups is not None
-    for flag, is_given in {
-        f"--wire-format {config.wire_format}": config.wire_format != "fp32",
-        "--gradient-predivide-factor": predivides,
-        "--use-adasum": config.use_adasum,
-        f"--precision {config.precision}": config.has_fp16_weights,
-    }.items():
-        yield (
-            groups and is_given,
-            f"{flag}: cannot be combined with --num-groups, with which Horovod only averages, and "
-            "divides after the sum, where fp16 overflows; leave one of the two out",
-        )
     static = engine == "ddp" and config.static_graph
-    yield (
-        static and config.batches_per_allreduce > 1,
-        "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to see "
-        "the exchange in its first backward pass; leave one of the two out",
-    )
-    yield (
-        static and config.ablation_steps and config.resume,
-        f"--resume {config.resume}: cannot be combined with --static-graph and --ablation-steps, "
-        "since DDP wants to see the exchange in its first step, and a run may go on with one that "
-        "has none; leave --static-graph out",
-    )
-    if config.use_adasum:
-        yield from _mistakes_with_adasum(config, engine, world_size)
+    return [
+        *[
+            (
+                groups and is_given,
+                f"{flag}: cannot be combined with --num-groups, with which Horovod only averages, "
+                "and "
+                "divides after the sum, where fp16 overflows; leave one of the two out",
+            )
+            for flag, is_given in {
+                f"--wire-format {config.wire_format}": config.wire_format != "fp32",
+                "--gradient-predivide-factor": predivides,
+                "--use-adasum": config.use_adasum,
+                f"--precision {config.precision}": config.has_fp16_weights,
+            }.items()
+        ],
+        (
+            static and config.batches_per_allreduce > 1,
+            "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
+            "see "
+            "the exchange in its first backward pass; leave one of the two out",
+        ),
+        (
+            static and config.ablation_steps and config.resume,
+            f"--resume {config.resume}: cannot be combined with --static-graph and "
+            "--ablation-steps, "
+            "since DDP wants to see the exchange in its first step, and a run may go on with one "
+            "that "
+            "has none; leave --static-graph out",
+        ),
+        *(_mistakes_with_adasum(config, engine, world_size) if config.use_adasum else []),
+    ]
 
 
 def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mistakes:
-    yield engine != "horovod", "--use-adasum: only Horovod has it; start horovod_train/train.py"
-    yield (
-        world_size & (world_size - 1),
-        f"--use-adasum: halves the world again and again, which {world_size} workers do not allow; "
-        "use a power of two",
-    )
-    for flag, is_given in {
-        f"--optimizer {config.optimizer}": config.optimizer != "sgd",
-        "--clip-grad-norm": config.clip_grad_norm is not None,
-        f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
-        f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
-    }.items():
-        yield (
-            is_given,
-            f"{flag}: cannot be combined with --use-adasum, which steps inside the backward pass",
-        )
-    yield (
-        config.gradient_predivide_factor is not None,
-        "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
-    )
-    yield (
-        config.ablation_steps is not None,
-        "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to leave "
-        "unexchanged: it combines the ranks' updates",
-    )
+    return [
+        (engine != "horovod", "--use-adasum: only Horovod has it; start horovod_train/train.py"),
+        (
+            world_size & (world_size - 1),
+            f"--use-adasum: halves the world again and again, which {world_size} workers do not "
+            "allow; "
+            "use a power of two",
+        ),
+        *[
+            (
+                is_given,
+                f"{flag}: cannot be combined with --use-adasum, which steps inside the backward "
+                "pass",
+            )
+            for flag, is_given in {
+                f"--optimizer {config.optimizer}": config.optimizer != "sgd",
+                "--clip-grad-norm": config.clip_grad_norm is not None,
+                f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
+                f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
+            }.items()
+        ],
+        (
+            config.gradient_predivide_factor is not None,
+            "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
+        ),
+        (
+            config.ablation_steps is not None,
+            "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to "
+            "leave "
+            "unexchanged: it combines the ranks' updates",
+        ),
+    ]
 
 
 def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
-    yield (
-        config.has_fp16_weights and engine not in ("ddp", "horovod", "single"),
-        f"--precision {config.precision}: has fp16 weights, which only horovod_train/train.py, "
-        "ddp_train/train.py and baselines/single_process.py have; use --precision fp16",
-    )
-    yield (
-        config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
-        f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the mean "
-        "of squared gradients is rounded to 0, and divided by; use --precision O2",
-    )
-    yield (
-        config.precision == "O2" and config.compile,
-        "--compile: cannot be combined with --precision O2, whose fp16 copy of the network would "
-        "not be compiled; use --precision fp16 or bf16",
-    )
-    yield (
-        config.precision == "O3" and config.model_ema,
-        "--model-ema: cannot be combined with --precision O3, since a moving average stands still "
-        "where it is rounded to fp16; use --precision O2",
-    )
+    return [
+        (
+            config.has_fp16_weights and engine not in ("ddp", "horovod", "single"),
+            f"--precision {config.precision}: has fp16 weights, which only horovod_train/train.py, "
+            "ddp_train/train.py and baselines/single_process.py have; use --precision fp16",
+        ),
+        (
+            config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
+            f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
+            "mean "
+            "of squared gradients is rounded to 0, and divided by; use --precision O2",
+        ),
+        (
+            config.precision == "O2" and config.compile,
+            "--compile: cannot be combined with --precision O2, whose fp16 copy of the network "
+            "would "
+            "not be compiled; use --precision fp16 or bf16",
+        ),
+        (
+            config.precision == "O3" and config.model_ema,
+            "--model-ema: cannot be combined with --precision O3, since a moving average stands "
+            "still "
+            "where it is rounded to fp16; use --precision O2",
+        ),
+    ]
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
