@@ -10,27 +10,32 @@ bytes. The `webdataset` library reads the tar files, too: 000000123.jpg and 0000
 label.
 """
 
-import argparse
-import hashlib
 import io
-import json
 import os
 import shutil
 import sys
 import tarfile
-import zipfile
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tyro
 from tqdm import tqdm
+from tyro.conf import Positional
 
 from recipe.config import cache_folder
-from recipe.data.damage import SuspectImages
-from recipe.data.image_folder import Listing, check_train_and_val, list_images, locked, read_ahead
-from recipe.data.images import decode_and_look, image_size
+from recipe.data.image_folder import (
+    DAMAGE,
+    Listing,
+    check_train_and_val,
+    list_images,
+    locked,
+    read_arrays,
+)
+from recipe.data.images import SuspectImages, decode_and_look, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 from recipe.errors import UserError, run_command
 from recipe.files import whole_file
@@ -38,19 +43,10 @@ from recipe.flags import DataFlags
 
 PARTS = ("train", "val")
 IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
-PLAN = "plan.json"
+# What the index says beside names and labels: of each shard, and of each image in it.
+MEASURED = {"shard_bytes": "int64", "offsets": "int64", "sizes": "int64", "checksums": "uint32"}
+NUM_READING_THREADS, IMAGES_AHEAD = 8, 64
 JPEG_SUFFIXES = (".jpeg", ".jpe", ".jfif")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What the index says about one shard: three arrays, one entry an image, and the shard's
-    size."""
-
-    offsets: np.ndarray
-    sizes: np.ndarray
-    checksums: np.ndarray
-    shard_bytes: int
 
 
 def make_shards(
@@ -66,12 +62,6 @@ def make_shards(
         raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     listings = {part: list_images(source / part, cache_dir) for part in PARTS}
     check_train_and_val(listings["train"], listings["val"])
-    return write_shards(listings, target, images_per_shard)
-
-
-def write_shards(listings: Mapping[str, Listing], target: Path, images_per_shard: int) -> list[str]:
-    """Write the images of each listing, wherever they are, as shards into `target`/NAME; what is
-    there already is kept. Returns a line about each. UserError as in `make_shards`."""
     lines = []
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -123,93 +113,78 @@ def verify_shards(root: Path) -> list[str]:
 
 
 def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
-    """Write the shards of one listing into `folder`, and the index last: it says that all are
-    there."""
-    if (folder / INDEX).is_file():
-        shards = open_shards(folder)
-        same = (listing.paths.dtype, images_per_shard) == (
-            shards.paths.dtype, shards.images_per_shard
-        )  # fmt: skip
-        if same and _identity(listing) == _identity(shards):
-            return shards
-        raise UserError(_of_others(folder))
-    work = folder / UNFINISHED
-    work.mkdir(parents=True, exist_ok=True)
-    plan = {
-        "version": INDEX_VERSION,
-        "images_per_shard": images_per_shard,
-        "images": _identity(listing),
-    }
-    if (work / PLAN).is_file():
-        if _read_plan(work / PLAN) != plan:
-            raise UserError(_of_others(folder))
-    else:
-        with whole_file(work / PLAN, sync=True) as file:
-            file.write(json.dumps(plan).encode())
+    """Write the shards of one listing into `folder`, and give the index its place last: it says
+    that all are there. Until then an index of those that are is in the unfinished part."""
     starts = range(0, len(listing), images_per_shard)
     names = [f"{folder.name}-{number:06d}.tar" for number in range(len(starts))]
-    parts = []
-    with tqdm(total=len(listing), unit="image", desc=folder.name, disable=None) as bar:
-        for name, start in zip(names, starts, strict=True):
-            indices = range(start, min(start + images_per_shard, len(listing)))
-            part = _finished_part(folder, name)
-            if part is None:
-                part = _write_shard(listing, indices, folder, name, bar)
-            else:
-                bar.update(len(indices))
-            parts.append(part)
-    with whole_file(work / INDEX, sync=True) as file:  # so that all rests are in there
-        np.savez(
-            file,
-            version=np.int64(INDEX_VERSION),
-            classes=np.array([os.fsencode(name) for name in listing.classes]),
-            paths=listing.paths,
-            labels=listing.labels,
-            shards=np.array([name.encode() for name in names]),
-            shard_bytes=np.array([part.shard_bytes for part in parts], dtype=np.int64),
-            images_per_shard=np.int64(images_per_shard),
-            offsets=np.concatenate([part.offsets for part in parts]),
-            sizes=np.concatenate([part.sizes for part in parts]),
-            checksums=np.concatenate([part.checksums for part in parts]),
+    index: dict[str, Any] = {
+        "version": np.int64(INDEX_VERSION),
+        "classes": np.array([os.fsencode(name) for name in listing.classes]),
+        "paths": listing.paths,
+        "labels": listing.labels,
+        "shards": np.array([name.encode() for name in names]),
+        "images_per_shard": np.int64(images_per_shard),
+    }
+    work = folder / UNFINISHED
+    shards = open_shards(folder) if (folder / INDEX).is_file() else None
+    try:
+        written = read_arrays((work if shards is None else folder) / INDEX)
+    except DAMAGE:  # or none yet
+        written = {**index, **{name: np.empty(0, dtype) for name, dtype in MEASURED.items()}}
+    if any(
+        written[name].dtype != value.dtype or not np.array_equal(written[name], value)
+        for name, value in index.items()
+    ):
+        raise UserError(
+            f"{folder}: holds shards of other images than the folder has now, or with another "
+            "--images-per-shard. Choose another folder for the shards, or remove this one."
         )
+    if shards is not None:
+        return shards
+    work.mkdir(parents=True, exist_ok=True)
+    sizes = written["shard_bytes"].tolist()
+    whole = [_size(folder / name) == size for name, size in zip(names, sizes, strict=False)]
+    count = (*whole, False).index(False)
+    measured = {name: [written[name][: count * images_per_shard]] for name in MEASURED}
+    measured["shard_bytes"] = [written["shard_bytes"][:count]]
+    with tqdm(total=len(listing), unit="image", desc=folder.name, disable=None) as bar:
+        bar.update(min(count * images_per_shard, len(listing)))
+        for name, start in zip(names[count:], starts[count:], strict=True):
+            indices = range(start, min(start + images_per_shard, len(listing)))
+            for key, values in _write_shard(listing, indices, work / name, bar).items():
+                measured[key].append(np.array(values, dtype=MEASURED[key]))
+            os.replace(work / name, folder / name)
+            with whole_file(work / INDEX, sync=True) as file:
+                index |= {key: np.concatenate(values) for key, values in measured.items()}
+                np.savez(file, **index)
     os.replace(work / INDEX, folder / INDEX)
     shutil.rmtree(work)
     return open_shards(folder)
 
 
-def _write_shard(listing: Listing, indices: range, folder: Path, name: str, bar: tqdm) -> _Part:
-    """Write one shard under another name, what the index needs to know of it, and then rename
-    it."""
-    # Of its own: on a file system without locks two processes may write the same shard.
-    temporary = folder / UNFINISHED / f"{name}.{os.uname().nodename}-{os.getpid()}"
+def _write_shard(listing: Listing, indices: range, shard: Path, bar: tqdm) -> dict[str, list[int]]:
+    """Write one shard; returns what the index needs to know of it (MEASURED)."""
     offsets, sizes, checksums = [], [], []
-    with open(temporary, "wb") as file:
+    with whole_file(shard, sync=True) as file:
         # Without times, owners and rights of the files: the same images give the same bytes.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for index, data in zip(indices, read_ahead(listing, indices), strict=True):
                 image_size(data, listing.name(index))  # UserError unless its head is an image's
-                label = b"%d" % listing.labels[index]
                 suffix = os.path.splitext(listing.name(index))[1].lower()
                 suffix = ".jpg" if suffix in JPEG_SUFFIXES else suffix
                 _add(tar, f"{index:09d}{suffix}", data)
-                offsets.append(file.tell() - _padded(len(data)))
+                offsets.append(file.tell() - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
                 sizes.append(len(data))
                 checksums.append(zlib.crc32(data))
-                _add(tar, f"{index:09d}.cls", label)
+                _add(tar, f"{index:09d}.cls", b"%d" % listing.labels[index])
                 bar.update()
-        file.flush()
-        os.fsync(file.fileno())
         shard_bytes = file.tell()
-    part = _Part(
-        offsets=np.array(offsets, dtype=np.int64),
-        sizes=np.array(sizes, dtype=np.int64),
-        checksums=np.array(checksums, dtype=np.uint32),
-        shard_bytes=shard_bytes,
-    )
-    with whole_file(_part_file(folder, name), sync=True) as file:
-        np.savez(file, **vars(part))
-    os.replace(temporary, folder / name)
-    return part
+    return {
+        "shard_bytes": [shard_bytes],
+        "offsets": offsets,
+        "sizes": sizes,
+        "checksums": checksums,
+    }
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -218,81 +193,44 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def _padded(size: int) -> int:
-    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.exists() else None
 
 
-def _part_file(folder: Path, name: str) -> Path:
-    return folder / UNFINISHED / f"{name}.npz"
+def read_ahead(listing: Listing, indices: range) -> Iterator[bytes]:
+    """The encoded bytes of images `indices`, in this order, read a few at once: the answers of
+    network file systems overlap."""
+    with ThreadPoolExecutor(NUM_READING_THREADS) as pool:
+        for start in range(0, len(indices), IMAGES_AHEAD):
+            yield from pool.map(listing.read, indices[start : start + IMAGES_AHEAD])
 
 
-def _finished_part(folder: Path, name: str) -> _Part | None:
-    """What an interrupted run has kept about a shard that it finished, or None."""
-    try:
-        with np.load(_part_file(folder, name), allow_pickle=False) as stored:
-            part = _Part(
-                offsets=stored["offsets"],
-                sizes=stored["sizes"],
-                checksums=stored["checksums"],
-                shard_bytes=int(stored["shard_bytes"]),
-            )
-        return part if os.stat(folder / name).st_size == part.shard_bytes else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
+def run(
+    folder: Positional[Path],
+    shards: Positional[Path | None] = None,
+    verify: bool = False,
+    images_per_shard: int = IMAGES_PER_SHARD,
+    cache_dir: str = DataFlags.cache_dir,
+) -> list[str]:
+    """Make shards, or verify them; returns lines about them.
 
-
-def _identity(listing: Listing) -> str:
-    """Digest of the names of images and classes, in order."""
-    digest = hashlib.sha256(listing.paths.tobytes())
-    digest.update(listing.labels.tobytes())
-    digest.update("\0".join(listing.classes).encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _read_plan(path: Path) -> object:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError:
-        return None
-
-
-def _of_others(folder: Path) -> str:
-    return (
-        f"{folder}: holds shards of other images than the folder has now, or with another "
-        "--images-per-shard. Choose another folder for the shards, or remove this one."
-    )
+    Args:
+        folder: Holds train/ and val/; with --verify: the shards.
+        shards: Where they are written.
+        verify: Read all shards, and decode every image.
+        cache_dir: For the folder's listing.
+    """
+    if (shards is None) != verify:
+        raise UserError("name the folder and where to write its shards, or the shards and --verify")
+    if shards is None:
+        return verify_shards(folder)
+    return make_shards(folder, shards, Path(cache_folder(cache_dir)), images_per_shard)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code (`run_command`)."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.make_shards", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("folder", type=Path, help="holds train/ and val/; with --verify: the shards")
-    add("shards", type=Path, nargs="?", help="where they are written")
-    add("--verify", action="store_true", help="read all shards, and decode every image")
-    add(
-        "--images-per-shard",
-        type=int,
-        default=IMAGES_PER_SHARD,
-        metavar="N",
-        help=f"default: {IMAGES_PER_SHARD:,}",
-    )
-    add(
-        "--cache-dir",
-        default=DataFlags.cache_dir,
-        metavar="DIR",
-        help=f"for the folder's listing; default: {DataFlags.cache_dir}",
-    )
-    options = parser.parse_args(arguments)
-    if (options.shards is None) != options.verify:
-        parser.error("name the folder and where to write its shards, or the shards and --verify")
-    if options.verify:
-        return run_command(lambda: verify_shards(options.folder))
-    cache = Path(cache_folder(options.cache_dir))
-    return run_command(
-        lambda: make_shards(options.folder, options.shards, cache, options.images_per_shard)
-    )
+    name = "python -m recipe.make_shards"
+    return run_command(lambda: tyro.cli(run, prog=name, description=__doc__, args=arguments))
 
 
 if __name__ == "__main__":

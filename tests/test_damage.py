@@ -8,7 +8,7 @@ import pytest
 from making import CPU, a_world, folder_config, write_images
 from PIL import Image
 
-from recipe.data import damage
+from recipe.data import images
 from recipe.data.batches import Data, open_data, training_batches, validation_batches
 from recipe.errors import UserError, sentence
 from recipe.make_shards import make_shards, verify_shards
@@ -59,11 +59,11 @@ def test_large_set(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """One is let pass; each is named once, however often it comes, and wherever it was met."""
-    monkeypatch.setattr(damage, "ONE_IN", 2)  # of six and of two images
+    monkeypatch.setattr(images, "ONE_IN", 2)  # of six and of two images
     data = open_data(folder_config(root))
     read_all(data, root, workers)
-    assert [images.count for images in data.suspects] == [1, 1]
-    assert [name for images in data.suspects for name in images.names] == [
+    assert [found.count for found in data.suspects] == [1, 1]
+    assert [name for found in data.suspects for name in found.names] == [
         f"{root}/train/a/1.png",
         f"{root}/val/a/0.png",
     ]
@@ -77,7 +77,7 @@ def test_large_set(
 
 
 def test_too_many_in_a_large_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(damage, "ONE_IN", 6)
+    monkeypatch.setattr(images, "ONE_IN", 6)
     (root / "train" / "b" / "0.png").write_bytes(damaged_jpeg())
     message = r"train/[ab]/[01]\.png: .*\(1 such files in 6 are let pass\)"
     with pytest.raises(UserError, match=message):
@@ -90,6 +90,6 @@ def test_shards_with_a_suspect_image(
     make_shards(root, tmp_path / "shards", tmp_path / "cache")
     with pytest.raises(UserError, match=r"a/1\.png: .* bytes more than its pixels need"):
         verify_shards(tmp_path / "shards")
-    monkeypatch.setattr(damage, "ONE_IN", 2)
+    monkeypatch.setattr(images, "ONE_IN", 2)
     lines = verify_shards(tmp_path / "shards")
     assert lines[0].endswith("train: 6 images are whole and can be decoded, 1 may be damaged")

@@ -32,10 +32,10 @@ from recipe.data.batches import (
     open_input_meter,
     samples_per_step,
     to_device,
-    train_transform,
     training_batches,
     validation_batches,
 )
+from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
 from recipe.errors import UserError
 
@@ -164,7 +164,7 @@ def test_a_repeated_image_is_augmented_anew(data: Data, folders: Config) -> None
 def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
     """By steps of 32, and all of a batch are of one size though an epoch ends within it."""
     growing = a_config(first_crop_size=40, train_crop_size=80, resize_epochs=(1, 4))
-    sizes = [train_transform(growing).size_in(epoch) for epoch in range(6)]
+    sizes = [TrainTransform(growing).size_in(epoch) for epoch in range(6)]
     assert sizes == [40, 40, 64, 64, 80, 80]
     config = replace(folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1))
     for workers in (0, 2):
@@ -178,7 +178,7 @@ def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
 def test_growth_is_that_of_ffcv() -> None:
     """numpy's interpolation, divided by 32, rounded (to even) and multiplied again."""
     config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(11, 13))
-    assert [train_transform(config).size_in(epoch) for epoch in (0, 11, 12, 13, 15)] == [
+    assert [TrainTransform(config).size_in(epoch) for epoch in (0, 11, 12, 13, 15)] == [
         160,
         160,
         192,
@@ -188,7 +188,7 @@ def test_growth_is_that_of_ffcv() -> None:
     config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(65, 76))
     for epoch in range(88):
         between = np.interp(epoch, (65, 76), (160, 192))
-        assert train_transform(config).size_in(epoch) == int(np.round(between / 32)) * 32
+        assert TrainTransform(config).size_in(epoch) == int(np.round(between / 32)) * 32
 
 
 def test_workers_change_nothing(data: Data, folders: Config) -> None:

@@ -2,13 +2,12 @@
 
 import multiprocessing
 import os
-import pickle
 import re
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.data import image_folder
-from recipe.data.image_folder import Listing, check_train_and_val, list_images, read_ahead
+from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.errors import UserError
 
 
@@ -49,7 +48,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     calls: list[Path] = []
     scan = image_folder._scan
 
-    def counted(root: Path, classes: list[bytes]) -> image_folder._Scan:
+    def counted(root: Path, classes: list[bytes]) -> dict[str, Any]:
         calls.append(root)
         return scan(root, classes)
 
@@ -170,18 +169,6 @@ def test_order_does_not_depend_on_the_file_system_or_the_locale(
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def test_a_million_images_are_two_buffers(tmp_path: Path, cache: Path) -> None:
-    """For loader workers: a listing is as large as its characters, and a copy of it is quick."""
-    listing = Listing(
-        root=tmp_path,
-        classes=tuple(f"n{i:08}" for i in range(1000)),
-        paths=np.tile(np.array([b"n01440764/n01440764_10026.JPEG"]), 1_280_000),
-        labels=np.zeros(1_280_000, dtype=np.int64),
-    )
-    assert listing.paths.dtype.hasobject is False
-    assert len(pickle.dumps(listing, protocol=5)) < 50_000_000
-
-
 # ---- the cache ----
 
 
@@ -220,14 +207,6 @@ def test_change_is_noticed(tmp_path: Path, cache: Path, change: str) -> None:
     assert names(list_images(root, cache)) == expected
 
 
-def test_second_class_is_noticed(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "a/1.jpg")
-    age(root)
-    list_images(root, cache)
-    make(root, "b/1.jpg")
-    assert names(list_images(root, cache)) == ["a/1.jpg", "b/1.jpg"]
-
-
 def test_change_without_a_new_folder_time_is_noticed_just_after_a_listing(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -254,45 +233,24 @@ def test_damaged_cache_is_listed_anew(
     assert len(scans) == 2  # and the damaged file was replaced
 
 
-def test_cache_holds_no_pickle(tmp_path: Path, cache: Path) -> None:
-    list_images(make(tmp_path / "train", "a/1.jpg"), cache)
-    (file,) = cache.glob("*.npz")
-    with np.load(file, allow_pickle=False) as stored:
-        assert all(stored[name].dtype.hasobject is False for name in stored)
-
-
-def test_two_roots_do_not_share_a_listing(tmp_path: Path, cache: Path) -> None:
-    one, two = make(tmp_path / "1", "a/1.jpg"), make(tmp_path / "2", "a/2.jpg")
-    for _ in range(2):
-        assert names(list_images(one, cache)) == ["a/1.jpg"]
-        assert names(list_images(two, cache)) == ["a/2.jpg"]
-
-
+@pytest.mark.parametrize("is_full", [False, True])
 def test_cache_that_cannot_be_written_gives_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = make(tmp_path / "train", "a/1.jpg")
-    (tmp_path / "file").touch()
-    assert names(list_images(root, tmp_path / "file" / "cache")) == ["a/1.jpg"]
-    line = capsys.readouterr().err
-    assert line.startswith("warning: ") and "cannot be kept" in line and "--cache-dir DIR" in line
-    assert line.count("\n") == 1
-
-
-def test_full_disk_gives_a_warning(
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path: Path, cache: Path, is_full: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", full)
+    if is_full:
+        monkeypatch.setattr(np, "savez", full)
+    else:
+        cache.touch()
     root = make(tmp_path / "train", "a/1.jpg")
     assert names(list_images(root, cache)) == ["a/1.jpg"]
-    assert "No space left" in capsys.readouterr().err
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    line = capsys.readouterr().err
+    assert line.startswith("warning: ") and "cannot be kept" in line and "--cache-dir DIR" in line
+    assert line.count("\n") == 1
+    assert not is_full or [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path) -> None:
@@ -302,7 +260,7 @@ def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path)
     start, num_scans, results = context.Barrier(4), context.Value("i", 0), context.SimpleQueue()
     scan = image_folder._scan
 
-    def counted(root: Path, classes: list[bytes]) -> image_folder._Scan:
+    def counted(root: Path, classes: list[bytes]) -> dict[str, Any]:
         with num_scans.get_lock():
             num_scans.value += 1
         return scan(root, classes)
@@ -321,12 +279,6 @@ def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path)
     assert num_scans.value == 1
 
 
-def test_no_warning_in_the_ordinary_case(tmp_path: Path, cache: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list_images(make(tmp_path / "train", "a/1.jpg"), cache)
-
-
 # ---- refusals ----
 
 
@@ -337,25 +289,25 @@ def refused(root: Path, cache: Path) -> str:
     return str(error.value)
 
 
-def test_folder_missing(tmp_path: Path, cache: Path) -> None:
-    data = make(tmp_path / "imagenet", "train/a/1.jpg").resolve()
-    assert f"did you mean {data}?" in refused(tmp_path / "imagnet" / "train", cache)
-    assert f"did you mean {data / 'train'}" in refused(data / "trainn", cache)
-    assert "no val/ inside" in refused(data / "val", cache)
-    assert f"did you mean --data {data}?" in refused(data / "train" / "train", cache)
-    assert "Check the spelling" in refused(data / "quite-another", cache)
-
-
-@pytest.mark.parametrize("name", ["valid", "validation", "Val"])
-def test_validation_folder_under_another_name(tmp_path: Path, cache: Path, name: str) -> None:
-    make(tmp_path, f"{name}/a/1.jpg", "train/a/1.jpg")
-    assert f"did you mean {tmp_path / name} (--val-dir)?" in refused(tmp_path / "val", cache)
-
-
-@pytest.mark.parametrize("inner", ["ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC"])
-def test_folder_of_kaggles_archive(tmp_path: Path, cache: Path, inner: str) -> None:
-    make(tmp_path, f"{inner}/train/n01440764/1.JPEG")
-    assert f"--data {tmp_path / inner}" in refused(tmp_path / "train", cache)
+@pytest.mark.parametrize(
+    ("there", "asked", "said"),
+    [
+        ("imagenet/train/a", "imagnet/train", "did you mean {}/imagenet?"),
+        ("imagenet/train/a", "imagenet/trainn", "did you mean {}/imagenet/train?"),
+        ("imagenet/train/a", "imagenet/val", "no val/ inside"),
+        ("imagenet/train/a", "imagenet/train/train", "did you mean --data {}/imagenet?"),
+        ("imagenet/train/a", "imagenet/quite-another", "Check the spelling"),
+        ("valid/a", "val", "did you mean {}/valid (--val-dir)?"),
+        ("validation/a", "val", "did you mean {}/validation (--val-dir)?"),
+        ("Val/a", "val", "did you mean {}/Val (--val-dir)?"),
+        ("ILSVRC/Data/CLS-LOC/train/a", "train", "--data {}/ILSVRC/Data/CLS-LOC"),
+        ("Data/CLS-LOC/train/a", "train", "--data {}/Data/CLS-LOC"),
+        ("CLS-LOC/train/a", "train", "--data {}/CLS-LOC"),
+    ],
+)
+def test_folder_missing(tmp_path: Path, cache: Path, there: str, asked: str, said: str) -> None:
+    make(tmp_path, f"{there}/1.jpg")
+    assert said.format(tmp_path) in refused(tmp_path / asked, cache)
 
 
 def test_archives_not_unpacked(tmp_path: Path, cache: Path) -> None:
@@ -407,15 +359,11 @@ def test_class_archives_and_the_command_that_unpacks_them(tmp_path: Path, cache:
     assert "2 classes are still packed" in message
     command = message[message.index("cd ") :]
     subprocess.run(["bash", "-c", command], check=True)
+    (root / "n01440764.tar").touch()  # one that is kept does no harm
     assert names(list_images(root, cache)) == [
         "n01440764/n01440764_1.JPEG",
         "n01443537/n01443537_1.JPEG",
     ]
-
-
-def test_unpacked_archives_that_were_kept_do_no_harm(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path, "n01440764.tar", "n01440764/1.JPEG")
-    assert names(list_images(root, cache)) == ["n01440764/1.JPEG"]
 
 
 def test_folder_that_holds_train_and_val(tmp_path: Path, cache: Path) -> None:
@@ -516,28 +464,14 @@ def test_a_single_class_is_refused(tmp_path: Path, cache: Path) -> None:
 # ---- reading ----
 
 
-def test_read_and_read_ahead(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", *(f"a/{i:03}.jpg" for i in range(50)))
-    for i in range(50):
-        (root / "a" / f"{i:03}.jpg").write_bytes(b"%d" % i)
-    listing = list_images(root, cache)
-    assert listing.read(7) == b"7"
-    assert listing.name(7) == str(root / "a" / "007.jpg")
-    order = [3, *range(50), 3]
-    assert list(read_ahead(listing, order)) == [b"%d" % i for i in order]
-    few = read_ahead(listing, order)
-    assert next(few) == b"3"
-    few.close()  # whoever wants no more does not wait for all
-
-
 def test_files_that_cannot_be_read(tmp_path: Path, cache: Path) -> None:
     root = make(tmp_path / "train", "a/1.jpg", "a/2.jpg")
+    (root / "a" / "2.jpg").write_bytes(b"2")
     listing = list_images(root, cache)
+    assert (listing.read(1), listing.name(1)) == (b"2", str(root / "a" / "2.jpg"))
     (root / "a" / "1.jpg").unlink()
     with pytest.raises(UserError, match=r"1\.jpg: no such file any more.*folder was listed"):
         listing.read(0)
-    with pytest.raises(UserError, match=r"1\.jpg: no such file any more"):
-        list(read_ahead(listing, [1, 0, 1]))
     (root / "a" / "1.jpg").mkdir()
     with pytest.raises(UserError, match=r"1\.jpg: cannot be read"):
         listing.read(0)

@@ -1,7 +1,7 @@
 """Tar files that are read at random: the same images in the same order as the folder's."""
 
+import functools
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -20,14 +20,13 @@ from recipe.data import shards as shards_module
 from recipe.data.batches import (
     data_order_sha256,
     open_data,
-    open_images,
     training_batches,
     validation_batches,
 )
-from recipe.data.image_folder import Listing, list_images
+from recipe.data.image_folder import Listing, list_images, read_arrays
 from recipe.data.shards import INDEX, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError
-from recipe.make_shards import main, make_shards, verify_shards
+from recipe.make_shards import main, make_shards, read_ahead, verify_shards
 
 
 @pytest.fixture
@@ -110,60 +109,48 @@ def test_the_webdataset_library_reads_them(folder: Path, made: Path, cache: Path
 # ---- what is read ----
 
 
-def test_listing_is_that_of_the_folder(folder: Path, made: Path, cache: Path) -> None:
-    for part in ("train", "val"):
-        listing, shards = list_images(folder / part, cache), open_images(made / part, cache)
-        assert isinstance(shards, Shards)
-        assert shards.classes == listing.classes
-        assert shards.labels.tolist() == listing.labels.tolist()
-        assert shards.paths.dtype == listing.paths.dtype
-        assert [shards.read(i) for i in range(len(shards))] == [
-            listing.read(i) for i in range(len(listing))
-        ]
-    assert open_images(made / "train", cache).name(5) == (f"{made}/train/train-000001.tar: b/1.png")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_same_order_and_pixels_as_the_folder(
     folder: Path, made: Path, cache: Path, workers: int
 ) -> None:
+    """Also where one part is shards, and the other a folder."""
+    half = replace(folder_config(made, cache), val_dir=str(folder / "val"))
     seen = []
-    for root in (folder, made):
-        config = folder_config(root, cache)
+    for config in (folder_config(folder, cache), folder_config(made, cache), half):
         data = open_data(config)
         batches = [
             *training_batches(data, config, a_world(), CPU, workers, 4, 32),
             *validation_batches(data, config, a_world(), CPU, workers),
         ]
-        seen.append((data_order_sha256(data, config), batches))
-    assert seen[0][0] == seen[1][0]
-    for (images, labels), (others, other_labels) in zip(seen[0][1], seen[1][1], strict=True):
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
+        tensors = [tensor for batch in batches for tensor in batch]
+        seen.append((data.identity, data_order_sha256(data, config), tensors))
+    assert isinstance(data.train, Shards) and not isinstance(data.val, Shards)
+    for identity, order, tensors in seen[1:]:
+        assert (identity, order) == seen[0][:2]
+        assert all(map(torch.equal, tensors, seen[0][2]))
+    assert data.train.paths.dtype == list_images(folder / "train", cache).paths.dtype
+    assert data.train.name(5) == f"{made}/train/train-000001.tar: b/1.png"
 
 
-def test_shards_and_a_folder_may_be_mixed(folder: Path, made: Path, cache: Path) -> None:
-    config = replace(folder_config(made, cache), val_dir=str(folder / "val"))
-    data = open_data(config)
-    assert isinstance(data.train, Shards)
-    assert not isinstance(data.val, Shards)
-    assert (data.num_train, data.num_val) == (11, 3)
-
-
-def test_at_most_so_many_files_are_open(
-    made: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
-    monkeypatch.setattr(shards_module, "MAX_OPEN_SHARDS", 2)
+def test_at_most_so_many_files_are_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = functools.lru_cache(maxsize=2)(shards_module._opened.__wrapped__)
+    monkeypatch.setattr(shards_module, "_opened", opened)
     shards = open_shards(made / "train")
     before = len(os.listdir("/proc/self/fd"))
     order = [0, 10, 4, 9, 1, 5, 8, 2]
     assert len({shards.read(i) for i in order}) == len(order)
     assert len(os.listdir("/proc/self/fd")) == before + 2
-    copy = pickle.loads(pickle.dumps(shards))  # as a loader worker gets it: with none open
-    assert copy._open == {}
-    assert copy.read(3) == shards.read(3)
-    del shards, copy
-    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_read_ahead(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for i in range(150):
+        (tmp_path / "a" / f"{i:03}.jpg").write_bytes(b"%d" % i)
+    listing = list_images(tmp_path, cache)
+    assert list(read_ahead(listing, range(5, 150))) == [b"%d" % i for i in range(5, 150)]
+    (tmp_path / "a" / "001.jpg").unlink()
+    with pytest.raises(UserError, match=r"001\.jpg: no such file any more"):
+        list(read_ahead(listing, range(150)))
 
 
 # ---- what is refused ----
@@ -175,19 +162,14 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
-def test_missing_shards(made: Path) -> None:
-    (made / "train" / "train-000001.tar").unlink()
-    message = refused(made / "train")
-    assert "1 of its 3 shards are missing: train-000001.tar" in message
-    assert "Copy them again" in message
-
-
-def test_truncated_shard(made: Path) -> None:
+def test_missing_and_truncated_shards(made: Path) -> None:
     shard = made / "train" / "train-000002.tar"
     size = shard.stat().st_size
     os.truncate(shard, size - 512)
+    assert f"train-000002.tar ({size - 512:,} bytes instead of {size:,})" in refused(made / "train")
+    (made / "train" / "train-000001.tar").unlink()
     message = refused(made / "train")
-    assert f"train-000002.tar ({size - 512:,} bytes instead of {size:,})" in message
+    assert "1 of its 3 shards are missing: train-000001.tar. Copy them again" in message
 
 
 def test_shard_that_changes_while_it_is_read(made: Path) -> None:
@@ -220,33 +202,27 @@ def test_shards_of_another_folder_with_this_index(made: Path, cache: Path, tmp_p
         verify_shards(made)
 
 
-def test_index_of_another_version(made: Path) -> None:
-    index = made / "train" / INDEX
-    with np.load(index) as stored:
-        arrays = dict(stored)
-    np.savez(index, **{**arrays, "version": np.int64(99)})
-    assert "is of version 99, and version 1 is read here" in refused(made / "train")
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "text", "lacks an entry"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "changed", "empty", "text", "lacks an entry", "other version"]
+)
 def test_damaged_index(made: Path, damage: str) -> None:
     index = made / "train" / INDEX
-    whole = index.read_bytes()
+    whole, arrays = index.read_bytes(), read_arrays(index)
+    if damage == "other version":
+        np.savez(index, **{**arrays, "version": np.int64(99)})
+        assert "is of version 99, and version 1 is read here" in refused(made / "train")
+        return
     if damage == "lacks an entry":
-        with np.load(index) as stored:
-            arrays = dict(stored)
         del arrays["offsets"]
         np.savez(index, **arrays)
     else:
-        middle = len(whole) // 2
-        index.write_bytes(
-            {
-                "cut": whole[:middle],
-                "changed": whole[:200] + bytes([whole[200] ^ 255]) + whole[201:],
-                "empty": b"",
-                "text": b"<html>404</html>",
-            }[damage]
-        )
+        contents = {
+            "cut": whole[: len(whole) // 2],
+            "changed": whole[:200] + bytes([whole[200] ^ 255]) + whole[201:],
+            "empty": b"",
+            "text": b"<html>404</html>",
+        }
+        index.write_bytes(contents[damage])
     assert "cannot be read as an index of shards" in refused(made / "train")
 
 
@@ -265,36 +241,34 @@ def reading_until(stop: int, error: type[BaseException], monkeypatch: pytest.Mon
     monkeypatch.setattr(Listing, "read", counted)
 
 
-def test_an_interrupted_run_goes_on(
-    folder: Path, made: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def interrupted(folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shards as those that are `made`, of which the first two are written."""
     target = tmp_path / "interrupted"
     with monkeypatch.context() as patch:
         reading_until(9, OSError, patch)  # in the third shard
         with pytest.raises(UserError, match="the same command again"):
             make_shards(folder, target, cache, images_per_shard=4)
-    assert not (target / "train" / INDEX).exists()
-    with pytest.raises(UserError, match="not all written yet"):
-        open_data(folder_config(target, cache))
-    finished = target / "train" / "train-000000.tar"
-    before = finished.stat().st_mtime_ns
-    make_shards(folder, target, cache, images_per_shard=4)
-    assert finished.stat().st_mtime_ns == before  # it was not written again
-    assert content(target) == content(made)
+    return target
 
 
-def test_a_finished_shard_that_was_damaged_meanwhile_is_made_again(
-    folder: Path, made: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["none", "shard", "index"])
+def test_an_interrupted_run_goes_on(
+    folder: Path, made: Path, interrupted: Path, cache: Path, damage: str
 ) -> None:
-    target = tmp_path / "interrupted"
-    with monkeypatch.context() as patch:
-        reading_until(9, OSError, patch)
-        with pytest.raises(UserError):
-            make_shards(folder, target, cache, images_per_shard=4)
-    os.truncate(target / "train" / "train-000000.tar", 100)
-    (target / "train" / UNFINISHED / "train-000001.tar.npz").write_bytes(b"half")
-    make_shards(folder, target, cache, images_per_shard=4)
-    assert content(target) == content(made)
+    """What was damaged meanwhile is made again."""
+    assert not (interrupted / "train" / INDEX).exists()
+    with pytest.raises(UserError, match="not all written yet"):
+        open_data(folder_config(interrupted, cache))
+    finished = interrupted / "train" / "train-000000.tar"
+    if damage == "shard":
+        os.truncate(finished, 100)
+    elif damage == "index":
+        (interrupted / "train" / UNFINISHED / INDEX).write_bytes(b"half")
+    before = finished.stat().st_mtime_ns
+    make_shards(folder, interrupted, cache, images_per_shard=4)
+    assert (finished.stat().st_mtime_ns == before) == (damage == "none")
+    assert content(interrupted) == content(made)
 
 
 def test_killed_and_started_again(folder: Path, made: Path, cache: Path, tmp_path: Path) -> None:
@@ -310,7 +284,7 @@ def test_killed_and_started_again(folder: Path, made: Path, cache: Path, tmp_pat
     command += ["--cache-dir", str(cache)]
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 60
-    while not list((target / "train" / UNFINISHED).glob("train-000001.tar.*-*")):
+    while not list((target / "train" / UNFINISHED).glob(".train-000001.tar.*")):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.001)
@@ -328,17 +302,12 @@ def test_the_same_command_again_changes_nothing(folder: Path, made: Path, cache:
 
 
 def test_shards_of_another_folder_are_not_mixed_in(
-    folder: Path, made: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, made: Path, interrupted: Path, cache: Path
 ) -> None:
     with pytest.raises(UserError, match="of other images than the folder has now, or with another"):
         make_shards(folder, made, cache, images_per_shard=5)
-    unfinished = tmp_path / "unfinished"
-    with monkeypatch.context() as patch:
-        reading_until(9, OSError, patch)
-        with pytest.raises(UserError):
-            make_shards(folder, unfinished, cache, images_per_shard=4)
     (folder / "train" / "a" / "0.png").rename(folder / "train" / "a" / "9.png")
-    for target in (made, unfinished):
+    for target in (made, interrupted):
         with pytest.raises(UserError, match="of other images than the folder has now"):
             make_shards(folder, target, cache, images_per_shard=4)
 
@@ -362,6 +331,8 @@ def test_command(
     for wrong, message in [
         ([str(tmp_path / "nowhere"), str(target)], "no such folder"),
         ([str(folder), "--verify"], "holds no shards to verify"),
+        ([str(folder)], "name the folder and where to write its shards"),
+        ([str(folder), str(target), "--verify"], "or the shards and --verify"),
         ([str(folder), str(target), "--images-per-shard", "0"], "must be at least 1"),
     ]:
         assert main([*wrong, *where]) == 1
@@ -369,10 +340,6 @@ def test_command(
         assert error.startswith("error: ")
         assert message in error
         assert error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        main([str(folder)])
-    with pytest.raises(SystemExit):
-        main([str(folder), str(target), "--verify"])
 
 
 def test_verify_finds_an_image_that_is_cut_off(folder: Path, cache: Path, tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from recipe.config import Config
 from recipe.data.dali import EncodedImages, check_dali, dali_batches
-from recipe.data.damage import SuspectImages
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
-from recipe.data.images import TrainTransform, ValTransform, empty_batch
+from recipe.data.images import SuspectImages, TrainTransform, empty_batch, validation_image
 from recipe.data.mixing import mixed
 from recipe.data.order import Sample, SampleStream, permutation, validation_indices
 from recipe.data.shards import holds_shards, open_shards
@@ -198,7 +197,7 @@ class TrainImages(Dataset):
     ) -> None:
         self.listing, self.config, self.meter = listing, config, meter
         self.suspects = suspects or SuspectImages(listing)
-        self.transform = train_transform(config)
+        self.transform = TrainTransform(config)
 
     def __getitems__(self, keys: list[Sample]) -> Batch:
         size = self.transform.size_in(keys[0][0] // self.config.augment_repeats)
@@ -217,31 +216,15 @@ class ValImages(Dataset):
     """Validation images, in batches: resized, and their centre cropped."""
 
     def __init__(self, listing: Listing, config: Config, suspects: SuspectImages) -> None:
-        self.listing, self.suspects = listing, suspects
-        self.transform = ValTransform(
-            config.val_resize_size, config.val_crop_size, config.interpolation
-        )
+        self.listing, self.config, self.suspects = listing, config, suspects
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        images = empty_batch(len(indices), self.transform.crop, self.transform.crop)
+        images = empty_batch(len(indices), self.config.val_crop_size, self.config.val_crop_size)
         for out, index in zip(images, indices, strict=True):
-            if left_over := self.transform(self.listing.read(index), self.listing.name(index), out):
+            content, name = self.listing.read(index), self.listing.name(index)
+            if left_over := validation_image(content, name, self.config, out):
                 self.suspects.add(index, left_over)
         return images, labels_of(self.listing, indices)
-
-
-def train_transform(config: Config) -> TrainTransform:
-    """What is done to the training images."""
-    return TrainTransform(
-        config.train_crop_size,
-        scale=config.random_crop_scale,
-        interpolation=config.interpolation,
-        flip_probability=config.hflip_prob,
-        auto_augment=config.auto_augment,
-        erase_probability=config.random_erase,
-        first_size=config.first_crop_size,
-        resize_epochs=config.resize_epochs or (0, 0),
-    )
 
 
 def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
@@ -278,8 +261,7 @@ def training_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     elif config.dali:
-        count = meter.count if meter is not None else None
-        encoded = EncodedImages(data.train, train_transform(config), config.seed, count)
+        encoded = EncodedImages(data.train, config, meter.count if meter is not None else None)
         # DALI takes plain memory, and works ahead by itself.
         ready = dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
     else:

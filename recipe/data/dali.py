@@ -48,8 +48,9 @@ class EncodedImages(Dataset):
     `count` is called with the size of each image that is read.
     """
 
-    def __init__(self, listing: Listing, transform: TrainTransform, seed: int, count: Any) -> None:
-        self.listing, self.transform, self.seed, self.count = listing, transform, seed, count
+    def __init__(self, listing: Listing, config: Config, count: Any) -> None:
+        self.listing, self.seed, self.count = listing, config.seed, count
+        self.transform = TrainTransform(config)
 
     def __getitems__(self, keys: list[Sample]) -> Encoded:
         contents, crops, flips = [], [], []

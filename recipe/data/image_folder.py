@@ -6,12 +6,13 @@ import os
 import sys
 import time
 import zipfile
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ YOUNGEST_TRUSTED_NS = 2_000_000_000
 # Over a network a listing mostly waits for answers, so several questions at once should shorten it.
 # On a local disk threads only get in each other's way: 1.28 million files took 3.2 s, alone 1.6 s.
 NUM_LISTING_THREADS = 8
-NUM_READING_THREADS = 8  # of `read_ahead`: the answers of network file systems overlap
+# What reading a damaged file of arrays may raise.
+DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,6 @@ class Listing:
             raise UserError(unreadable(path, error)) from error
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """A listing, and what shows that it is out of date."""
-
-    listing: Listing
-    folders: np.ndarray  # bytes [num_folders]: each folder that was read, relative to the root
-    times_ns: np.ndarray  # int64 [num_folders]: their modification times, taken before reading
-    started_ns: int  # wall clock
-
-
 def list_images(root: Path, cache_dir: Path) -> Listing:
     """List the images in the class folders of `root`, from a cache in `cache_dir` if it holds.
 
@@ -108,25 +100,31 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
     root = Path(os.path.abspath(root))
     classes = _class_names(root)
     cache = Path(cache_dir) / f"listing-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}.npz"
-    listing = _read_cache(cache, root, classes)  # without the lock: a cache may be read-only
-    if listing is not None:
-        return listing
+    arrays = _read_cache(cache, root, classes)  # without the lock: a cache may be read-only
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.with_suffix(".lock").touch()
+        if arrays is None:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with locked(cache.with_suffix(".lock")):
+                arrays = _read_cache(cache, root, classes)
+                if arrays is None:
+                    arrays = _scan(root, classes)
+                    with whole_file(cache) as file:
+                        np.savez(file, **arrays)
     except OSError as error:
-        _warn_no_cache(cache, root, error)
-        return _scan(root, classes).listing
-    with locked(cache.with_suffix(".lock")):
-        listing = _read_cache(cache, root, classes)
-        if listing is not None:
-            return listing
-        scan = _scan(root, classes)
-        try:
-            _write_cache(cache, scan)
-        except OSError as error:
-            _warn_no_cache(cache, root, error)
-        return scan.listing
+        print(
+            f"warning: {cache.parent}: the listing of {root} cannot be kept there "
+            f"({error.strerror}), so each process lists it again at each start. Choose a folder "
+            "that can be written with --cache-dir DIR.",
+            file=sys.stderr,
+            flush=True,
+        )
+        arrays = arrays or _scan(root, classes)
+    return Listing(
+        root=root,
+        classes=tuple(map(os.fsdecode, classes)),
+        paths=arrays["paths"],
+        labels=np.repeat(np.arange(len(classes), dtype=np.int64), arrays["images_per_class"]),
+    )
 
 
 def check_train_and_val(train: Listing, val: Listing) -> None:
@@ -162,23 +160,6 @@ def locked(lock_file: Path) -> Iterator[None]:
         yield  # closing the file releases the lock; so does the process's end, however it comes
 
 
-def read_ahead(listing: Listing, indices: Iterable[int]) -> Iterator[bytes]:
-    """The encoded bytes of images `indices`, in this order, read by a few threads that stay a
-    little ahead."""
-    with ThreadPoolExecutor(NUM_READING_THREADS) as pool:
-        pending: deque[Future[bytes]] = deque()
-        try:
-            for index in indices:
-                pending.append(pool.submit(listing.read, index))
-                if len(pending) > 2 * NUM_READING_THREADS:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:  # after an error, or when no more is wanted
-                future.cancel()
-
-
 # ---- listing ----
 
 
@@ -204,21 +185,20 @@ def _class_names(root: Path) -> list[bytes]:
     return sorted(map(os.fsencode, folders))
 
 
-def _scan(root: Path, classes: list[bytes]) -> _Scan:
+def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
+    """The images of these classes, and what shows that they are out of date: each folder that was
+    read, its modification time (ns, taken before it was read), and when the listing began."""
     started_ns = time.time_ns()
     next_word_s = time.monotonic() + 10
     paths: list[np.ndarray] = []
     folders: list[bytes] = []
     times_ns: list[int] = []
-    empty: list[Path] = []
     root_bytes = os.fsencode(root)
     real_root = Path(os.path.realpath(root))
     above = frozenset(_identity(os.stat(folder)) for folder in (real_root, *real_root.parents))
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool:
         scans = pool.map(lambda name: _scan_class(root_bytes, name, above), classes)
-        for name, (class_paths, class_folders) in zip(classes, scans, strict=True):
-            if len(class_paths) == 0:
-                empty.append(root / os.fsdecode(name))
+        for class_paths, class_folders in scans:
             paths.append(class_paths)
             folders += class_folders
             times_ns += class_folders.values()
@@ -229,15 +209,19 @@ def _scan(root: Path, classes: list[bytes]) -> _Scan:
                     file=sys.stderr,
                 )
                 next_word_s += 30
-    if empty:
-        raise UserError(empty_classes(root, empty))
-    listing = Listing(
-        root=root,
-        classes=tuple(map(os.fsdecode, classes)),
-        paths=np.concatenate(paths),
-        labels=np.repeat(np.arange(len(paths), dtype=np.int64), [len(part) for part in paths]),
-    )
-    return _Scan(listing, np.array(folders), np.array(times_ns, dtype=np.int64), started_ns)
+    counts = [len(class_paths) for class_paths in paths]
+    if 0 in counts:
+        empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
+        raise UserError(empty_classes(root, [root / os.fsdecode(name) for name in empty]))
+    return {
+        "version": np.array(CACHE_VERSION),
+        "classes": np.array(classes),
+        "paths": np.concatenate(paths),
+        "images_per_class": np.array(counts),
+        "folders": np.array(folders),
+        "times_ns": np.array(times_ns, dtype=np.int64),
+        "started_ns": np.array(started_ns),
+    }
 
 
 def _scan_class(
@@ -300,57 +284,27 @@ def _is_folder(entry: os.DirEntry) -> bool:
 # ---- the cache ----
 
 
-def _write_cache(cache: Path, scan: _Scan) -> None:
-    with whole_file(cache) as file:
-        np.savez(
-            file,
-            version=np.int64(CACHE_VERSION),
-            classes=np.array([os.fsencode(name) for name in scan.listing.classes]),
-            paths=scan.listing.paths,
-            images_per_class=np.bincount(scan.listing.labels),
-            folders=scan.folders,
-            times_ns=scan.times_ns,
-            started_ns=np.int64(scan.started_ns),
-        )
-
-
-def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> Listing | None:
-    """The cached listing, or None if there is none that is readable, whole and up to date."""
+def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> dict[str, Any] | None:
+    """What `_scan` found, or None if what is kept of it is not readable, whole and up to date."""
     try:
-        with np.load(cache, allow_pickle=False) as stored:
-            if (
-                stored["version"] != CACHE_VERSION
-                or stored["classes"].tolist() != classes
-                or _changed(root, stored["folders"], stored["times_ns"], int(stored["started_ns"]))
-            ):
-                return None
-            return Listing(
-                root=root,
-                classes=tuple(map(os.fsdecode, classes)),
-                paths=stored["paths"],
-                labels=np.repeat(
-                    np.arange(len(classes), dtype=np.int64), stored["images_per_class"]
-                ),
+        arrays = read_arrays(cache)
+        newest, started_ns = arrays["times_ns"].max(), int(arrays["started_ns"])
+        folders = zip(arrays["folders"].tolist(), arrays["times_ns"].tolist(), strict=True)
+        holds = (
+            arrays["version"] == CACHE_VERSION
+            and arrays["classes"].tolist() == classes
+            and newest <= started_ns - YOUNGEST_TRUSTED_NS
+            and all(
+                os.stat(os.path.join(os.fsencode(root), folder)).st_mtime_ns == time_ns
+                for folder, time_ns in folders
             )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        )
+        return arrays if holds else None
+    except DAMAGE:
         return None
 
 
-def _changed(root: Path, folders: np.ndarray, times_ns: np.ndarray, started_ns: int) -> bool:
-    if times_ns.max() > started_ns - YOUNGEST_TRUSTED_NS:
-        return True
-    root_bytes = os.fsencode(root)
-    return any(
-        os.stat(os.path.join(root_bytes, folder)).st_mtime_ns != time_ns
-        for folder, time_ns in zip(folders.tolist(), times_ns.tolist(), strict=True)
-    )
-
-
-def _warn_no_cache(cache: Path, root: Path, error: OSError) -> None:
-    print(
-        f"warning: {cache.parent}: the listing of {root} cannot be kept there ({error.strerror}), "
-        "so each process lists it again at each start. Choose a folder that can be written with "
-        "--cache-dir DIR.",
-        file=sys.stderr,
-        flush=True,
-    )
+def read_arrays(file: Path) -> dict[str, Any]:
+    """The arrays in a file that `np.savez` wrote; one of DAMAGE if it is none, or damaged."""
+    with np.load(file, allow_pickle=False) as stored:
+        return dict(stored)

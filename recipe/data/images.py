@@ -12,9 +12,11 @@ import math
 import random
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawArray
 
 import numpy as np
 import simplejpeg
@@ -22,12 +24,15 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
-from recipe.bounds import AUTO_AUGMENTS
+from recipe.config import Config
+from recipe.data.image_folder import Listing
 from recipe.errors import UserError
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
 MEAN_COLOR = (124, 116, 104)
+# Of so many images one may be suspect: also ImageNet has some with bytes left over.
+ONE_IN = 10_000
+MAX_NAMES = 100
 # What the colours of the last rows may be mixed with, and a whole block of colours.
 ROWS_BELOW = 2
 # Of an image of any format: half a GiB as RGB. Asked of its head, before anything is decoded.
@@ -35,6 +40,7 @@ MAX_PIXELS = 2**29 // 3
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, and warns below it
 # libjpeg-turbo's only warning that need not be about damage: the marker is that of the image's end.
 LEFT_OVER = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
+RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height, as torchvision's
 CROP_ATTEMPTS = 10  # torchvision's number, then the largest central crop
 
 # (seed, which pass, index of the image in its data set), all at least 0: see recipe/data/order.py.
@@ -198,6 +204,46 @@ def _what_is_wrong(content: bytes, error: Exception) -> str:
     return f"cannot be read as an image ({reason}). Replace the file by a good copy, or remove it."
 
 
+class SuspectImages:
+    """The images of `listing` that had bytes left over when this rank decoded them, here or in its
+    loader processes.
+
+    One byte an image, in memory that these processes share: each sets it when it meets the image,
+    so that none waits for another. On its way into a worker it may only travel as part of what
+    starts the worker.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing, self.allowed = listing, len(listing) // ONE_IN
+        self._is_suspect = RawArray("B", len(listing))
+
+    def add(self, index: int, left_over: int) -> None:
+        """Note image `index`, with a warning if it is new; UserError if there are too many."""
+        if self._is_suspect[index]:
+            return
+        self._is_suspect[index] = 1
+        name = self.listing.name(index)
+        if self.count > self.allowed:
+            note = f" ({self.allowed:,} such files in {len(self.listing):,} are let pass)"
+            raise suspect(name, left_over, note if self.allowed else "")
+        print(
+            f"warning: {name}: {left_over:,} bytes more than its pixels need; it may be damaged",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    @property
+    def count(self) -> int:
+        """How many there are so far."""
+        return bytes(self._is_suspect).count(1)
+
+    @property
+    def names(self) -> list[str]:
+        """The first MAX_NAMES of them."""
+        indices = np.flatnonzero(np.frombuffer(self._is_suspect, dtype=np.uint8))[:MAX_NAMES]
+        return [self.listing.name(index) for index in indices.tolist()]
+
+
 # -- Training images -------------------------------------------------------------------------------
 
 
@@ -214,89 +260,30 @@ class Draw:
     seed: int
 
 
-@dataclass(frozen=True)
 class TrainTransform:
-    """The training transform: a random crop of `scale` times the area and `ratio` width by height,
-    resized to `size` pixels; a horizontal flip; one of AUTO_AUGMENTS, if named (`ra_magnitude`
-    serves `ra`, `augmix_severity` serves `augmix`), or timm's RandAugment; random erasing.
+    """The training transform: a random crop of --random-crop-scale times the area, 3:4 to 4:3 wide,
+    resized; a horizontal flip; torchvision's --auto-augment or timm's; random erasing.
 
     The order is that of torchvision's reference training. It erases with 0 after normalisation;
-    here the image is not normalised until it is on the device, so the rectangle is filled with
-    `erase_color`, the mean colour, which becomes 0 there but for rounding.
-
-    UserError on an unknown name or a value out of range.
+    here the image is not normalised until it is on the device, so the rectangle is filled with the
+    mean colour, which becomes 0 there but for rounding.
     """
 
-    size: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: str = "bilinear"
-    flip_probability: float = 0.5
-    auto_augment: str | None = None
-    ra_magnitude: int = 9
-    augmix_severity: int = 3
-    erase_probability: float = 0.0
-    erase_color: tuple[int, int, int] = MEAN_COLOR
-    first_size: int | None = None  # until the first of the two epochs; `size` from the second on
-    resize_epochs: tuple[int, int] = (0, 0)
-    after_crop: tuple[nn.Module, ...] = field(init=False)  # what torchvision does after the flip
-
-    def __post_init__(self) -> None:
-        scale, ratio = self.scale, self.ratio
-        _check(self.size >= 1, f"train image size {self.size}: must be at least 1 pixel")
-        _check(0 < scale[0] <= scale[1] <= 1, f"crop scale {scale}: must be 0 < from <= to <= 1")
-        _check(0 < ratio[0] <= ratio[1], f"crop ratio {ratio}: must be 0 < from <= to")
-        for name in ("flip_probability", "erase_probability"):
-            value = getattr(self, name)
-            _check(0 <= value <= 1, f"{name.replace('_', ' ')} {value}: must be 0 to 1")
-        _check_interpolation(self.interpolation)
-        object.__setattr__(self, "after_crop", tuple(self._steps_after_crop()))
-
-    def _steps_after_crop(self) -> Iterator[nn.Module]:
-        if self.auto_augment is None and not self.erase_probability:
-            return
-        from torchvision.transforms import v2  # takes two seconds of each loader's server
-
-        if self.auto_augment is not None:
-            yield from (v2.ToPILImage(), self._auto_augment(), v2.PILToTensor())
-        if self.erase_probability:
-            yield v2.RandomErasing(self.erase_probability, value=list(self.erase_color))
-
-    def _auto_augment(self) -> nn.Module:
-        from torchvision.transforms import InterpolationMode, v2
-
-        mode = InterpolationMode(self.interpolation)
-        if self.auto_augment == "ra":
-            magnitude = self.ra_magnitude
-            _check(0 <= magnitude <= 30, f"RandAugment magnitude {magnitude}: must be 0 to 30")
-            return v2.RandAugment(magnitude=magnitude, interpolation=mode)
-        if self.auto_augment == "ta_wide":
-            return v2.TrivialAugmentWide(interpolation=mode)
-        if self.auto_augment == "autoaugment":
-            return v2.AutoAugment(interpolation=mode)  # the policy learned on ImageNet
-        if self.auto_augment == "augmix":
-            severity = self.augmix_severity
-            _check(1 <= severity <= 10, f"AugMix severity {severity}: must be 1 to 10")
-            # AugMix mixes tensors, which torchvision cannot turn with bicubic interpolation.
-            if mode == InterpolationMode.BICUBIC:
-                mode = InterpolationMode.BILINEAR
-            return v2.AugMix(severity=severity, interpolation=mode)
-        if self.auto_augment is not None and self.auto_augment.startswith("rand-"):
-            return TimmRandAugment(self.auto_augment, self.size, self.interpolation)
-        raise UserError(
-            f"auto augment {self.auto_augment!r}: choose one of {', '.join(AUTO_AUGMENTS)}"
-        )
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.after_crop = tuple(_steps_after_crop(config))  # what torchvision does after the flip
 
     def size_in(self, epoch: int) -> int:
         """Side of the images of an epoch, pixels; while it grows, the nearest multiple of 32 (as in
         FFCV's ImageNet training)."""
-        begin, end = self.resize_epochs
-        if self.first_size is None or epoch >= end:
-            return self.size
+        first, last = self.config.first_crop_size, self.config.train_crop_size
+        begin, end = self.config.resize_epochs or (0, 0)
+        if first is None or epoch >= end:
+            return last
         if epoch <= begin:
-            return self.first_size
-        between = self.first_size + (self.size - self.first_size) * (epoch - begin) / (end - begin)
-        return min(max(self.first_size, 32 * round(between / 32)), self.size)
+            return first
+        between = first + (last - first) * (epoch - begin) / (end - begin)
+        return min(max(first, 32 * round(between / 32)), last)
 
     def draw(self, height: int, width: int, key: Key) -> Draw:
         """Draw the augmentation of an image of this size, in pixels, from its key alone.
@@ -307,7 +294,8 @@ class TrainTransform:
         uniform = _uniform_numbers(key)
         flip, across, down = next(uniform), next(uniform), next(uniform)
         after = next(uniform)
-        (smallest, largest), (narrow, wide) = self.scale, map(math.log, self.ratio)
+        smallest, largest = self.config.random_crop_scale
+        narrow, wide = map(math.log, RATIO)
         for _ in range(CROP_ATTEMPTS):
             area = height * width * (smallest + next(uniform) * (largest - smallest))
             ratio = math.exp(narrow + next(uniform) * (wide - narrow))
@@ -315,20 +303,17 @@ class TrainTransform:
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 break
         else:
-            crop_height, crop_width = self._largest_crop(height, width)
+            crop_height = min(height, max(1, round(width / RATIO[0])))
+            crop_width = min(width, max(1, round(height * RATIO[1])))
             across = down = 0.5
         return Draw(
             top=int(down * (height - crop_height + 1)),
             left=int(across * (width - crop_width + 1)),
             height=crop_height,
             width=crop_width,
-            flip=flip < self.flip_probability,
+            flip=flip < self.config.hflip_prob,
             seed=int(after * 2**32),
         )
-
-    def _largest_crop(self, height: int, width: int) -> tuple[int, int]:
-        narrow, wide = self.ratio
-        return min(height, max(1, round(width / narrow))), min(width, max(1, round(height * wide)))
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, size,
@@ -352,7 +337,7 @@ class TrainTransform:
     def apply(self, image: np.ndarray, drawn: Draw, out: Tensor) -> None:
         """Write what becomes of `image` (uint8 [H, W, 3]) by what was drawn into `out`."""
         bottom, right = drawn.top + drawn.height, drawn.left + drawn.width
-        resize(image[drawn.top : bottom, drawn.left : right], out, self.interpolation)
+        resize(image[drawn.top : bottom, drawn.left : right], out, self.config.interpolation)
         if drawn.flip:
             out.copy_(out.flip(-1))
         if self.after_crop:
@@ -361,6 +346,35 @@ class TrainTransform:
                 for step in self.after_crop:
                     changed = step(changed)
             out.copy_(changed)
+
+
+def _steps_after_crop(config: Config) -> Iterator[nn.Module]:
+    if config.auto_augment is None and not config.random_erase:
+        return
+    from torchvision.transforms import v2  # takes two seconds of each loader's server
+
+    if config.auto_augment is not None:
+        yield from (v2.ToPILImage(), _auto_augment(config.auto_augment, config), v2.PILToTensor())
+    if config.random_erase:
+        yield v2.RandomErasing(config.random_erase, value=list(MEAN_COLOR))
+
+
+def _auto_augment(name: str, config: Config) -> nn.Module:
+    from torchvision.transforms import InterpolationMode, v2
+
+    mode = InterpolationMode(config.interpolation)
+    if name == "augmix":
+        # AugMix mixes tensors, which torchvision cannot turn with bicubic interpolation.
+        bicubic = mode == InterpolationMode.BICUBIC
+        return v2.AugMix(interpolation=InterpolationMode.BILINEAR if bicubic else mode)
+    torchvisions = {
+        "ra": v2.RandAugment,
+        "ta_wide": v2.TrivialAugmentWide,
+        "autoaugment": v2.AutoAugment,  # the policy learned on ImageNet
+    }
+    if name in torchvisions:
+        return torchvisions[name](interpolation=mode)
+    return TimmRandAugment(name, config.train_crop_size, config.interpolation)
 
 
 class TimmRandAugment(nn.Module):
@@ -419,40 +433,19 @@ def seeded(seed: int) -> Iterator[None]:
 # -- Validation images -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ValTransform:
-    """The validation transform, without any randomness: the short side is resized to `resize`
-    pixels, then the central `crop` pixels are cut out.
-
-    UserError if `crop` is larger than `resize`, or on an unknown interpolation.
-    """
-
-    resize: int
-    crop: int
-    interpolation: str = "bilinear"
-
-    def __post_init__(self) -> None:
-        _check(self.crop >= 1, f"validation crop {self.crop}: must be at least 1 pixel")
-        _check(
-            self.crop <= self.resize,
-            f"validation crop {self.crop} is larger than the resized short side {self.resize}: "
-            "the border would be black. Make the resize size larger or the crop smaller",
-        )
-        _check_interpolation(self.interpolation)
-
-    def __call__(self, content: bytes, name: str, out: Tensor) -> int:
-        """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, crop,
-        crop], in channels-last order). Returns how many bytes were left over; UserError for what
-        else is wrong, as in `decode`."""
-        image, left_over = decode_and_look(content, name)
-        height, width = image.shape[:2]
-        short = min(height, width)
-        height, width = self.resize * height // short, self.resize * width // short
-        resized = empty_batch(1, height, width)[0]
-        resize(image, resized, self.interpolation)
-        top, left = round((height - self.crop) / 2), round((width - self.crop) / 2)
-        out.copy_(resized[:, top : top + self.crop, left : left + self.crop])
-        return left_over
+def validation_image(content: bytes, name: str, config: Config, out: Tensor) -> int:
+    """Decode an image file's `content`, resize its short side to --val-resize-size, and write the
+    central --val-crop-size pixels into `out` (uint8 [3, crop, crop], in channels-last order).
+    Returns how many bytes were left over; UserError for what else is wrong, as in `decode`."""
+    image, left_over = decode_and_look(content, name)
+    height, width = image.shape[:2]
+    short, crop = min(height, width), config.val_crop_size
+    height, width = (config.val_resize_size * side // short for side in (height, width))
+    resized = empty_batch(1, height, width)[0]
+    resize(image, resized, config.interpolation)
+    top, left = round((height - crop) / 2), round((width - crop) / 2)
+    out.copy_(resized[:, top : top + crop, left : left + crop])
+    return left_over
 
 
 # -- Both ------------------------------------------------------------------------------------------
@@ -478,14 +471,3 @@ def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:
         torch.ops.aten._upsample_bicubic2d_aa.out(pixels, size, False, None, None, out=out[None])
     else:
         torch.ops.aten._upsample_nearest_exact2d.out(pixels, size, None, None, out=out[None])
-
-
-def _check_interpolation(name: str) -> None:
-    _check(
-        name in INTERPOLATIONS, f"interpolation {name!r}: choose from {', '.join(INTERPOLATIONS)}"
-    )
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(f"{message}.")

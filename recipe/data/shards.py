@@ -8,24 +8,21 @@
 folder's names and order, image i is the same image, and training on it the same training.
 """
 
+import functools
 import os
-import zipfile
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from recipe.data.folder_errors import UNFINISHED, first_few
-from recipe.data.image_folder import Listing
+from recipe.data.image_folder import DAMAGE, Listing, read_arrays
 from recipe.errors import UserError
 
 INDEX = "index.npz"
 # Raise it whenever an index would be written or read differently.
 INDEX_VERSION = 1
-# Below the usual limit of 1,024 open files a process. ImageNet has 129 + 5 shards.
-MAX_OPEN_SHARDS = 256
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Shards(Listing):
     offsets: np.ndarray
     sizes: np.ndarray
     checksums: np.ndarray
-    _open: dict[str, "_Descriptor"] = field(default_factory=dict, repr=False, compare=False)
 
     def shard(self, index: int) -> str:
         """The name of the shard that has image `index`."""
@@ -60,7 +56,7 @@ class Shards(Listing):
         """
         size = int(self.sizes[index])
         try:
-            shard = self._descriptor(self.shard(index))
+            shard = _opened(os.path.join(self.root, self.shard(index)))
             data = os.pread(shard.number, size, int(self.offsets[index]))
         except OSError as error:
             raise UserError(
@@ -77,29 +73,23 @@ class Shards(Listing):
             )
         return data
 
-    def _descriptor(self, shard: str) -> "_Descriptor":
-        opened = self._open.get(shard)
-        if opened is None:
-            if len(self._open) >= MAX_OPEN_SHARDS:
-                # Closed when the last thread that reads from it lets go of it.
-                self._open.pop(next(iter(self._open)), None)
-            opened = self._open[shard] = _Descriptor(self.root / shard)
-        return opened
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without open files: each loader worker opens its own."""
-        return {**self.__dict__, "_open": {}}
-
 
 class _Descriptor:
-    """An open file, closed with its last reference."""
+    """An open file, closed with its last reference: when the last thread has read from it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
             os.close(self.number)
+
+
+# Below the usual limit of 1,024 open files a process. ImageNet has 129 + 5 shards.
+@functools.lru_cache(maxsize=256)
+def _opened(shard: str) -> _Descriptor:
+    """A shard, opened once a process."""
+    return _Descriptor(shard)
 
 
 def holds_shards(folder: Path) -> bool:
@@ -123,59 +113,51 @@ def open_shards(folder: Path) -> Shards:
     """
     folder = Path(os.path.abspath(folder))
     again = "Make the shards again with python -m recipe.make_shards"
+    same = ("paths", "labels", "shard_bytes", "offsets", "sizes", "checksums")
     try:
-        with np.load(folder / INDEX, allow_pickle=False) as stored:
-            version = int(stored["version"])
-            if version != INDEX_VERSION:
-                raise UserError(
-                    f"{folder / INDEX}: is of version {version}, and version {INDEX_VERSION} is "
-                    f"read here. {again}, or use the version of this project that wrote them."
-                )
-            shards = Shards(
-                root=folder,
-                classes=tuple(map(os.fsdecode, stored["classes"].tolist())),
-                paths=stored["paths"],
-                labels=stored["labels"],
-                shards=tuple(map(os.fsdecode, stored["shards"].tolist())),
-                shard_bytes=stored["shard_bytes"],
-                images_per_shard=int(stored["images_per_shard"]),
-                offsets=stored["offsets"],
-                sizes=stored["sizes"],
-                checksums=stored["checksums"],
-            )
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        arrays = read_arrays(folder / INDEX)
+        version = int(arrays["version"])
+        shards = Shards(
+            root=folder,
+            classes=tuple(map(os.fsdecode, arrays["classes"].tolist())),
+            shards=tuple(map(os.fsdecode, arrays["shards"].tolist())),
+            images_per_shard=int(arrays["images_per_shard"]),
+            **{name: arrays[name] for name in same},
+        )
+    except DAMAGE as error:
         raise UserError(
             f"{folder / INDEX}: cannot be read as an index of shards ({error}). Copy it again. "
             f"If there is no other: {again}."
         ) from error
+    if version != INDEX_VERSION:
+        raise UserError(
+            f"{folder / INDEX}: is of version {version}, and version {INDEX_VERSION} is "
+            f"read here. {again}, or use the version of this project that wrote them."
+        )
     _check_files(shards)
     return shards
 
 
 def _check_files(shards: Shards) -> None:
-    missing, others = [], []
-    for name, expected in zip(shards.shards, shards.shard_bytes.tolist(), strict=True):
-        try:
-            found = os.stat(shards.root / name).st_size
-        except FileNotFoundError:
-            missing.append(name)
-        except OSError as error:
-            raise UserError(
-                f"{shards.root / name}: cannot be read ({error.strerror}). Check its permissions."
-            ) from error
-        else:
-            if found != expected:
-                others.append(f"{name} ({found:,} bytes instead of {expected:,})")
+    try:
+        with os.scandir(shards.root) as entries:
+            found = {entry.name: entry.stat().st_size for entry in entries}
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read ({error.strerror}). Check its permissions."
+        ) from error
+    sizes = zip(shards.shards, shards.shard_bytes.tolist(), strict=True)
+    others = {name: size for name, size in sizes if found.get(name) != size}
+    missing = sorted(others.keys() - found.keys())
     if missing:
         raise UserError(
             f"{shards.root}: {len(missing):,} of its {len(shards.shards):,} shards are missing: "
             f"{first_few(missing)}. Copy them again."
         )
     if others:
+        words = [f"{name} ({found[name]:,} bytes instead of {others[name]:,})" for name in others]
         raise UserError(
             f"{shards.root}: {len(others):,} of its {len(shards.shards):,} shards are not as long "
-            f"as {INDEX} says: {first_few(others)}. They are cut off or of another set: copy them "
+            f"as {INDEX} says: {first_few(words)}. They are cut off or of another set: copy them "
             "again."
         )
