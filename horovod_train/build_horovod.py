@@ -208,9 +208,7 @@ def find_nccl(
     cuda = torch.version.cuda or "0"
     home = Path(os.environ.get("HOROVOD_NCCL_HOME") or of_torch(torch, "nccl"))
     header = home / "include" / "nccl.h"
-    nvcc = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '')}/bin:{os.environ['PATH']}")
-    fits = nvcc and f"release {cuda}," in output_of([nvcc, "--version"])
-    toolkit = Path(nvcc).resolve().parents[1] if nvcc and fits else None
+    toolkit = find_toolkit(cuda)
     if not header.exists() or (toolkit is None and int(cuda.split(".")[0]) < 13):
         raise BuildError(
             f"NCCL wants {header} (HOROVOD_NCCL_HOME names the folder of a site's), and nvcc of "
@@ -225,6 +223,18 @@ def find_nccl(
         "architectures": ",".join(re.findall(r"\bsm_(\d+)\b", flags)),
     }
     return gpu, toolkit, home
+
+
+def find_toolkit(cuda: str) -> Path | None:
+    """Root of the site's CUDA toolkit, if its version is the one that torch was built with."""
+    for nvcc in (f"{os.environ.get('CUDA_HOME')}/bin/nvcc", "nvcc"):
+        if f"release {cuda}," in output_of([nvcc, "--version"]):
+            # nvcc on PATH may be a link or a script; only it knows where its toolkit is.
+            plan = output_of([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull])
+            top = re.search(r"TOP=(\S+)", plan)
+            if top and Path(top[1], "include", "cuda_runtime.h").exists():
+                return Path(top[1]).resolve()
+    return None
 
 
 def of_torch(torch: Any, name: str) -> Path:

@@ -202,7 +202,9 @@ def raises(error: type[Exception]):
 def site_with_nccl_and_toolkit(folder: Path, release: str) -> None:
     (folder / "include").mkdir(parents=True)
     (folder / "include" / "nccl.h").write_text("#define NCCL_VERSION_CODE 22903\n")
-    write_program(folder / "bin" / "nvcc", f"echo 'release {release}, V{release}.1'")
+    (folder / "include" / "cuda_runtime.h").touch()
+    answer = f"[ $1 = --version ] && echo 'release {release}, V.1' || echo '#$ TOP={folder}'"
+    write_program(folder / "bin" / "nvcc", answer)
 
 
 def test_nccl_and_toolkit(monkeypatch, tmp_path):

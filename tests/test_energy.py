@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ import pytest
 import torch
 from making import CPU
 
-from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary, open_energy_meter
+from recipe.record import energy
+from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary
 from recipe.record.schema import Energy
 
 CUDA = torch.device("cuda", 0)
@@ -46,8 +46,9 @@ def write_domain(powercap: Path, domain: str, name: str, energy_uj: int | str) -
 
 
 @pytest.fixture
-def powercap(tmp_path: Path) -> Path:
+def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host of two packages, with all that must not be added to them."""
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     (tmp_path / "intel-rapl").mkdir()
     write_domain(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     write_domain(tmp_path, "intel-rapl:1", "package-1", 7_000_000)
@@ -72,7 +73,7 @@ def cpu_joules(meter: EnergyMeter) -> float:
 
 
 def test_packages_alone_are_added(powercap: Path) -> None:
-    meter = open_energy_meter(CPU, 0, powercap)
+    meter = EnergyMeter(CPU, 0)
     meter.start()
     use_everywhere(powercap, 30)
     meter.stop()
@@ -80,7 +81,7 @@ def test_packages_alone_are_added(powercap: Path) -> None:
 
 
 def test_counters_wrap(powercap: Path) -> None:
-    meter = open_energy_meter(CPU, 0, powercap)
+    meter = EnergyMeter(CPU, 0)
     meter.start()
     for _ in range(4):  # 800 kJ a package: each counter passes its range three times
         use_everywhere(powercap, 200_000)
@@ -92,7 +93,7 @@ def test_counters_wrap(powercap: Path) -> None:
 def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
     powercap: Path, clock: Clock
 ) -> None:
-    meter = open_energy_meter(CPU, 0, powercap)
+    meter = EnergyMeter(CPU, 0)
     meter.start()
     clock.now += 262
     meter.sample()
@@ -104,7 +105,7 @@ def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
 
 
 def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Clock) -> None:
-    meter = open_energy_meter(CPU, 0, powercap)
+    meter = EnergyMeter(CPU, 0)
     meter.sample()
     for _ in range(2):
         use_everywhere(powercap, 1000)
@@ -121,7 +122,7 @@ def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Cloc
 
 
 def test_a_host_is_counted_once(powercap: Path) -> None:
-    meters = [open_energy_meter(CPU, local_rank, powercap) for local_rank in range(3)]
+    meters = [EnergyMeter(CPU, local_rank) for local_rank in range(3)]
     for meter in meters:
         meter.start()
     use_everywhere(powercap, 5)
@@ -130,71 +131,37 @@ def test_a_host_is_counted_once(powercap: Path) -> None:
     assert [cpu_joules(meter) for meter in meters] == [pytest.approx(10), 0, 0]
 
 
-def take_away_all(powercap: Path) -> None:
+def test_processors_that_cannot_be_read(powercap: Path) -> None:
+    """Half of a host is no figure either; a folder in a file's place nobody reads, root neither."""
+    first = powercap / "intel-rapl:0"
+    counter, largest = (first / "energy_uj").read_text(), first / "max_energy_range_uj"
+    largest.rename(first / "away")
+    assert math.isnan(joules_of_a_stretch())
+    (first / "away").rename(largest)
+    (first / "energy_uj").write_text("\n")
+    assert math.isnan(joules_of_a_stretch())
+    (first / "energy_uj").unlink()
+    assert math.isnan(joules_of_a_stretch())
+    (first / "energy_uj").mkdir()
+    meter = EnergyMeter(CPU, 0)
+    meter.start()
+    meter.sample()
+    (first / "energy_uj").rmdir()
+    (first / "energy_uj").write_text(counter)  # one reading that failed is enough
+    meter.sample()
+    meter.stop()
+    assert math.isnan(cpu_joules(meter))
+    assert joules_of_a_stretch() == 0
     for name in ("intel-rapl:0", "intel-rapl:1"):
         (powercap / name).rename(powercap / f"x-{name}")
+    assert math.isnan(joules_of_a_stretch())
 
 
-def take_away_one_counter(powercap: Path) -> None:
-    (powercap / "intel-rapl:1" / "energy_uj").unlink()
-
-
-def garble_one_counter(powercap: Path) -> None:
-    (powercap / "intel-rapl:1" / "energy_uj").write_text("\n")
-
-
-def take_away_one_range(powercap: Path) -> None:
-    (powercap / "intel-rapl:1" / "max_energy_range_uj").unlink()
-
-
-@pytest.mark.parametrize(
-    "spoil", [take_away_all, take_away_one_counter, garble_one_counter, take_away_one_range]
-)
-def test_processors_that_cannot_be_read(powercap: Path, spoil: Callable[[Path], None]) -> None:
-    """Half of a host is no figure either."""
-    spoil(powercap)
-    meter = open_energy_meter(CPU, 0, powercap)
+def joules_of_a_stretch() -> float:
+    meter = EnergyMeter(CPU, 0)
     meter.start()
     meter.stop()
-    assert math.isnan(cpu_joules(meter))
-
-
-def test_processors_without_rights(powercap: Path) -> None:
-    file = powercap / "intel-rapl:0" / "energy_uj"
-    file.chmod(0)
-    try:
-        file.read_text()
-    except PermissionError:
-        pass
-    else:  # root may read all: a folder in its place cannot be read by anybody
-        file.unlink()
-        file.mkdir()
-    meter = open_energy_meter(CPU, 0, powercap)
-    meter.start()
-    meter.stop()
-    assert math.isnan(cpu_joules(meter))
-
-
-def test_a_counter_that_fails_once_spoils_the_figure(powercap: Path) -> None:
-    file = powercap / "intel-rapl:0" / "energy_uj"
-    meter = open_energy_meter(CPU, 0, powercap)
-    meter.start()
-    content = file.read_text()
-    file.unlink()
-    meter.sample()
-    file.write_text(content)
-    meter.sample()
-    meter.stop()
-    assert math.isnan(cpu_joules(meter))
-
-
-def test_a_host_without_counters(tmp_path: Path) -> None:
-    meter = open_energy_meter(CPU, 0, tmp_path / "nowhere")
-    meter.start()
-    meter.stop()
-    gpu_joules, utilization, processors, seconds = astuple(meter.use())
-    assert all(map(math.isnan, (gpu_joules, utilization, processors)))
-    assert seconds >= 0
+    return cpu_joules(meter)
 
 
 # ---- GPUs ----
@@ -242,7 +209,7 @@ def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = 
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
     )
     clock = Clock(monkeypatch)
-    meter = open_energy_meter(CUDA, 1)
+    meter = EnergyMeter(CUDA, 1)
     meter.start()
     for percent, read in ((40, meter.sample), (90, meter.sample), (80, meter.stop)):
         clock.now += 4 / 3
@@ -253,26 +220,24 @@ def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = 
     return list(astuple(meter.use()))
 
 
-def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_row(monkeypatch, FakeNvml()) == pytest.approx([1200, 70, 0, 4])
-
-
-def test_gpu_older_than_volta(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = gpu_row(monkeypatch, FakeNvml("nvmlDeviceGetTotalEnergyConsumption"))
-    assert row == pytest.approx([math.nan, 70, 0, 4], nan_ok=True)
-
-
-def test_gpu_without_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = gpu_row(monkeypatch, FakeNvml("nvmlDeviceGetUtilizationRates"))
-    assert row == pytest.approx([1200, math.nan, 0, 4], nan_ok=True)
-
-
 @pytest.mark.parametrize(
-    "nvml", [None, FakeNvml("nvmlInit"), FakeNvml("nvmlDeviceGetHandleByUUID")]
+    ("broken", "row"),
+    [
+        (None, [1200, 70, 0, 4]),
+        ("nvmlDeviceGetTotalEnergyConsumption", [math.nan, 70, 0, 4]),  # older than Volta
+        ("nvmlDeviceGetUtilizationRates", [1200, math.nan, 0, 4]),
+        ("nvmlInit", [math.nan, math.nan, 0, 4]),
+        ("nvmlDeviceGetHandleByUUID", [math.nan, math.nan, 0, 4]),
+    ],
 )
-def test_no_nvml(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
-    row = gpu_row(monkeypatch, nvml)
-    assert row == pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
+def test_gpu(broken: str | None, row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_row(monkeypatch, FakeNvml(broken)) == pytest.approx(row, nan_ok=True)
+
+
+def test_no_nvml_and_never_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
+    assert gpu_row(monkeypatch, None) == nothing
+    assert gpu_row(monkeypatch, FakeNvml(), uuid=UUID.replace("0", "f")) == nothing
 
 
 def test_a_count_that_falls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,12 +247,7 @@ def test_a_count_that_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: abs(nvml.millijoules["mine"])
     )
-    assert math.isnan(gpu_row(monkeypatch, nvml)[0])
-
-
-def test_never_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = gpu_row(monkeypatch, FakeNvml(), uuid=UUID.replace("0", "f"))
-    assert row == pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
+    assert not math.isfinite(gpu_row(monkeypatch, nvml)[0])
 
 
 @pytest.mark.gpu
@@ -296,7 +256,7 @@ def test_real_gpu() -> None:
     import pynvml
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    meter = open_energy_meter(device, 1)
+    meter = EnergyMeter(device, 1)
     meter.start()
     matrix = torch.rand(2048, 2048, device=device)
     ends = time.monotonic() + 2

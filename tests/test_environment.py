@@ -21,7 +21,7 @@ from recipe.data.batches import open_data
 from recipe.device import core_row, own_row
 from recipe.flags import RunFlags
 from recipe.record import environment
-from recipe.record.energy import open_energy_meter
+from recipe.record.energy import EnergyMeter
 from recipe.record.environment import (
     cpu_model,
     describe,
@@ -172,7 +172,7 @@ METER: Any = SimpleNamespace(
     train_seconds=60.0,
     phases=PhaseSums(),
     input=None,
-    energy=open_energy_meter(CPU, local_rank=1),
+    energy=EnergyMeter(CPU, local_rank=1),
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0, skipped_steps=3),
     data=SimpleNamespace(num_train=150, suspects=[]),
     config=a_config(),

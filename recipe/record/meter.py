@@ -11,7 +11,7 @@ import torch
 from recipe.config import Config
 from recipe.data.batches import Data, open_input_meter
 from recipe.device import cpu_seconds
-from recipe.record.energy import open_energy_meter
+from recipe.record.energy import EnergyMeter
 from recipe.training.metrics import Step, Sums
 from recipe.training.phases import (
     WARM_UP_STEPS,
@@ -45,7 +45,7 @@ class StepMeter:
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
         self.input = open_input_meter(data, workers)
-        self.energy = open_energy_meter(device, world.local_rank)
+        self.energy = EnergyMeter(device, world.local_rank)
         self.throughput_images = self.throughput_seconds = 0.0
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
