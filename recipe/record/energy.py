@@ -34,7 +34,7 @@ class EnergyMeter:
     `stop`. Call it after a synchronisation, and at least every minute: RAPL's counters wrap."""
 
     def __init__(self, device: torch.device, local_rank: int) -> None:
-        self.ask_nvml = _nvml_of(device) if device.type == "cuda" else None
+        self.ask_nvml: Any = _nvml_of(device) if device.type == "cuda" else None
         # Cores, caches and memory are domains of their own, psys is around all: packages add up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))
         packages = [file for file in domains if "package-" in (file / "name").read_text()]
