@@ -30,10 +30,9 @@ from compare.plan.blocks import drawn
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import TRAINERS
 from compare.plan.sources import ROOT
-from compare.running.launch import end_processes
+from compare.running.launch import end_processes, new_mark, shown_tail
+from compare.running.scheduler import finished_block, run_block, say, start_side
 from compare.running.sides import MeasurementError, Side
-from compare.running.stage import start_process, tail
-from compare.running.turns import finished_block, run_block, say
 
 GOALS = ROOT / "benchmarks" / "goals.toml"
 STEPS_OF_AN_EPOCH = 20_000  # more than a benchmark makes: no evaluation comes in between
@@ -256,7 +255,8 @@ def ablate(side: Side, folder: Path) -> dict[str, float]:
     say(f"what binds {side.name}? {ABLATION_STEPS} steps with --ablation-steps {ABLATION_STRETCH}")
     command = side.command(folder.resolve(), 0)
     command += ["--ablation-steps", str(ABLATION_STRETCH), "--max-steps", str(ABLATION_STEPS)]
-    process, mark = start_process(side, command, folder)
+    mark = new_mark()
+    process = start_side(side, command, folder, mark)
     try:
         process.wait(ABLATION_SECONDS)
     except subprocess.TimeoutExpired:
@@ -265,7 +265,7 @@ def ablate(side: Side, folder: Path) -> dict[str, float]:
         end_processes(process, mark)
     summary = folder / "run" / "summary.json"
     if process.returncode or not summary.exists():
-        raise MeasurementError(f"{shlex.join(command)}: failed\n{tail(folder)}")
+        raise MeasurementError(f"{shlex.join(command)}: failed\n{shown_tail(folder)}")
     ranks = json.loads(summary.read_text())["ranks"]
     names = [name for name in ranks[0] if name.endswith("_seconds") and name != "cpu_seconds"]
     return {name: sum(rank[name] or 0.0 for rank in ranks) / len(ranks) for name in names}

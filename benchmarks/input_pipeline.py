@@ -32,7 +32,7 @@ from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, Turn, estimate, estimate_value, work_per_cpu_second
 from compare.plan.blocks import drawn
 from compare.running.launch import busy_cpu_seconds
-from compare.running.turns import say, wait_for_quiet
+from compare.running.scheduler import say, wait_for_quiet
 from recipe.config import Config
 from recipe.data.batches import TrainImages
 from recipe.data.image_folder import Listing, list_images

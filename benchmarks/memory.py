@@ -16,10 +16,9 @@ import psutil
 from benchmarks.by_turns import Benchmark, Contender, Work, make_side
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
-from compare.running.launch import end_processes, last_step
+from compare.running.launch import end_processes, last_step, new_mark, shown_tail
+from compare.running.scheduler import say, start_side
 from compare.running.sides import MeasurementError
-from compare.running.stage import start_process, tail
-from compare.running.turns import say
 
 GOAL = 1.01
 TINY = Work("squeezenet1_1", 32, 1)
@@ -47,9 +46,8 @@ def measure(options: Options) -> Measured:
             for name, side in sides.items():
                 word = name.replace(",", "").replace(" ", "-")
                 folder = options.out / "blocks" / "memory" / str(number) / word
-                started.append(
-                    (*start_process(side, side.command(folder.resolve(), 0), folder), folder)
-                )
+                command, mark = side.command(folder.resolve(), 0), new_mark()
+                started.append((start_side(side, command, folder, mark), mark, folder))
                 names.append(name)
         readings = watch([(process.pid, folder) for process, _, folder in started], first, last)
     finally:
@@ -75,7 +73,7 @@ def watch(runs: list[tuple[int, Path]], first: int, last: int) -> list[tuple[flo
     while not all(sum(at >= last for at, _ in one) >= READINGS for one in readings):
         for (pid, folder), kept in zip(runs, readings, strict=True):
             if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                raise MeasurementError(f"{folder.name} ended:\n{tail(folder)}")
+                raise MeasurementError(f"{folder.name} ended:\n{shown_tail(folder)}")
             line = last_step(folder / "run" / "metrics.jsonl")
             kept.append((int(line["step"]) if line else 0, resident_bytes(pid)))
         slowest, seconds = min(one[-1][0] for one in readings), time.monotonic() - began

@@ -18,8 +18,8 @@ from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now
+from compare.running.scheduler import PATIENCE
 from compare.running.sides import MeasurementError, Side
-from compare.running.turns import PATIENCE
 from recipe.files import write_json
 from recipe.record.environment import cpu_model, git_commit
 

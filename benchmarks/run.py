@@ -31,8 +31,8 @@ from benchmarks.record import (
 )
 from compare.errors import run_main
 from compare.running.launch import utc_now, utc_stamp
+from compare.running.scheduler import say
 from compare.running.sides import MeasurementError
-from compare.running.turns import say
 from recipe.files import replace_file, write_json
 
 FAILED = "mending"

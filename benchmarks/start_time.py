@@ -15,10 +15,9 @@ from benchmarks.by_turns import QUICK, Benchmark, Contender, make_side
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
 from compare.plan.blocks import drawn
-from compare.running.launch import end_processes
+from compare.running.launch import end_processes, new_mark, shown_tail
+from compare.running.scheduler import say, start_side, wait_for_quiet
 from compare.running.sides import MeasurementError, Side
-from compare.running.stage import start_process, tail
-from compare.running.turns import say, wait_for_quiet
 
 GOAL = 2.0
 FLAGS = "--log-interval 1 --max-steps 1"
@@ -61,7 +60,8 @@ def measure(options: Options) -> Measured:
 def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
     metrics, began = folder / "run" / "metrics.jsonl", time.monotonic()
-    process, mark = start_process(side, side.command(folder.resolve(), 0), folder)
+    mark = new_mark()
+    process = start_side(side, side.command(folder.resolve(), 0), folder, mark)
     try:
         while process.poll() is None:
             if side is not IMPORT and metrics.exists() and '"kind": "step"' in metrics.read_text():
@@ -70,7 +70,7 @@ def seconds_to_first_step(side: Side, folder: Path) -> float:
                 raise MeasurementError(f"{side.name}: no step within {LIMIT_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
         if process.returncode or side is not IMPORT:
-            raise MeasurementError(f"{side.name} ended without a step:\n{tail(folder)}")
+            raise MeasurementError(f"{side.name} ended without a step:\n{shown_tail(folder)}")
         return time.monotonic() - began
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -22,10 +22,8 @@ from benchmarks.by_turns import QUICK, Benchmark, Contender, Work, make_side, un
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import drawn
-from compare.plan.environment import RUN_MARK
-from compare.running.agent import STAGE
+from compare.running.scheduler import finished_block, run_block, say
 from compare.running.sides import MeasurementError, Side
-from compare.running.turns import finished_block, run_block, say
 from tools import namespaces
 from tools.namespaces import Host, HostsError
 
@@ -33,7 +31,7 @@ GOAL = 0.97
 ENGINES = {"ddp-torchrun": "DDP, Gloo", "horovod-mpi": "Horovod, MPI"}
 HOSTS = ("node0", "node1")
 START = (
-    "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "-x", "PYTHONPATH", "python",
+    "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "python",
 )  # fmt: skip
 CHOICE = re.compile(r"wire format: (fp32|fp16) \(")
 WORK = Work("shufflenet_v2_x1_0", 96, 8)
@@ -51,7 +49,7 @@ def measure(options: Options) -> Measured:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="hosts-") as folder,
-            namespaces.hosts(Path(folder) / "hosts", HOSTS) as made,
+            namespaces.hosts(Path(folder) / "hosts", HOSTS, reach_here=True) as made,
         ):
             namespaces.limit_rate(made, 1.0)  # or there is no need to begin
             # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
@@ -121,15 +119,14 @@ def sides_at(configuration: str, steps: int, first: Host | None, options: Option
     command that a reader may paste there."""
     work = QUICK if options.quick else WORK
     start = list(START)
-    if first is not None:  # these hosts share this one's files: sides meet at a socket there
-        start[-1:-1] = ["-x", RUN_MARK, "-x", STAGE]
+    if first is not None:
         start = ["taskset", "-c", ",".join(map(str, cores_of(0))), *first.inside(*start)]
     sides = []
     for name in ("fp32", "fp16", "auto"):
         contender = Contender(configuration, workers=2, flags=f"--wire-format {name}", steps=steps)
         benchmark = Benchmark(name="wire_format", row=10, side={}, pair={})
         side = make_side(name, contender, benchmark, work, replace(options, quick=False))
-        sides.append(replace(side, launcher=tuple(start)))
+        sides.append(replace(side, launcher=tuple(start), over_hosts=True))
     return sides
 
 

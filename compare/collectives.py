@@ -38,7 +38,6 @@ from compare.running.launch import (
     start_command,
     utc_now,
     utc_stamp,
-    wait_up_to,
     write_outcome,
 )
 from compare.running.preflight import busy_cores, other_load_warnings
@@ -284,7 +283,7 @@ def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     folder.mkdir(parents=True)
     out = folder / "measurements.jsonl"
     command = BACKENDS[name].command(options, out)
-    outcome = start_command(command, folder, wait_up_to(options.timeout))
+    outcome = start_command(command, folder, options.timeout)
     if outcome.status == "ended":
         is_good = outcome.exit_code == 0 and out.exists()
         outcome = replace(outcome, status="completed" if is_good else "failed")

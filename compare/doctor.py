@@ -39,7 +39,7 @@ from compare.plan.hosts import (
 from compare.plan.sources import ROOT
 from compare.plan.ssh import last_line, ssh_remedy, ssh_words
 from compare.running.host_findings import ALL, Finding, agreement, host_findings, interface_text
-from compare.running.launch import start_command, wait_up_to
+from compare.running.launch import start_command
 from compare.running.probe import PROBE_SECONDS, probe, reach
 from recipe.errors import UserError
 from recipe.files import write_json
@@ -332,7 +332,7 @@ def measured_allreduce(options: argparse.Namespace) -> Finding:
             words += ["--hosts", hosts]
         if options.network_interface is not None:
             words += ["--network-interface", options.network_interface]
-        outcome = start_command(words, out, wait_up_to(ALLREDUCE_SECONDS))
+        outcome = start_command(words, out, ALLREDUCE_SECONDS)
         log = (out / "output.log").read_text(errors="replace")
         figures_file = out / "figures.json"
         figures = json.loads(figures_file.read_text()) if figures_file.exists() else None

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import io
 import json
-import math
 import os
 import pty
 import runpy
@@ -30,7 +29,7 @@ from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
-from compare.plan.plan import Plan
+from compare.plan.plan import Plan, Run
 from compare.run import locked, main
 from compare.running import launch, preflight, progress, tools
 from compare.running.launch import last_step
@@ -371,31 +370,20 @@ def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_
     assert "--timeout; or do its workers reach each other? `python compare/doctor" in over_hosts
 
 
-def test_workers_that_have_not_met_are_asked_for_once_and_not_ended(tmp_path, capsys):
+def test_workers_on_other_hosts_that_have_not_met_are_asked_for_once(tmp_path, capsys, monkeypatch):
     """A first listing of the data may take longer: --timeout alone ends a run."""
-    line = launch.LiveLine("a run", tmp_path, None)
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        assert launch.wait(process, tmp_path, 1.0, line, None, meeting=0.1) == "timed out"
+    monkeypatch.setattr(launch, "MEETING_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(Run, "command", lambda *_: ["sleep", "60"])
+    here = Plan().runs()[0]
+    for one, asked in ((here, 0), (replace(here, hosts="elsewhere:2"), 1)):
+        assert launch.start_and_wait(one, tmp_path, 0.5, "a run").status == "timed out"
         told = capsys.readouterr().out
-        assert told.startswith("a run   not training after 0 s: large data take long to open")
-        assert told.count("do its workers reach each other") == 1
-        (tmp_path / "environment.json").touch()
-        assert launch.wait(process, tmp_path, 1.0, line, None, meeting=0.1) == "timed out"
-        assert capsys.readouterr().out == ""
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize(("hosts", "meeting"), [(None, math.inf), ("elsewhere:2", 300.0)])
-def test_only_workers_on_other_hosts_may_not_have_met(hosts, meeting, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(launch, "wait", lambda *words: asked.append(words[-1]) or "ended")
-    monkeypatch.setattr(Configuration, "launcher_words", lambda *_: ["true"])
-    run = replace(Plan().runs()[0], hosts=hosts)
-    launch.start_and_wait(run, tmp_path, 60, "a run")
-    assert asked == [meeting]
+        assert told.startswith("a run   not training after 0 s: large data take long"[: 99 * asked])
+        assert told.count("do its workers reach each other") == asked
+    line = launch.LiveLine("a run", tmp_path, None, meeting=0.0)
+    (tmp_path / "environment.json").touch()
+    assert line.show(1.0) == "" and capsys.readouterr().out == ""
 
 
 def test_a_larger_time_limit_is_that_of_the_warm_up_too():

@@ -213,7 +213,7 @@ TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-
 @pytest.mark.full  # CI runs make compare
 def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
     """The default, but for the whole runs and the runs for the phases."""
-    monkeypatch.setattr("compare.running.turns.TURN_SECONDS", 0.2)
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
     monkeypatch.setattr(measurement, "ROUNDS", 2)
     monkeypatch.setattr(run_module.preflight, "visible_gpus", lambda: 0)
     command = ["--blocks", "1", "--full-runs", "0", "--no-phases", "--no-warm-up", "--out",

@@ -29,10 +29,10 @@ from compare.running.knobs_to_try import (
     variable_knob,
     with_knobs,
 )
+from compare.running.scheduler import origin
 from compare.running.search import SearchError, Trial, Value, is_gain, search, try_knob
 from compare.running.sides import MeasurementError, NoTurns, Side
 from compare.running.tune import comparison_command, tuning_plan
-from compare.running.turns import origin
 from recipe.errors import UserError
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
@@ -323,7 +323,7 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
     starts = Starts()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tune_module, "run_block", starts)
-    for name in ("tune", "progress", "turns"):
+    for name in ("tune", "progress", "scheduler"):
         monkeypatch.setattr(f"compare.running.{name}.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(tune_module.preflight, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)

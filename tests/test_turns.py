@@ -1,9 +1,8 @@
-"""Measuring by turns: what turns come to, sides that stand still, and who of them dies.
+"""Measuring by turns: what turns come to, sides that are paused, and who of them dies.
 
 No test asserts a speed.
 """
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +23,19 @@ from compare.evidence.load import quiet_load
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
-from compare.running import turn_client
-from compare.running.agent import hear, tell
+from compare.running import sides, take_turns
 from compare.running.launch import marked_processes
+from compare.running.rank_agent import State, receive, send
+from compare.running.scheduler import (
+    Rank,
+    Scheduler,
+    finished_block,
+    make_turn,
+    run_block,
+    with_steps,
+)
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
-from compare.running.stage import Performer, Stage, Told, make_turn
 from compare.running.tools import missing_for
-from compare.running.turns import finished_block, run_block, with_steps
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
@@ -73,59 +78,80 @@ def test_loud_rounds_do_not_count() -> None:
     assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
 
 
+class MadeUp(Scheduler):
+    """A scheduler of sides that have a pace, in seconds a step, and of others' load in each turn;
+    it starts nothing."""
+
+    quiet_cores = 0.25
+
+    def __init__(self, pace: dict[str, float], *loads: float) -> None:
+        self.pace, self.loads = pace, list(loads)
+
+    def take_turn(self, side: Side, round_: int) -> Turn:
+        load = self.loads.pop(0) if self.loads else 0.0
+        return Turn(side.name, round_, self.pace[side.name] * side.steps, 1.0, 1.0, load)
+
+
 def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
-    pace = {"quick": 0.02, "slow": 1.0, "usual": 0.1}  # seconds a step
-
-    class MadeUp:
-        def take_turn(self, side: Side, round_: int) -> Turn:
-            return Turn(side.name, round_, pace[side.name] * side.steps, 1.0, 1.0)
-
     sides = [side(name="quick", steps=0), side(name="slow", steps=0), side(name="usual", steps=7)]
-    made = with_steps(MadeUp(), sides)  # type: ignore[arg-type]
+    made = with_steps(MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1}), sides)
     assert [one.steps for one in made] == [5, 5, 7]
 
 
-def told(copy: int, seconds: float, cpu: float, busy: float = 9.0, machine: str = "a") -> Told:
-    """What a process says at the end of a turn whose lead-in took half a second."""
-    values = {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5}
-    return Performer("x", copy, 0, machine, machine, 2, Pipe()[0]), values
+def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> None:
+    pair, lines = [side(name="a"), side(name="b")], list[str]()
+    scheduler = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6)
+    taken, seconds = scheduler.take_rounds(pair, 2, 0.0, lines.append)
+    assert [(t.side, t.round, t.other_load) for t in taken] == [
+        ("a", 0, 0.1), ("b", 0, 0.2), ("b", 1, 0.6), ("a", 1, 0.0),
+    ]  # fmt: skip
+    assert seconds > 0 and "; 1 turns disturbed by other processes, taken again" in lines[0]
+    assert lines[1].endswith("; 4 turns disturbed by other processes, do not count")
 
 
-def test_ranks_that_train_together_count_by_their_mean() -> None:
-    messages = [told(0, 2.4, 1.5), told(0, 2.6, 2.0, busy=4.5)]
-    turn = make_turn(side(ranks=2, images_per_step=16), 3, messages, messages[1:])
-    assert (turn.round, turn.seconds) == (3, 2.5)
+def ranks(*each: tuple[int, float, float, float, str]) -> list[Rank]:
+    """Ranks at the end of a turn whose lead-in took half a second: of which copy, its seconds, CPU
+    seconds, those of the machine, and the machine."""
+    return [
+        Rank(
+            "x", copy, 0, machine, machine, 2, Pipe()[0], State.READY,
+            {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5},
+        )
+        for copy, seconds, cpu, busy, machine in each
+    ]  # fmt: skip
+
+
+def test_what_ranks_measure_comes_to_a_turn() -> None:
+    # Ranks that train together count by their mean, CPU time as that of the lead-in, too.
+    together = ranks((0, 2.4, 1.5, 4.5, "a"), (0, 2.6, 2.0, 4.2, "a"))
+    turn = make_turn(side(ranks=2, images_per_step=16), 3, 7.0, together, 3.5)
+    assert (turn.round, turn.seconds, turn.began) == (3, 2.5, 7.0)
     assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
-    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 96)  # of the lead-in, too
-    assert turn.other_load == pytest.approx((4.5 - 2.0) / 3.1, abs=1e-3)
-
-
-def test_independent_copies_add_up() -> None:
-    messages = [told(0, 2.0, 2.0), told(1, 4.0, 3.0)]
-    turn = make_turn(side(copies=2), 0, messages, messages)
+    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 96)
+    assert turn.other_load == pytest.approx((4.5 - 3.5) / 3.1, abs=1e-3)
+    # Independent copies add up.
+    copies = ranks((0, 2.0, 2.0, 9.0, "a"), (1, 4.0, 3.0, 9.0, "a"))
+    turn = make_turn(side(copies=2), 0, 0.0, copies, 5.0)
     assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
     assert turn.cpu_seconds_per_image == pytest.approx(5 / 96)
-
-
-def test_machines_have_cores_of_their_own() -> None:
-    messages = [told(0, 2.5, 1.0, busy=1.0), told(0, 2.5, 2.0, busy=3.5, machine="b")]
-    turn = make_turn(side(ranks=2), 0, messages, messages)
-    assert turn.other_load == pytest.approx((3.5 - 2.0) / 3.0)
+    # Machines have cores of their own.
+    apart = ranks((0, 2.5, 1.0, 1.0, "a"), (0, 2.5, 2.0, 3.5, "b"))
+    assert make_turn(side(ranks=2), 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
 
 
 def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Pipe()
-    client = turn_client.Client(here, warm_up=1, overruns=False)
+    client = take_turns.Client(here, warm_up=1, overruns=False)
     clock = iter([10.0, 14.0])  # the ends of the lead-in and of the last step
-    tell(there, "go", steps=2)
+    send(there, State.RUNNING, steps=2)
     client.step_ended()
-    tell(there, "go", steps=2)
+    send(there, State.RUNNING, steps=2)
     monkeypatch.setattr(client, "spent", dict)
-    monkeypatch.setattr(turn_client.time, "monotonic", lambda: next(clock))
-    for _ in range(turn_client.LEAD_IN_STEPS + 2):
+    monkeypatch.setattr(take_turns.time, "monotonic", lambda: next(clock))
+    for _ in range(take_turns.LEAD_IN_STEPS + 2):
         client.step_ended()
-    assert hear(there) == {"kind": "ready"}
-    assert hear(there) == {"kind": "turn", "seconds": 4.0}
+    assert receive(there) == (State.READY, {})
+    assert receive(there) == (State.READY, {"seconds": 4.0})
 
 
 # ------------------------------------------------------------------------------ what is started
@@ -133,10 +159,10 @@ def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch
 # A side that takes turns; after its first steps it says something.
 COUNTS = """
 import sys, time
-from compare.running import turn_client
+from compare.running import take_turns
 for step in range(10**9):
     time.sleep(0.01)
-    turn_client.step_ended()
+    take_turns.step_ended()
     if step == 3:
         print("alas", flush=True)
 """
@@ -152,24 +178,19 @@ def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) 
 def test_sides_take_turns_and_leave_nothing(
     over_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compare.running.turns.TURN_SECONDS", 0.2)
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
+    monkeypatch.setattr("compare.running.scheduler.new_mark", lambda: str(tmp_path))
     sides = [
         script_side(tmp_path, "one", steps=0, over_hosts=over_hosts),
         script_side(tmp_path, "pair", steps=4, copies=2),
     ]
     lines: list[str] = []
-    stages: list[Stage] = []
-
-    def stage(*given: Any) -> Stage:
-        stages.append(Stage(*given))
-        return stages[-1]
-
-    monkeypatch.setattr("compare.running.turns.Stage", stage)
     folder = tmp_path / "block-1"
     found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
-    assert not marked_processes(stages[0].mark) and not Path(stages[0].temporary.name).exists()
-    assert [turn.side for turn in found.turns] == ["one", "pair", "pair", "one"]
-    assert [turn.round for turn in found.turns] == [0, 0, 1, 1]
+    assert not marked_processes(str(tmp_path))
+    assert [(turn.side, turn.round) for turn in found.turns] == [
+        ("one", 0), ("pair", 0), ("pair", 1), ("one", 1),
+    ]  # fmt: skip
     assert found.steps["pair"] == 4 and found.steps["one"] >= 1
     for turn in found.turns:
         assert turn.seconds >= found.steps[turn.side] * 0.01
@@ -183,36 +204,36 @@ def test_sides_take_turns_and_leave_nothing(
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
-    hello = {"side": "x", "copy": 0, "rank": 0, "host": "a", "machine": "a", "cores": 2}
-    with Stage(tmp_path / "block-1", [side(over_hosts=True)]) as stage:
-        address, _, port = stage.place.rpartition(":")
-        host = (address.split(",")[0], int(port))
-        for key, is_let_in in ((b"", False), (b"another", False), (stage.key, True)):
+    hello = {"side": "x", "copy": 0, "number": 0, "host": "a", "machine": "a", "cores": 2}
+    with Scheduler(tmp_path / "block-1") as scheduler:
+        host, _, port = scheduler.address.rpartition(":")
+        place = (host, int(port))
+        for key, is_let_in in ((b"", False), (b"another", False), (scheduler.key, True)):
             with ThreadPoolExecutor(1) as pool:
-                accepted = pool.submit(stage.accept)
-                with suppress(AuthenticationError), Client(host, authkey=key or None) as who:
-                    tell(who, "hello", **hello)
+                accepted = pool.submit(scheduler.accept)
+                with (
+                    suppress(AuthenticationError),
+                    Client(place, authkey=key or None) as who,
+                ):
+                    send(who, State.STARTING, **hello)
                     accepted.result(60)
-            assert bool(stage.performers) == is_let_in
+            assert bool(scheduler.ranks) == is_let_in
 
 
-def test_a_side_that_dies_at_its_start_is_reported(tmp_path: Path) -> None:
-    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies", "exit('alas')")]
-    with pytest.raises(MeasurementError, match=r"^dies ended with exit code 1:\n  \| alas"):
-        run_block(sides, 2, tmp_path / "block-1", 1, "block 1", 0.0)
-
-
-def test_a_side_that_dies_while_it_stands_still_is_reported(tmp_path: Path) -> None:
-    sides = [script_side(tmp_path, "one"), script_side(tmp_path, "dies")]
-    with Stage(tmp_path / "block-1") as stage:
-        stage.start(*sides)
-        stage.take_turn(sides[1], 0)
-        stage.processes[1][1].send_signal(signal.SIGKILL)
-        message = r"^dies ended with exit code -9 while it stood still:\n  \| alas"
+def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
+    one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
+    with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
+        run_block([one, dies], 2, tmp_path / "block-1", 1, "block 1")
+    dies = script_side(tmp_path, "later")
+    with Scheduler(tmp_path / "block-1") as scheduler:
+        scheduler.start(one, dies)
+        scheduler.take_turn(dies, 0)
+        scheduler.launchers["later", 0].send_signal(signal.SIGKILL)
+        message = r"^later ended with exit code -9 while it was paused:\n  \| alas"
         with pytest.raises(MeasurementError, match=message):
             while True:
-                stage.take_turn(sides[0], 0)
-    assert not marked_processes(stage.mark)
+                scheduler.take_turn(one, 0)
+    assert not marked_processes(scheduler.mark)
 
 
 # Starts a side, says which process and watchdog that has, and goes no further.
@@ -220,10 +241,10 @@ MEASURES = """
 import sys, time
 from pathlib import Path
 from compare.running.sides import Side
-from compare.running.stage import Stage
-with Stage(Path(sys.argv[2])) as stage:
-    stage.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
-    print(stage.processes[0][1].pid, stage.watchdog.pid, stage.temporary.name, flush=True)
+from compare.running.scheduler import Scheduler
+with Scheduler(Path(sys.argv[2])) as scheduler:
+    scheduler.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
+    print(scheduler.launchers["one", 0].pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """
 
@@ -235,15 +256,13 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
     words = [sys.executable, "-c", MEASURES, str(tmp_path / "one.py"), str(tmp_path / "block-1")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as measures:
         assert measures.stdout is not None
-        *numbers, temporary = measures.stdout.readline().split()
+        numbers = measures.stdout.readline().split()
         rank, watchdog = (psutil.Process(int(number)) for number in numbers)
         if not has_watchdog:
             watchdog.kill()
         measures.kill()
     rank.wait(60)
     watchdog.wait(60)
-    assert Path(temporary).exists() != has_watchdog
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
@@ -255,9 +274,21 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
     for attempt in (1, 2):
         said = "do not fit into the GPU's memory at once: large ended(.|\n)*not now\n  all of it: "
         with pytest.raises(NoTurns, match=said) as raised:
-            run_block(sides, 1, tmp_path / "block-1", 1, "block 1", 0.0)
+            run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
         log = Path(str(raised.value).rpartition("all of it: ")[2])
         assert log == tmp_path / f"block-1.failed-{attempt}/large/0/output.log" and log.exists()
+
+
+def test_where_no_process_can_be_stopped_there_are_no_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_at_once(words: list[str], **_: Any) -> subprocess.Popen[bytes]:
+        return popen(["true"])
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(sides.subprocess, "Popen", ends_at_once)
+    with pytest.raises(NoTurns, match="processes cannot be stopped here"):
+        run_block([], 1, tmp_path, 1, "block 1")
 
 
 def test_a_planned_run_as_a_side() -> None:
@@ -270,7 +301,7 @@ def test_a_planned_run_as_a_side() -> None:
     elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
     assert elsewhere.over_hosts
     command = elsewhere.command(Path("/f"), 0, by_turns=True)
-    assert command[:5] == ["mpirun", "-x", "COMPARE_RUN", "-x", "COMPARE_STAGE"]
+    assert command[:5] == ["mpirun", "-x", "COMPARE_RUN", "-x", "COMPARE_SCHEDULER"]
 
 
 # ------------------------------------------------------------------------------ real launchers
@@ -282,9 +313,9 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
-    """MPI's polling threads, Horovod's background thread and loader workers stand still, too;
-    and all go on afterwards."""
+def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
+    """MPI's polling threads, Horovod's background thread and loader workers are stopped, too; and
+    all go on afterwards."""
     training = (
         "--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
         "--workers", "1", "--max-steps", "5",
@@ -294,10 +325,10 @@ def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
     known = [one for one in known if missing_for(one) is None]
     folder = tmp_path / "block-1"
     sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
-    with Stage(folder) as stage:
-        stage.start(*sides)
-        steps = with_steps(stage, sides)
-        everything = marked_processes(stage.mark)
+    with Scheduler(folder) as scheduler:
+        scheduler.start(*sides)
+        steps = with_steps(scheduler, sides)
+        everything = marked_processes(scheduler.mark)
         stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]
         assert len(stopped) >= 4 * len(sides)  # two ranks, and a loader worker of each
         before, of_stopped = cpu_seconds(everything), cpu_seconds(stopped)
@@ -305,6 +336,5 @@ def test_sides_that_stand_still_cost_no_core(tmp_path: Path) -> None:
         assert cpu_seconds(stopped) == of_stopped
         assert cpu_seconds(everything) - before < 0.5  # of launchers, which only wait
         for one in steps:
-            turn = stage.take_turn(replace(one, steps=2), 0)
-            assert turn.images_per_second > 0
-    assert not marked_processes(stage.mark)
+            assert scheduler.take_turn(replace(one, steps=2), 0).images_per_second > 0
+    assert not marked_processes(scheduler.mark)

@@ -108,10 +108,13 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator[list[Host]]:
+def hosts(
+    folder: Path, names: tuple[str, ...] = ("node0", "node1"), reach_here: bool = False
+) -> Iterator[list[Host]]:
     """Make the hosts, and remove all of it at the end, also when something failed.
 
-    `folder`, for keys and settings, must not be there yet. HostsError if they cannot be made.
+    `folder`, for keys and settings, must not be there yet. With `reach_here` they reach what
+    listens outside of them, too. HostsError if they cannot be made.
     """
     if needed := missing_tools():
         raise MissingTools(f"hosts in network namespaces need {', '.join(needed)}")
@@ -125,6 +128,8 @@ def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator
     try:
         ip("link", "add", bridge, "type", "bridge")
         ip("link", "set", bridge, "up")
+        if reach_here:
+            ip("address", "add", f"{SUBNET}.1/24", "dev", bridge)
         for number, name in enumerate(names):
             namespace = f"{name}-{mark}"
             namespaces.append(namespace)

@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from compare.running import turn_client
+from compare.running import take_turns
 from recipe.device import keep_freed_memory
 
 
@@ -71,8 +71,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        turn_client.step_ended()
-    turn_client.synchronize()
+        take_turns.step_ended()
+    take_turns.synchronize()
     print(f"{step * options.batch_size / (time.perf_counter() - started):.1f} images/s")
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torchvision
 
 from benchmarks.programs.bare_loop import loop_parser
-from compare.running import turn_client
+from compare.running import take_turns
 from recipe.world import prepare_mpi, read_world
 
 YIELDS = "OMPI_MCA_mpi_yield_when_idle"
@@ -55,8 +55,8 @@ def main() -> None:
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
         step += 1
-        turn_client.step_ended()
-    turn_client.synchronize()
+        take_turns.step_ended()
+    take_turns.synchronize()
     if hvd.rank() == 0:
         images_made = step * options.batch_size * hvd.size()
         print(f"{images_made / (time.perf_counter() - began):.1f} images/s")

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from compare.plan.plan import Run
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
-LIVE_SECONDS = 0.5  # between two updates of a run's line on a terminal
+POLL_SECONDS = 0.5  # between two looks at a run, and updates of its line on a terminal
 # Until it is asked whether workers on several hosts reach each other. It is no limit: a first
 # listing of the data may take longer.
 MEETING_SECONDS = 300.0
@@ -37,6 +37,7 @@ REACH_QUESTION = (
 )
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 TAIL_LINES = 20  # of a failed run's output that are shown
+TAIL_INDENT = " " * 8
 # What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
 TRAINERS_ERROR = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: ")
 
@@ -68,19 +69,13 @@ def start_and_wait(
     log_dir = log_dir or (comparison / run.folder).parent
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
-    line = LiveLine(label, folder, seconds_left)
     meeting = MEETING_SECONDS if run.leaves_this_host else math.inf
-    outcome = start_command(
-        run.command(log_dir),
-        folder,
-        lambda process: wait(process, folder, timeout, line, end_after_steps, meeting),
-        counts_load=run.configuration.launcher != "srun",  # Slurm's daemon starts those tasks
-    )
+    line = LiveLine(label, folder, seconds_left, timeout, end_after_steps, meeting)
+    is_counted = run.configuration.launcher != "srun"  # Slurm's daemon starts those tasks
+    outcome = start_command(run.command(log_dir), folder, timeout, line.show, is_counted)
     if outcome.status == "ended":
         is_good = outcome.exit_code == 0 and (folder / "summary.json").exists()
         outcome = replace(outcome, status="completed" if is_good else "failed")
-    elif outcome.status == "warm":
-        outcome = replace(outcome, status="completed")
     write_outcome(folder, outcome)
     return outcome
 
@@ -88,28 +83,27 @@ def start_and_wait(
 def start_command(
     command: list[str],
     folder: Path,
-    wait: Callable[[subprocess.Popen[bytes]], str],
+    timeout: float,
+    look: Callable[[float], str] = lambda elapsed: "",
     counts_load: bool = True,
 ) -> Outcome:
     """Start a command, its output in `folder`, and leave no process of it, whatever happens.
 
-    `wait` returns how it ended, which becomes the outcome's status: "ended" if on its own.
+    The outcome's status is "ended" if it ends on its own, "timed out", or what `look` returns once
+    that is not empty: it is called again and again, with the seconds so far.
     """
-    (folder / "command.txt").write_text(shlex.join(command) + "\n")
-    mark = f"{os.getpid()}-{time.time_ns()}"
+    mark, status = new_mark(), ""
     busy, own = busy_cpu_seconds(), own_cpu_seconds()
     began = time.monotonic()
-    with (folder / "output.log").open("wb") as log, start_watchdog(mark):
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=run_environment() | {RUN_MARK: mark},
-            start_new_session=True,
-        )
+    with start_watchdog(mark):
+        process = start_process(command, folder, mark)
         try:
-            status = wait(process)
+            while not status:
+                elapsed = time.monotonic() - began
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+                    status = "ended"
+                status = status or ("timed out" if elapsed > timeout else look(elapsed))
         finally:
             # Also after a normal end: what a launcher leaves behind would slow the next run.
             left = end_processes(process, mark)
@@ -119,6 +113,32 @@ def start_command(
     is_counted = counts_load and status == "ended" and left == 0
     other_load = round(max(0.0, busy - own) / seconds, 3) if is_counted else None
     return Outcome(status, process.returncode, round(seconds, 3), left, other_load)
+
+
+def new_mark() -> str:
+    """Return what all processes of a run bear in their environment, and no others."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+def start_process(
+    command: list[str],
+    folder: Path,
+    mark: str,
+    variables: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command, in a session of its own, with its words and its output in `folder`."""
+    (folder / "command.txt").write_text(shlex.join(command) + "\n")
+    with (folder / "output.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**run_environment(), RUN_MARK: mark, **(variables or {})},
+            cwd=directory,
+            start_new_session=True,
+        )
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -143,16 +163,15 @@ def own_cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def start_watchdog(mark: str, *temporary: str) -> subprocess.Popen[bytes]:
-    """Start a process that ends the run when run.py is gone, were it by `kill -9`, and then deletes
-    the folders `temporary`.
+def start_watchdog(mark: str) -> subprocess.Popen[bytes]:
+    """Start a process that ends the run when run.py is gone, were it by `kill -9`.
 
     It waits for the end of its input, which the kernel closes when run.py ends in whatever way.
     (A death signal to the launcher alone is not enough: horovodrun turns into a shell that has
     mpirun as its child, and mpirun would go on.)
     """
     return subprocess.Popen(
-        [sys.executable, __file__, mark, str(GRACE_SECONDS), *temporary],
+        [sys.executable, __file__, mark, str(GRACE_SECONDS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -160,8 +179,8 @@ def start_watchdog(mark: str, *temporary: str) -> subprocess.Popen[bytes]:
     )
 
 
-def watch(mark: str, grace_seconds: float, temporary: Sequence[str]) -> None:
-    """Wait for the end of the input, then end whatever is left of the run, and its folders."""
+def watch(mark: str, grace_seconds: float) -> None:
+    """Wait for the end of the input, then end whatever is left of the run."""
     sys.stdin.buffer.read()
     processes = marked_processes(mark)
     for process in processes:
@@ -169,8 +188,6 @@ def watch(mark: str, grace_seconds: float, temporary: Sequence[str]) -> None:
             process.terminate()
     psutil.wait_procs(processes, timeout=grace_seconds)
     kill_marked(mark)
-    for folder in temporary:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_folder(folder: Path, keep_failure: bool) -> None:
@@ -196,22 +213,33 @@ class LiveLine:
     label: str
     folder: Path
     seconds_left: float | None  # when the run begins
-    shown_at: float = 0.0
+    timeout: float = math.inf
+    end_after_steps: int | None = None  # of a warm-up
+    meeting: float = math.inf  # seconds after which it is asked whether the workers have met
 
-    def show(self, elapsed: float) -> None:
-        """Write the line anew, unless that was done a moment ago."""
-        if not sys.stdout.isatty() or time.monotonic() < self.shown_at + LIVE_SECONDS:
-            return
-        self.shown_at = time.monotonic()
-        parts = list[str]()
-        if step := last_step(self.folder / "metrics.jsonl"):
+    def show(self, elapsed: float) -> str:
+        """Write the line anew; return "completed" after a warm-up's last step. Ask once if the
+        workers have not met in time: that alone ends no run."""
+        # Rank 0 writes environment.json when all are ready.
+        if elapsed > self.meeting and not (self.folder / "environment.json").exists():
+            self.meeting = math.inf
+            print_line(
+                f"{self.label}   not training after {duration(elapsed)}: large data take long to "
+                f"open (--timeout ends it after {duration(self.timeout)}), or {REACH_QUESTION}"
+            )
+        step = last_step(self.folder / "metrics.jsonl") or {}
+        if self.end_after_steps and step.get("step", 0) >= self.end_after_steps:
+            return "completed"
+        parts = [self.label]
+        if step:
             parts.append(f"step {step['step']:,}")
             if speed := step.get("images_per_second"):
                 parts.append(f"{speed:,.0f} images/s")
         parts.append(f"running {duration(elapsed)}")
         if self.seconds_left is not None and self.seconds_left > elapsed:
             parts.append(f"about {duration(self.seconds_left - elapsed)} left")
-        print_live([self.label, *parts])
+        print_live(parts)
+        return ""
 
 
 def print_live(parts: Sequence[str]) -> None:
@@ -232,19 +260,18 @@ def print_line(text: str) -> None:
     print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
 
 
-def tail(log: Path) -> list[str]:
+def shown_tail(folder: Path, indent: str = "  ") -> str:
     """Return the last lines of a failed run's output; first what a trainer said, if its launcher
     has said more than that since."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = (folder / "output.log").read_text(errors="replace").splitlines()
     said = [line for line in lines[:-TAIL_LINES] if TRAINERS_ERROR.match(line)]
-    return [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]
+    shown = [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]
+    return "\n".join(f"{indent}| {line}" for line in shown)
 
 
 def print_tail(log: Path) -> None:
     """Print the end of a failed run's output, and where all of it is."""
-    for line in tail(log):
-        print(f"        | {line}")
-    print(f"        all of it: {log}", flush=True)
+    print(f"{shown_tail(log.parent, TAIL_INDENT)}\n{TAIL_INDENT}all of it: {log}", flush=True)
 
 
 def last_step(metrics: Path) -> dict[str, Any] | None:
@@ -269,53 +296,6 @@ def duration(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def wait(
-    process: subprocess.Popen[bytes],
-    folder: Path,
-    timeout: float,
-    line: LiveLine,
-    end_after_steps: int | None,
-    meeting: float,
-) -> str:
-    """Wait for the launcher's end, the time limit, or the steps that a warm-up is to make. Say
-    once if the workers have not met after `meeting` seconds: that alone ends no run."""
-    began = time.monotonic()
-    while process.poll() is None:
-        elapsed = time.monotonic() - began
-        if elapsed > timeout:
-            return "timed out"
-        if elapsed > meeting:
-            meeting = math.inf
-            if not (folder / "environment.json").exists():  # which rank 0 writes when all are ready
-                print_line(
-                    f"{line.label}   not training after {duration(elapsed)}: large data take long "
-                    f"to open (--timeout ends it after {duration(timeout)}), or {REACH_QUESTION}"
-                )
-        if end_after_steps and count_steps(folder / "metrics.jsonl") >= end_after_steps:
-            return "warm"
-        line.show(elapsed)
-        time.sleep(0.1)
-    return "ended"
-
-
-def wait_up_to(seconds: float) -> Callable[[subprocess.Popen[bytes]], str]:
-    """Return what waits for a command's end, or its time limit: for `start_command`."""
-
-    def wait(process: subprocess.Popen[bytes]) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-            return "ended"
-        return "timed out"
-
-    return wait
-
-
-def count_steps(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    return sum('"kind": "step"' in line or '"kind":"step"' in line for line in metrics.open())
 
 
 def end_processes(process: subprocess.Popen[bytes], mark: str) -> int:
@@ -381,4 +361,4 @@ def utc_stamp() -> str:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
+    watch(sys.argv[1], float(sys.argv[2]))

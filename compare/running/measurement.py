@@ -23,8 +23,8 @@ from compare.evidence.words import count, digits
 from compare.plan.plan import Case, Plan, percentage
 from compare.running.launch import duration, print_live
 from compare.running.progress import is_complete, missing
+from compare.running.scheduler import run_block
 from compare.running.sides import training_side
-from compare.running.turns import PATIENCE, run_block
 
 ROUNDS = 10  # of a block of turns: in each every side has a turn
 
@@ -48,37 +48,29 @@ class Group:
 
 def measured(plan: Plan, folder: Path) -> list[Group]:
     """Return what has been measured in this folder, for each case and number of workers."""
-    read = by_turns if plan.measure == "turns" else in_runs
-    return [read(plan, folder, case, workers) for case, workers in plan.groups()]
+    path = folder / "plan.json"
+    extensions = read_object(path).get("extensions", []) if path.exists() else []
+    confidence = confidence_after(len(extensions))  # of the intervals, as the report has it
+    read = read_turns if plan.measure == "turns" else read_runs
+    return [read(plan, folder, case, workers, confidence) for case, workers in plan.groups()]
 
 
 def block_folder(folder: Path, case: Case, workers: int, number: int) -> Path:
     return folder / "turns" / case.name / f"{workers}-workers" / f"block-{number}"
 
 
-def by_turns(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
+def read_turns(plan: Plan, folder: Path, case: Case, workers: int, confidence: float) -> Group:
     names, blocks = [member.name for member in plan.members()], list[Block]()
-    while True:
-        path = block_folder(folder, case, workers, len(blocks) + 1) / "block.json"
-        if not path.exists():
-            break
+    while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
         blocks.append(read_block(path, names))
     disturbed = sum(block.disturbed_seconds for block in blocks)
     seconds = sum(block.seconds for block in blocks) - disturbed
-    sure = confidence(folder)
     pairs = plan.pairs() if blocks else []
-    estimates = {pair: estimate(blocks, *pair, confidence=sure) for pair in pairs}
+    estimates = {pair: estimate(blocks, *pair, confidence=confidence) for pair in pairs}
     return Group(case, workers, len(blocks), seconds, disturbed, estimates)
 
 
-def confidence(folder: Path) -> float:
-    """Return the confidence of this comparison's intervals, as its report has it."""
-    path = folder / "plan.json"
-    extensions = read_object(path).get("extensions", []) if path.exists() else []
-    return confidence_after(len(extensions))
-
-
-def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
+def read_runs(plan: Plan, folder: Path, case: Case, workers: int, confidence: float) -> Group:
     speeds: dict[str, dict[int, float]] = {member.name: {} for member in plan.members()}
     seconds = 0.0
     for run in plan.runs():
@@ -92,10 +84,15 @@ def in_runs(plan: Plan, folder: Path, case: Case, workers: int) -> Group:
         a, b = speeds[first], speeds[second]
         if both := sorted(a.keys() & b.keys()):
             estimates[first, second] = estimate_ratio(
-                [a[i] for i in both], [b[i] for i in both], confidence=confidence(folder)
+                [a[i] for i in both], [b[i] for i in both], confidence=confidence
             )
     blocks = min(len(found) for found in speeds.values())
     return Group(case, workers, blocks, seconds, 0.0, estimates)
+
+
+def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
+    """Return the estimates of all pairs."""
+    return [estimate for group in groups for estimate in group.estimates.values()]
 
 
 def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
@@ -115,14 +112,15 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
     blocks = min(group.blocks for group in groups)
     if not blocks:
         return ""
-    estimates = [estimate for group in groups for estimate in group.estimates.values()]
-    if plan.measure == "turns":
-        next_seconds = next_group(plan, groups).block_seconds
-    else:
-        next_seconds = sum(group.block_seconds for group in groups)
-    used = sum(group.seconds for group in groups)
-    what = Goal(plan.until_interval, plan.minutes, plan.blocks)
-    return reason_to_stop(estimates, blocks, used, next_seconds, what)
+    # Whole runs are measured a block of all groups at a time.
+    following = [next_group(plan, groups)] if plan.measure == "turns" else groups
+    return reason_to_stop(
+        estimates_of(groups),
+        blocks,
+        sum(group.seconds for group in groups),
+        sum(group.block_seconds for group in following),
+        Goal(plan.until_interval, plan.minutes, plan.blocks),
+    )
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
@@ -139,7 +137,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     number = group.blocks + 1
     order = plan.in_order(number, group.case, group.workers)
     runs = [plan.run(number, group.case, member, group.workers) for member in order]
-    told = [*ratio_texts(group), left_text(plan, groups)]
+    so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
     run_block(
         [training_side(run, place) for run in runs],
@@ -147,36 +145,31 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
         place,
         number,
         block_label(plan, group, number),
-        PATIENCE,
-        report=lambda text: print_live([text.partition(": ")[0], *told]),
+        report=lambda text: print_live([text.partition(": ")[0], *so_far]),
         timeout=plan.timeout,
     )
 
 
 def block_label(plan: Plan, group: Group, number: int) -> str:
-    parts = [f"block {number}", group.case.name]
-    if len(plan.workers) > 1:
-        parts.append(count(group.workers, "worker"))
-    return ", ".join(filter(None, parts))
+    workers = count(group.workers, "worker") if len(plan.workers) > 1 else ""
+    return ", ".join(filter(None, [f"block {number}", group.case.name, workers]))
 
 
 def ratio_texts(group: Group) -> list[str]:
     """Return what the blocks say of each pair so far, the widest interval first."""
-    found = sorted(group.estimates.items(), key=lambda item: -item[1].reach)
-    return [f"{first} / {second} {ratio_and_interval(one)}" for (first, second), one in found]
+    texts = []
+    for (first, second), one in sorted(group.estimates.items(), key=lambda item: -item[1].reach):
+        text = f"{first} / {second} {one.ratio:.{digits(one)}f}"
+        if one.low is not None:
+            text += f" ({one.low:.{digits(one)}f} to {one.high:.{digits(one)}f})"
+        texts.append(text)
+    return texts
 
 
-def ratio_and_interval(estimate: Estimate) -> str:
-    places = digits(estimate)
-    if estimate.low is None:
-        return f"{estimate.ratio:.{places}f}"
-    return f"{estimate.ratio:.{places}f} ({estimate.low:.{places}f} to {estimate.high:.{places}f})"
-
-
-def seconds_to_go(plan: Plan, groups: Sequence[Group]) -> float | None:
-    """Estimate how long the blocks will take that are still needed; None: not known yet."""
+def time_left(plan: Plan, groups: Sequence[Group]) -> str:
+    """Say how long the blocks will take that are still needed; empty if that is not known."""
     if not all(group.blocks for group in groups):
-        return None
+        return ""
     used = sum(group.seconds for group in groups)
     if plan.blocks is not None:
         left = sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
@@ -185,7 +178,8 @@ def seconds_to_go(plan: Plan, groups: Sequence[Group]) -> float | None:
         least = sum(max(0, MIN_BLOCKS - group.blocks) * group.block_seconds for group in groups)
         left = max(least, most if needed is None else min(most, needed))
     # As much of the time that is to come will be disturbed as of what is over.
-    return left * (1 + sum(group.disturbed_seconds for group in groups) / used)
+    left *= 1 + sum(group.disturbed_seconds for group in groups) / used
+    return f"about {duration(left)} left" if left > 0 else ""
 
 
 def seconds_to_narrow(plan: Plan, groups: Sequence[Group]) -> float | None:
@@ -197,30 +191,23 @@ def seconds_to_narrow(plan: Plan, groups: Sequence[Group]) -> float | None:
             minutes_to_narrow(estimate, plan.until_interval, group.block_seconds)
             for estimate in group.estimates.values()
         ]
-        known = [one for one in minutes if one is not None]
-        if len(known) < len(minutes):
+        if None in minutes:
             return None
-        total += 60 * max(known, default=0.0)
+        total += 60 * max(filter(None, minutes), default=0.0)
     return total
-
-
-def left_text(plan: Plan, groups: Sequence[Group]) -> str:
-    seconds = seconds_to_go(plan, groups)
-    return f"about {duration(seconds)} left" if seconds and seconds > 0 else ""
 
 
 def block_line(plan: Plan, before: Sequence[Group], groups: Sequence[Group]) -> str:
     """Say what the block that was measured since `before` has changed; empty if there is none."""
-    new = [after for old, after in zip(before, groups, strict=True) if after.blocks > old.blocks]
-    if not new:
-        return ""
     told = [
         f"{block_label(plan, group, group.blocks)}: {', '.join(ratio_texts(group))}"
-        for group in new
+        for old, group in zip(before, groups, strict=True)
+        if group.blocks > old.blocks
     ]
     seconds = sum(g.seconds + g.disturbed_seconds for g in groups)
     seconds -= sum(g.seconds + g.disturbed_seconds for g in before)
-    return "   ".join(filter(None, [*told, duration(seconds), left_text(plan, groups)]))
+    ending = [duration(seconds), time_left(plan, groups)]
+    return "   ".join(filter(None, [*told, *ending])) if told else ""
 
 
 def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
@@ -228,8 +215,7 @@ def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
     line = f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring"
     if (disturbed := sum(group.disturbed_seconds for group in groups)) >= 1:
         line += f", beside {duration(disturbed)} in which others used the cores"
-    estimates = [estimate for group in groups for estimate in group.estimates.values()]
-    reach = max((estimate.reach for estimate in estimates), default=0.0)
+    reach = max((estimate.reach for estimate in estimates_of(groups)), default=0.0)
     if plan.blocks is not None or reach <= plan.until_interval:
         return [line]
     asked = percentage(plan.until_interval)
@@ -239,14 +225,11 @@ def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
 def minutes_for_more(plan: Plan, groups: Sequence[Group]) -> int:
     """Return what --minutes would have to be for intervals as narrow as --until-interval asks for;
     0 if they are, if a number of blocks was given, or if that is not known."""
-    estimates = [estimate for group in groups for estimate in group.estimates.values()]
-    if plan.blocks is not None or is_enough(estimates, plan.until_interval):
+    if plan.blocks is not None or is_enough(estimates_of(groups), plan.until_interval):
         return 0
     extended = [  # whose intervals are wider
         replace(group, estimates={p: at_next_look(one) for p, one in group.estimates.items()})
         for group in groups
     ]
-    more = seconds_to_narrow(plan, extended)
-    if not more:
-        return 0
-    return math.ceil((sum(group.seconds for group in groups) + more) / 60)
+    more = seconds_to_narrow(plan, extended) or 0.0
+    return math.ceil((sum(group.seconds for group in groups) + more) / 60) if more else 0

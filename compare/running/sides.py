@@ -2,25 +2,21 @@
 
 import functools
 import hashlib
+import os
 import shlex
-import signal
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from compare.plan.environment import RUN_MARK
 from compare.plan.plan import TRAINERS, Run
 from compare.plan.sources import ROOT
-from compare.running.agent import STAGE
+from compare.running.rank_agent import SCHEDULER
 from recipe.config import read_flags
 from recipe.errors import UserError
 
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
-STOP_SECONDS = 5.0  # for a process to stop
 ONE_REPLICA = {"data_parallel", "pipeline", "rpc_pipeline"}  # over all ranks, or in one process
 
 
@@ -54,6 +50,11 @@ class Side:
     over_hosts: bool = False  # some of its ranks are on other hosts, or may be
     interface: str | None = None  # of the network between them; None: any that leads here
 
+    @property
+    def processes(self) -> int:
+        """How many of them take turns."""
+        return self.ranks * self.copies
+
     def command(self, folder: Path, copy: int, by_turns: bool = False) -> list[str]:
         """What starts a copy: as a person would, or so that it takes turns."""
         program = [word.replace("{folder}", str(folder)) for word in self.program]
@@ -62,10 +63,9 @@ class Side:
             return [*launcher, *program]
         if self.over_hosts and "mpirun" in launcher:  # others take the environment along
             at = launcher.index("mpirun") + 1
-            launcher[at:at] = ["-x", RUN_MARK, "-x", STAGE]
+            launcher[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER]
         flags = ["--side", self.name, "--copy", str(copy), "--warm-up", str(self.warm_up)]
-        if self.copies > 1:
-            flags.append("--overruns")
+        flags += ["--overruns"] * (self.copies > 1)
         return [*launcher, TAKE_TURNS, *flags, "--", *program]
 
     def shown(self) -> str:
@@ -109,18 +109,10 @@ def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> in
 
 
 def why_not_by_turns() -> str | None:
-    """Why no side could stand still here, in one sentence; None if it can. What else may keep
+    """Return why no side could be paused here, in a few words; None if it can. What else may keep
     sides from taking turns shows when they are started: `NoTurns`."""
-    with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
-        try:
-            process.send_signal(signal.SIGSTOP)
-            deadline = time.monotonic() + STOP_SECONDS
-            while time.monotonic() < deadline:
-                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-                    return None
-                time.sleep(0.001)
-        except (OSError, psutil.Error) as error:
-            return f"processes cannot be stopped here ({error})"
-        finally:
-            process.kill()
-    return f"a process that was told to stop ran on for {STOP_SECONDS:.0f} s"
+    process = subprocess.Popen(["sh", "-c", "kill -STOP $$"])
+    _, status = os.waitpid(process.pid, os.WUNTRACED)  # until it is stopped, or ends
+    process.kill()
+    process.wait()
+    return None if os.WIFSTOPPED(status) else "processes cannot be stopped here"

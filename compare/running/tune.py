@@ -2,7 +2,7 @@
 gradients faster, and write it into a file that both trainers read (`--knobs FILE`).
 
 Knob by knob, those that promise most first: all values take turns with the best so far, in blocks
-of fresh starts (turns.py), and one is kept if its gain is more than noise (search.py). At
+of fresh starts (scheduler.py), and one is kept if its gain is more than noise (search.py). At
 the end the file itself is measured against the defaults, in blocks that had no part in the choice:
 what does not hold there is written as a comment.
 """
@@ -42,9 +42,9 @@ from compare.running.knobs_found import (
 from compare.running.knobs_to_try import free_knobs, knobs_for, with_knobs
 from compare.running.launch import duration, print_line, utc_now
 from compare.running.progress import another_plan, check_sources
+from compare.running.scheduler import PATIENCE, finished_block, run_block
 from compare.running.search import LEAST_ROUNDS, SearchError, Trial, is_gain, search
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
-from compare.running.turns import PATIENCE, finished_block, run_block
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.flags import flag_name, without_flag

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
+from compare.running.scheduler import run_block
 from compare.running.sides import training_side
-from compare.running.turns import run_block
 hosts = "node0:1,node1:1"
 training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--threads", "1")
 folder, *names = sys.argv[1:]

@@ -1,0 +1,458 @@
+"""The scheduler of turns: two or more sides, started afresh, take turns on the same machines.
+
+A machine of which nobody knows who else uses it drifts by tens of percent in minutes; goals are at
+half a percent. So the sides of a comparison run at once, but not at the same time: while one does a
+turn of half a second, all processes of the others are paused (SIGSTOP). What a slow minute does
+to one side, it does to the others. A turn in which others kept cores busy is taken again, as soon
+as it is quiet: two ranks that wait for each other suffer more from a neighbour than two that do
+not.
+
+A block starts each side, in an order of its own, lets all warm up, and goes through the turns,
+forwards and backwards alternately. Its ratio of two sides is the Hodges-Lehmann estimate over its
+rounds. The unit of evidence is the block, since what chance decides once a launch (how pages and
+threads are placed) stays for all turns of it: compare/evidence/paired.py makes the estimate and the
+interval from the blocks' ratios. sides.py says what is started, rank_agent.py is beside each rank,
+and take_turns.py inside.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import psutil
+
+from compare.evidence.load import quiet_load
+from compare.evidence.run_folder import read_block
+from compare.evidence.turns import Block, Turn
+from compare.plan.sources import trainers_sha256
+from compare.running.launch import (
+    busy_cpu_seconds,
+    clear_folder,
+    failed_folder,
+    kill_marked,
+    new_mark,
+    shown_tail,
+    signal_group,
+    start_process,
+    start_watchdog,
+)
+from compare.running.rank_agent import SCHEDULER, UNREACHABLE, State, receive, send
+from compare.running.sides import MeasurementError, NoTurns, Side, why_not_by_turns
+from compare.running.take_turns import LEAD_IN_STEPS
+from recipe.files import write_json
+
+LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
+END_SECONDS = 10.0
+HELLO_SECONDS = 5  # for who connects to say who it is
+# What a side writes that cannot be on a GPU together with others, and what that means.
+NO_ROOM = {
+    "CUDA out of memory": "the sides do not fit into the GPU's memory at once",
+    "CUDA error: out of memory": "the sides do not fit into the GPU's memory at once",
+    "busy or unavailable": "the GPU lets in one process only (its compute mode)",
+}
+# That a turn is to take beside its lead-in, where no side says how many steps it makes. Turns of 2
+# steps are as noisy as turns of 6 (a ratio of two varies by 9 %; three blocks of each, on two cores
+# that others share): the more often sides change, the better they share what disturbs them.
+TURN_SECONDS = 0.5
+TRIAL_STEPS = 2  # by which that is found
+PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
+LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are paused
+
+
+def say(text: str) -> None:
+    """A line of progress, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_block(
+    sides: Sequence[Side],
+    rounds: int,
+    folder: Path,
+    number: int,
+    label: str,
+    patience: float = PATIENCE,
+    report: Callable[[str], None] = say,
+    timeout: float = LIMIT_SECONDS,
+) -> Block:
+    """Start the sides in this order, warm them up, let them take turns, and write block.json.
+
+    A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
+    turns of each side are, on the average. `timeout`: seconds for the start, and for a turn.
+
+    Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
+    """
+    if reason := why_not_by_turns():
+        raise NoTurns(reason)
+    load, began = os.getloadavg()[0], time.monotonic()
+    with Scheduler(folder, sides, timeout) as scheduler:
+        report(f"{label}: starting {', '.join(side.name for side in sides)}")
+        scheduler.start(*sides)
+        sides = with_steps(scheduler, sides)
+        turns, disturbed = scheduler.take_rounds(
+            sides, rounds, patience, lambda line: report(f"{label}, {line}")
+        )
+        quiet_cores = scheduler.quiet_cores
+    block = Block(
+        number,
+        tuple(side.name for side in sides),
+        round(load, 2),
+        tuple(turns),
+        {side.name: side.steps for side in sides},
+        round(disturbed, 3),
+        round(time.monotonic() - began, 3),
+        quiet_cores,
+    )
+    write_json(folder / "block.json", {**origin(sides, rounds), **asdict(block)})
+    return block
+
+
+def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | None:
+    """Return the block that an interrupted call has left in this folder, if it was of the same
+    sides and sources."""
+    path = folder / "block.json"
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    if record | origin(sides, rounds) != record:
+        return None
+    return read_block(path, [side.name for side in sides])
+
+
+def origin(sides: Sequence[Side], rounds: int) -> dict[str, Any]:
+    """Return what a finished block must have in common with one that it is to stand for."""
+    commands = [side.shown() for side in sides]
+    return {"commands": commands, "rounds": rounds, "sources": trainers_sha256()}
+
+
+@dataclass
+class Rank:
+    """A handle of a process that takes turns: who it is, what it does, and its last turn."""
+
+    side: str
+    copy: int
+    number: int
+    host: str
+    machine: str  # hosts that share a kernel share its cores
+    cores: int  # of the machine
+    connection: Connection
+    state: State = State.STARTING
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+class Scheduler:
+    """The sides of a block, and who of them may run; used as a context, it leaves no process behind
+    whatever ends it. If a side fails, the folder is put aside, with all output.
+
+    `sides` are those that will be started; they need only be named if one of them has processes on
+    other hosts. `timeout`: seconds for all to start and warm up, and for a turn.
+    """
+
+    def __init__(
+        self, folder: Path, sides: Sequence[Side] = (), timeout: float = LIMIT_SECONDS
+    ) -> None:
+        self.folder, self.timeout = folder, timeout
+        self.aside = failed_folder(folder)
+        self.mark, self.key = new_mark(), secrets.token_bytes(32)
+        self.listener, self.address = listen(sides)
+        self.launchers: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # by side and copy
+        self.ranks: list[Rank] = []
+        self.on_turn = ""  # the name of the side that is; "" while sides start
+
+    def __enter__(self) -> "Scheduler":
+        clear_folder(self.folder, keep_failure=False)
+        self.watchdog = start_watchdog(self.mark)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end(*{name for name, _ in self.launchers})
+        kill_marked(self.mark)
+        self.listener.close()
+        self.watchdog.communicate()
+        if isinstance(exception[1], MeasurementError):
+            (self.folder / "output.log").write_text(f"{exception[1]}\n")
+            self.folder.rename(self.aside)
+
+    @property
+    def quiet_cores(self) -> float:
+        """What others may keep busy in a turn that counts: on the smallest machine."""
+        return quiet_load(min(rank.cores for rank in self.ranks))
+
+    def start(self, *sides: Side) -> None:
+        """Start these sides and let them make their first steps; each is paused from then on, and
+        leaves the cores to the others.
+
+        The next one is started as soon as all ranks of the one before are there: with all at once,
+        those that wait for each other poll, and keep the others from getting ahead.
+        """
+        self.on_turn, waiting, started = "", list(sides), list[Side]()
+        while waiting or not all(self.are(State.PAUSED, side) for side in sides):
+            if waiting and all(len(self.of(side)) == side.processes for side in started):
+                started.append(waiting.pop(0))
+                self.launch(started[-1])
+                deadline = time.monotonic() + self.timeout
+            self.receive(deadline)
+            for side in started:
+                if self.are(State.READY, side):
+                    self.send(side, State.PAUSED)
+
+    def launch(self, side: Side) -> None:
+        """Start a side's copies."""
+        place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
+        for copy in range(side.copies):
+            folder = self.folder / side.name / str(copy)
+            command = side.command(folder.resolve(), copy, by_turns=True)
+            self.launchers[side.name, copy] = start_side(side, command, folder, self.mark, place)
+
+    def end(self, *names: str) -> None:
+        """End the sides of these names, while the others are paused."""
+        for rank in self.ranks:
+            if rank.side in names:
+                send(rank.connection, State.ENDED)
+        # Launchers that see their ranks end tidy up after them; what is left is killed.
+        deadline = time.monotonic() + END_SECONDS
+        for key in [key for key in self.launchers if key[0] in names]:
+            launcher = self.launchers.pop(key)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
+            signal_group(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        self.ranks = [rank for rank in self.ranks if rank.side not in names]
+
+    def take_rounds(
+        self, sides: Sequence[Side], rounds: int, patience: float, report: Callable[[str], None]
+    ) -> tuple[list[Turn], float]:
+        """Let sides take turns, forwards and backwards alternately. Return the turns, and how many
+        seconds those took that others disturbed, and waiting for quiet."""
+        turns, disturbed_seconds, spare = list[Turn](), 0.0, rounds * len(sides)
+        for round_ in range(rounds):
+            disturbed = 0
+            for side in sides if round_ % 2 == 0 else sides[::-1]:
+                while True:
+                    began = time.monotonic()
+                    turn = self.take_turn(side, round_)
+                    if turn.other_load <= self.quiet_cores:
+                        break
+                    disturbed += 1
+                    if spare:
+                        wait_for_quiet(patience)
+                    disturbed_seconds += time.monotonic() - began
+                    if not spare:
+                        break
+                    spare -= 1
+                turns.append(turn)
+            line = f"round {round_ + 1} of {rounds}: "
+            line += ", ".join(f"{t.side} {t.images_per_second:.4g}" for t in turns[-len(sides) :])
+            again = "taken again" if spare else "do not count"
+            what = f"; {disturbed} turns disturbed by other processes, {again}"
+            report(f"{line} images/s{what if disturbed else ''}")
+        return turns, disturbed_seconds
+
+    def take_turn(self, side: Side, round_: int) -> Turn:
+        """Let a side alone go on for its number of steps, and return what it measured."""
+        self.on_turn, began = side.name, time.time()
+        ranks = self.request(side, State.RUNNING, State.READY, steps=side.steps)
+        cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
+        if side.copies > 1:
+            # Who was done first has gone on: that, too, is the side's own load.
+            self.request(side, State.READY, State.READY)
+        self.request(side, State.PAUSED, State.PAUSED)
+        return make_turn(side, round_, round(began, 2), ranks, cpu_seconds)
+
+    def request(self, side: Side, wanted: State, until: State, **values: Any) -> list[Rank]:
+        """Send all ranks of a side which state to take; return them when all are in `until`."""
+        deadline = time.monotonic() + self.timeout
+        self.send(side, wanted, **values)
+        while not self.are(until, side):
+            self.receive(deadline)
+        return self.of(side)
+
+    def send(self, side: Side, wanted: State, **values: Any) -> None:
+        """Send all ranks of a side which state to take; they run until they say that they have."""
+        for rank in self.of(side):
+            rank.state = State.RUNNING
+            send(rank.connection, wanted, **values)
+
+    def of(self, side: Side) -> list[Rank]:
+        """Return a side's ranks that are there."""
+        return [rank for rank in self.ranks if rank.side == side.name]
+
+    def are(self, state: State, side: Side) -> bool:
+        """Tell whether all ranks of a side are in this state."""
+        states = [rank.state for rank in self.of(side)]
+        return states == [state] * side.processes
+
+    def receive(self, deadline: float) -> None:
+        """Take what ranks have sent, within half a second; MeasurementError if a side has ended, or
+        if it is past the deadline."""
+        for key, launcher in self.launchers.items():
+            if launcher.poll() is not None:
+                raise self.failure(key, f"ended with exit code {launcher.returncode}")
+        if time.monotonic() > deadline:
+            written = "\n".join(f"{key[0]}:\n{self.output(key)}" for key in self.launchers)
+            raise MeasurementError(
+                f"not ready after the {self.timeout:.0f} s that --timeout allows; the sides last "
+                f"wrote\n{written}"
+            )
+        by_connection: dict[Any, Rank] = {rank.connection: rank for rank in self.ranks}
+        for ready in wait([self.listener, *by_connection], timeout=0.5):
+            if ready is self.listener:
+                self.accept()
+                continue
+            rank = by_connection[ready]
+            rank.state, values = receive(rank.connection)
+            rank.measured |= values
+            if rank.state is State.ENDED:
+                key = (rank.side, rank.copy)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self.launchers[key].wait(END_SECONDS)  # it has more to say
+                    raise self.failure(key, f"ended with exit code {code}")
+                raise self.failure(key, f"rank {rank.number} on {rank.host} ended")
+
+    def accept(self) -> None:
+        """Let a rank's agent in, if it has the key; whoever else connects is turned away."""
+        accepted, _ = self.listener.accept()
+        limit = struct.pack("ll", HELLO_SECONDS, 0)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection = Connection(accepted.detach())
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            state, values = receive(connection)
+            if state is State.STARTING:
+                self.ranks.append(Rank(connection=connection, **values))
+
+    def failure(self, key: tuple[str, int], what: str) -> MeasurementError:
+        """Return the error of a side's copy that has ended: with the end of what it wrote."""
+        side, copy = key
+        when = "" if self.on_turn in ("", side) else " while it was paused"
+        text = f"{side} {what}{when}:\n{self.output(key)}"
+        # A launcher may have said much since.
+        whole = (self.folder / side / str(copy) / "output.log").read_text(errors="replace")
+        if UNREACHABLE in whole:
+            return NoTurns(f"a host does not reach this one: {text}", side)
+        if len({name for name, _ in self.launchers}) > 1:
+            for sign, meaning in NO_ROOM.items():
+                if sign in whole:
+                    return NoTurns(f"{meaning}: {text}", side)
+        return MeasurementError(text, side)
+
+    def output(self, key: tuple[str, int]) -> str:
+        """Return the end of what a side's copy wrote, and where all of it will be."""
+        place = Path(key[0], str(key[1]))
+        log = self.aside / place / "output.log"
+        return f"{shown_tail(self.folder / place)}\n  all of it: {log}"
+
+
+def listen(sides: Sequence[Side]) -> tuple[socket.socket, str]:
+    """Return what agents connect to, and where they find it: a port, on this host alone if all
+    sides are. Both ends prove that they know the key, which travels in the environment.
+
+    (horovodrun over Gloo writes the environment into a command line. Who reads it there can spoil
+    the block, no more: nothing that comes in is executed.)
+    """
+    here, bound = ["127.0.0.1"], "127.0.0.1"
+    if any(side.over_hosts for side in sides):
+        interface = next((side.interface for side in sides if side.interface), None)
+        here = own_addresses(interface)
+        if not here:
+            where = f"--network-interface {interface}" if interface else "this host"
+            raise NoTurns(f"{where} has no IPv4 address that other hosts could reach")
+        bound = here[0] if interface else ""
+    listener = socket.create_server((bound, 0), backlog=64)
+    return listener, f"{','.join(here)}:{listener.getsockname()[1]}"
+
+
+def own_addresses(interface: str | None) -> list[str]:
+    """Return this host's IPv4 addresses, loopback's aside; those of one interface, if named."""
+    return [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if interface in (None, name)
+        and address.family == socket.AF_INET
+        and not address.address.startswith("127.")
+    ]
+
+
+def start_side(
+    side: Side,
+    command: list[str],
+    folder: Path,
+    mark: str,
+    variables: dict[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a side's command, its output in `folder`, which is emptied first: what an earlier call
+    left there would be taken for this one's."""
+    clear_folder(folder, keep_failure=False)
+    # Steps of a Slurm job share its cores, rather than wait for each other's end.
+    variables = {"SLURM_OVERLAP": "1", **(variables or {}), **side.environment}
+    return start_process(command, folder, mark, variables, side.directory)
+
+
+def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> Sequence[Side]:
+    """Return the sides, each with the number of steps that makes a turn: by the pace of a trial,
+    which is also their first turn with the cores to themselves. All get the same number, or the
+    work would not be the same."""
+    if all(side.steps for side in sides):
+        return sides
+    trials = [scheduler.take_turn(replace(side, steps=TRIAL_STEPS), 0) for side in sides]
+    pace = median(turn.seconds for turn in trials) / TRIAL_STEPS
+    steps = max(1, round(TURN_SECONDS / pace))
+    return [replace(side, steps=side.steps or steps) for side in sides]
+
+
+def make_turn(
+    side: Side, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
+) -> Turn:
+    """Return what a side's ranks have measured in a turn, which took all of them `cpu_seconds`.
+
+    Ranks that train together take the same time from one step's end to another's, but for a few
+    milliseconds by which one of them is ahead: their mean counts. Independent copies add up. What
+    the cores of a machine did beside all of the side's processes is others'. CPU time is that of
+    the lead-in as well.
+    """
+    by_copy, by_machine = defaultdict(list), defaultdict(list)
+    for rank in ranks:
+        by_copy[rank.copy].append(rank.measured["seconds"])
+        by_machine[rank.machine].append(rank.measured)
+    seconds = [mean(of_ranks) for of_ranks in by_copy.values()]
+    loads = [
+        (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
+        / max(m["window"] for m in of_ranks)
+        for of_ranks in by_machine.values()
+    ]
+    return Turn(
+        side.name,
+        round_,
+        max(seconds),
+        sum(side.steps * side.images_per_step / each for each in seconds),
+        cpu_seconds / ((LEAD_IN_STEPS + side.steps) * side.images_per_step * len(seconds)),
+        max(0.0, round(max(loads), 3)),
+        began,
+    )
+
+
+def wait_for_quiet(seconds: float) -> None:
+    """Wait until others leave this machine's cores alone, but no longer than `seconds`; call it
+    while all sides are paused."""
+    deadline, cores = time.monotonic() + seconds, quiet_load(os.cpu_count() or 1)
+    while time.monotonic() < deadline:
+        began, busy = time.monotonic(), busy_cpu_seconds()
+        time.sleep(LISTEN_SECONDS)
+        if (busy_cpu_seconds() - busy) / (time.monotonic() - began) <= cores:
+            return
