@@ -15,10 +15,8 @@ bit-equal to single_process.py. With several they are not: each GPU normalises i
 batch in BatchNorm, and the parts' gradients are added up in another order.
 """
 
-from recipe.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
-from recipe.world import World
 
 ENGINE = "data_parallel"
 
@@ -28,24 +26,25 @@ if __name__ == "__main__":  # before torch is loaded
 import torch
 from torch import nn
 
-from recipe.loop import Parts, Rung, prepare, train
+from recipe.loop import Rung
 
 
-def distribute(parts: Parts) -> None:
-    """Let all GPUs that this process sees share each batch; on a CPU there is nothing to share."""
-    gpus = torch.cuda.device_count() if parts.device.type == "cuda" else 0
-    if gpus < 2:
-        name = "one GPU" if gpus else "the CPU"
-        print(f"{ENGINE}: runs as one device, {name}: to share a batch takes two GPUs or more")
-    if gpus or not torch.cuda.is_available():  # it would use GPUs in spite of --no-cuda
-        parts.network = nn.DataParallel(parts.model)
+class OneProcess(Rung):
+    """One process for all GPUs that it sees."""
+
+    name, launcher, has_group = ENGINE, "none", False
+
+    def distribute(self) -> None:
+        """Let the GPUs share each batch; on a CPU there is nothing to share."""
+        gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        if gpus < 2:
+            name = "one GPU" if gpus else "the CPU"
+            print(f"{ENGINE}: runs as one device, {name}: to share a batch takes two GPUs or more")
+        if gpus or not torch.cuda.is_available():  # it would use GPUs in spite of --no-cuda
+            self.network = nn.DataParallel(self.model)
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says."""
-    device = prepare(config, world, launcher="none")
-    train(config, world, device, Rung(ENGINE, distribute=distribute), hooks)
-
+main = OneProcess.main
 
 if __name__ == "__main__":
     with one_message(world):

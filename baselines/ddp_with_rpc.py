@@ -35,7 +35,6 @@ if __name__ == "__main__":  # before torch is loaded
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -43,15 +42,10 @@ from torch import nn
 from torch.distributed import autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import process_group, remote_calls
+from recipe.loop import Rung
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import build_optimizer
-
-LACKS = (
-    "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "batches_per_allreduce",
-    "compile",
-)  # fmt: skip
+from recipe.training.state import Trainables
 
 
 # -- On the server ---------------------------------------------------------------------------------
@@ -106,16 +100,22 @@ def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 # -- On the trainers -------------------------------------------------------------------------------
-class Trainer:
+class Trainer(Rung):
     """What a trainer does together with the server."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world, self.server = config, world, f"rank{world.size}"
-        self.step = ExitStack()
+    name, servers, has_remote_calls, is_for_cpu = ENGINE, 1, True, True
+    lacks = (
+        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema",
+        "batches_per_allreduce", "compile",
+    )  # fmt: skip
 
-    def distribute(self, parts: Parts) -> None:
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.server, self.step = f"rank{self.world.size}", ExitStack()
+
+    def distribute(self) -> None:
         """Send the last layer to the server; let DDP train the others."""
-        model, state = parts.model, parts.optimizer.state
+        model, state = self.model, self.optimizer.state
         if not isinstance(getattr(model, "fc", None), nn.Linear):
             raise UserError(
                 f"--arch {self.config.arch}: this script takes a network's layer `fc` apart, which "
@@ -128,28 +128,23 @@ class Trainer:
         trunk = copy.copy(model)  # of the same layers
         trunk._modules = {**model._modules, "fc": nn.Identity()}
         self.weights = list(trunk.parameters())
-        parts.network = DistributedDataParallel(trunk)
+        self.network = DistributedDataParallel(trunk)
         # BatchNorm's statistics travel as --batch-norm says.
-        parts.network.broadcast_buffers = False
+        self.network.broadcast_buffers = False
 
     def forward_backward(
-        self,
-        parts: Parts,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        sync_gradients: bool,
-        lap: Callable,
+        self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
         """The trunk here, the last layer there, and back; gradients stay in the step's context."""
         self.context = self.step.enter_context(autograd.context())
-        outputs = rpc.rpc_sync(self.server, classify, args=(parts.network(images),))
-        loss = parts.criterion(outputs, targets)
+        outputs = rpc.rpc_sync(self.server, classify, args=(self.network(images),))
+        loss = self.criterion(outputs, targets)
         sums = batch_sums(outputs, targets, loss)
         lap("forward")
         autograd.backward(self.context, [loss])
         return sums
 
-    def update(self, parts: Parts, rate: float) -> None:
+    def update(self, rate: float) -> None:
         """Update the trunk here while the server updates the last layer."""
         with self.step:  # at its end all forget the context
             arguments = (self.world.rank, self.context, rate)
@@ -157,46 +152,21 @@ class Trainer:
             gradients = autograd.get_gradients(self.context)
             for weight in self.weights:
                 weight.grad = gradients[weight]
-            for group in parts.optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            parts.optimizer.step()  # without the last layer, which has no gradient here
-            parts.model.zero_grad()
+            self.optimizer.step()  # without the last layer, which has no gradient here
             done.wait()
 
-    def whole(self, parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def whole(self) -> Trainables:
         """The network with the server's last layer, and its momentum."""
         head, optimizer = rpc.rpc_sync(self.server, head_and_optimizer)
-        for mine, theirs in zip(parts.model.fc.parameters(), head.parameters(), strict=True):
+        for mine, theirs in zip(self.model.fc.parameters(), head.parameters(), strict=True):
             mine.data.copy_(theirs.data)
-            parts.optimizer.state[mine] = optimizer.state[theirs]
-        return parts.model, parts.optimizer
-
-    def run(self, device: torch.device, hooks: Hooks) -> None:
-        """Train."""
-        with process_group(self.config, self.world):
-            rung = Rung(
-                name=ENGINE,
-                distribute=self.distribute,
-                forward_backward=self.forward_backward,
-                update=self.update,
-                whole=self.whole,
-            )
-            train(self.config, self.world, device, rung, hooks)
+            self.optimizer.state[mine] = optimizer.state[theirs]
+        return self
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train, or serve, as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    if world.size < 2:
-        raise UserError("1 rank: the last one only serves; start at least 2")
-    if device.type != "cpu":
-        raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    with remote_calls(config, world):
-        trainers = world.size - 1
-        if world.rank < trainers:
-            place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-            Trainer(config, place).run(device, hooks)
-
+main = Trainer.main
 
 if __name__ == "__main__":
     with one_message(world):

@@ -21,10 +21,8 @@ weights, and the plain one rounds more often (torch 2.14.1). Also, with more tha
 gradients may be added up in another order, and --clip-grad-norm adds up the norm in parts.
 """
 
-from recipe.config import Config
 from recipe.errors import leave, one_message
 from recipe.start import Hooks, start
-from recipe.world import World
 
 ENGINE = "fsdp"
 
@@ -38,31 +36,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from recipe.loop import Parts, Rung, memory_by_rank, prepare, train
-from recipe.ranks import process_group
+from recipe.loop import Rung
+from recipe.record.schema import RungFigures
 from recipe.training.model import build_model, build_optimizer
-
-# Each would need code of its own for sharded weights.
-LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer", "compile")
-
-
-def distribute(parts: Parts) -> None:
-    """Shard the network, which becomes another one in place, and a checkpoint's momentum."""
-    kept = parts.optimizer.state_dict()["state"]
-    mesh = init_device_mesh(parts.device.type, (dist.get_world_size(),))
-    for child in parts.model.children():
-        if isinstance(child, nn.Sequential):
-            fully_shard(child, mesh=mesh)
-    fully_shard(parts.model, mesh=mesh)
-    parts.optimizer = build_optimizer(parts.model, parts.config)
-    for group in parts.optimizer.param_groups:
-        group["fused"] = False  # it does not take sharded weights
-    weights = [weight for group in parts.optimizer.param_groups for weight in group["params"]]
-    for number, state in kept.items():
-        weight = weights[number]
-        for name, value in state.items():
-            shard = distribute_tensor(value, weight.device_mesh, weight.placements)
-            parts.optimizer.state[weight][name] = shard
+from recipe.training.state import Trainables
 
 
 def gathered(state: dict) -> dict:
@@ -74,28 +51,46 @@ def gathered(state: dict) -> dict:
     return whole
 
 
-def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A copy of the network and the optimizer, whole on every rank; the buffers are no copies."""
-    with torch.device("meta"):  # no values: the gathered ones take their place
-        model = build_model(parts.config, parts.data.num_classes, download=False)
-    model.load_state_dict(gathered(parts.model.state_dict()), assign=True)
-    optimizer = build_optimizer(model, parts.config)
-    optimizer.load_state_dict(gathered(parts.optimizer.state_dict()))
-    return model, optimizer
+class Sharded(Rung):
+    """Each rank holds its shard of everything."""
+
+    name = ENGINE
+    # Each would need code of its own for sharded weights.
+    lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "compile")
+
+    def distribute(self) -> None:
+        """Shard the network, which becomes another one in place, and a checkpoint's momentum."""
+        kept = self.optimizer.state_dict()["state"]
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        for child in self.model.children():
+            if isinstance(child, nn.Sequential):
+                fully_shard(child, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = build_optimizer(self.model, self.config)
+        for group in self.optimizer.param_groups:
+            group["fused"] = False  # it does not take sharded weights
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for number, state in kept.items():
+            weight = weights[number]
+            for name, value in state.items():
+                shard = distribute_tensor(value, weight.device_mesh, weight.placements)
+                self.optimizer.state[weight][name] = shard
+
+    def whole(self) -> Trainables:
+        """A copy of network and optimizer, whole on every rank; the buffers are no copies."""
+        with torch.device("meta"):  # no values: the gathered ones take their place
+            model = build_model(self.config, self.data.num_classes, download=False)
+        model.load_state_dict(gathered(self.model.state_dict()), assign=True)
+        optimizer = build_optimizer(model, self.config)
+        optimizer.load_state_dict(gathered(self.optimizer.state_dict()))
+        return Trainables(model, optimizer, self.scaler, None)
+
+    def measured(self) -> RungFigures:
+        """The memory of each rank."""
+        return self.memory_by_rank(self.optimizer)
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    with process_group(config, world):
-        rung = Rung(
-            name=ENGINE,
-            distribute=distribute,
-            whole=whole,
-            measured=lambda parts: memory_by_rank(world, parts.optimizer, parts.model),
-        )
-        train(config, world, device, rung, hooks)
-
+main = Sharded.main
 
 if __name__ == "__main__":
     with one_message(world):

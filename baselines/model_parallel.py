@@ -26,15 +26,11 @@ if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE)
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import process_group
+from recipe.loop import Rung
 from recipe.training.model import blocks_of, build_optimizer
-
-LACKS = ("model_ema",)  # the average would have to be split as well
 
 
 def two_devices(first: torch.device, world: World) -> tuple[torch.device, torch.device]:
@@ -71,28 +67,31 @@ def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
     return f"{4 * before / 1e6:.2f} MB on {first}, {4 * (size - before) / 1e6:.2f} MB on {second}"
 
 
-def distribute(parts: Parts, second: torch.device) -> None:
-    """Split the network, then let DDP average the gradients of both halves."""
-    halves = split(parts.model, parts.device, second)
-    if dist.get_rank() == 0:
-        if second == parts.device:
-            print(f"{ENGINE}: without GPUs both halves of the network are on the CPU")
-        print(f"weights of a worker: {halves}")
-    kept = parts.optimizer.state_dict()
-    # Of the weights where they are now.
-    parts.optimizer = build_optimizer(parts.model, parts.config)
-    parts.optimizer.load_state_dict(kept)
-    parts.network = DistributedDataParallel(parts.model)  # no device_ids: there are two
-    parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+class TwoDevices(Rung):
+    """Each worker has two devices, and DDP averages the gradients of both halves."""
+
+    name = ENGINE
+    lacks = ("model_ema",)  # the average would have to be split as well
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.device, self.second = two_devices(self.device, world)
+
+    def distribute(self) -> None:
+        """Split the network."""
+        halves = split(self.model, self.device, self.second)
+        if self.world.is_first:
+            if self.second == self.device:
+                print(f"{ENGINE}: without GPUs both halves of the network are on the CPU")
+            print(f"weights of a worker: {halves}")
+        kept = self.optimizer.state_dict()
+        self.optimizer = build_optimizer(self.model, self.config)  # of them where they are now
+        self.optimizer.load_state_dict(kept)
+        self.network = DistributedDataParallel(self.model)  # no device_ids: there are two
+        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says. Every rank calls this."""
-    first, second = two_devices(prepare(config, world, LACKS), world)
-    with process_group(config, world):
-        rung = Rung(name=ENGINE, distribute=lambda parts: distribute(parts, second))
-        train(config, world, first, rung, hooks)
-
+main = TwoDevices.main
 
 if __name__ == "__main__":
     with one_message(world):

@@ -18,10 +18,8 @@ an evaluation and a checkpoint the ranks average both, so that a run that goes o
 does what it would have done.
 """
 
-from recipe.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
-from recipe.world import World
 
 ENGINE = "parameter_averaging"
 PERIOD = 4  # steps from one average to the next
@@ -33,58 +31,49 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import process_group
-
-# Each rank would have a moving average of its own, and leave out its own steps; it is SGD's state
-# that is averaged; and its warm-up is counted in steps of one size.
-LACKS = ("model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs")
+from recipe.data.batches import samples_per_step
+from recipe.loop import Rung
+from recipe.training.state import Trainables
 
 
-def warm_up_steps(parts: Parts) -> int:
-    """Steps in which the ranks average their gradients."""
-    config, size = parts.config, dist.get_world_size()
-    epoch_steps = parts.data.num_train / (config.batch_size * config.batches_per_allreduce * size)
-    return math.ceil(config.warmup_epochs * epoch_steps)
+class LocalSGD(Rung):
+    """Gradients are averaged until the warm-up is over, then weights."""
+
+    name = ENGINE
+    # Each rank would have a moving average of its own, and leave out its own steps; it is SGD's
+    # state that is averaged; and its warm-up is counted in steps of one size.
+    lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs")
+
+    def distribute(self) -> None:
+        """DDP averages gradients until the warm-up is over; then an averager does weights."""
+        epoch_steps = self.data.num_train / samples_per_step(self.config, self.world)
+        self.warm_up = math.ceil(self.config.warmup_epochs * epoch_steps)
+        self.network = DistributedDataParallel(self.model)
+        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+        local = PostLocalSGDState(None, None, self.warm_up, post_local_gradient_allreduce=False)
+        averager = PeriodicModelAverager(PERIOD, self.warm_up)
+        local.iter = averager.step = self.progress.step
+        self.network.register_comm_hook(local, post_localSGD_hook)
+        self.optimizer.register_step_post_hook(
+            lambda *_: averager.average_parameters(self.model.parameters())
+        )
+
+    def whole(self) -> Trainables:
+        """The ranks' average, from which all of them go on."""
+        if self.progress.step > self.warm_up:
+            momenta = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
+            trained = [*self.model.parameters(), *filter(torch.is_tensor, momenta)]
+            average_parameters(iter(trained), dist.group.WORLD)
+        return self
 
 
-def distribute(parts: Parts) -> None:
-    """DDP averages gradients until the warm-up is over; then an averager sees to the weights."""
-    warm_up = warm_up_steps(parts)
-    parts.network = DistributedDataParallel(parts.model)
-    parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
-    local = PostLocalSGDState(None, None, warm_up, post_local_gradient_allreduce=False)
-    averager = PeriodicModelAverager(PERIOD, warm_up)
-    local.iter = averager.step = parts.progress.step
-    parts.network.register_comm_hook(local, post_localSGD_hook)
-    parts.optimizer.register_step_post_hook(
-        lambda *_: averager.average_parameters(parts.model.parameters())
-    )
-
-
-def whole(parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The ranks' average, from which all of them go on."""
-    if parts.progress.step > warm_up_steps(parts):
-        momenta = [state.get("momentum_buffer") for state in parts.optimizer.state.values()]
-        trained = [*parts.model.parameters(), *filter(torch.is_tensor, momenta)]
-        average_parameters(iter(trained), dist.group.WORLD)
-    return parts.model, parts.optimizer
-
-
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    with process_group(config, world):
-        rung = Rung(name=ENGINE, distribute=distribute, whole=whole)
-        train(config, world, device, rung, hooks)
-
+main = LocalSGD.main
 
 if __name__ == "__main__":
     with one_message(world):

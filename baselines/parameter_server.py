@@ -30,7 +30,7 @@ another one than DDP's. Without it they depend on who comes first, and differ fr
 import sys
 
 from recipe.config import Config
-from recipe.errors import UserError, one_message
+from recipe.errors import one_message
 from recipe.start import Hooks, start
 from recipe.world import World
 
@@ -40,7 +40,6 @@ if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
 
 from collections import Counter
-from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -50,11 +49,10 @@ from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import process_group, remote_calls
+from recipe.loop import Rung
 from recipe.record.schema import RungFigures
+from recipe.training.state import Trainables
 
-LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
 Answer = tuple[int, torch.Tensor]  # how many updates the weights have had, and all of them: [n]
 
 
@@ -123,28 +121,31 @@ def pull() -> tuple[Answer, dict, Counter[int]]:
 
 
 # -- On the trainers -------------------------------------------------------------------------------
-class Trainer:
+class Trainer(Rung):
     """What a trainer does by the server instead of by itself."""
 
-    def __init__(self, config: Config, world: World, is_synchronous: bool) -> None:
-        self.config, self.world, self.is_synchronous = config, world, is_synchronous
-        self.server, self.version = f"rank{world.size}", 0
+    name, transport, servers = ENGINE, "TensorPipe", 1
+    has_remote_calls = is_for_cpu = True
+    lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
 
-    def distribute(self, parts: Parts) -> None:
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        self.server, self.version = f"rank{self.world.size}", 0
+
+    def distribute(self) -> None:
         """Rank 0 sends the server all that it needs."""
-        self.weights, trainers = list(parts.model.parameters()), self.world.size
+        self.weights, trainers = list(self.model.parameters()), self.world.size
         if self.world.is_first:
-            group = trainers if self.is_synchronous else 1
-            arguments = (parts.model, parts.optimizer, trainers, group)
+            group = trainers if SYNCHRONOUS in sys.argv else 1
+            arguments = (self.model, self.optimizer, trainers, group)
             rpc.rpc_sync(self.server, begin, args=arguments)
         dist.barrier()
 
-    def update(self, parts: Parts, rate: float) -> None:
+    def update(self, rate: float) -> None:
         """Push this step's gradients, and take the weights that come back."""
         gradients = parameters_to_vector([weight.grad for weight in self.weights])
         arguments = (self.world.rank, self.version, gradients, rate)
         self.take(rpc.rpc_sync(self.server, push, args=arguments))
-        parts.model.zero_grad()
 
     def take(self, answer: Answer) -> None:
         """Train on from these weights."""
@@ -152,16 +153,16 @@ class Trainer:
         for weight, value in zip(self.weights, shaped(values, self.weights), strict=True):
             weight.data.copy_(value)
 
-    def whole(self, parts: Parts) -> tuple[nn.Module, Optimizer]:
+    def whole(self) -> Trainables:
         """The server's weights after all pushes so far, on each trainer."""
         dist.barrier()
         answer, state, self.staleness = rpc.rpc_sync(self.server, pull)
         self.take(answer)
-        parts.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(state)
         dist.barrier()  # before one of them pushes again
-        return parts.model, parts.optimizer
+        return self
 
-    def measured(self, parts: Parts) -> RungFigures:
+    def measured(self) -> RungFigures:
         """How old the weights were that gradients were pushed for."""
         if not self.staleness:
             return RungFigures()
@@ -170,33 +171,8 @@ class Trainer:
             staleness=updates / self.staleness.total(), largest_staleness=max(self.staleness)
         )
 
-    def run(self, device: torch.device, hooks: Hooks) -> None:
-        """Train."""
-        with process_group(self.config, self.world):
-            rung = Rung(
-                name=ENGINE,
-                transport="TensorPipe",
-                distribute=self.distribute,
-                update=self.update,
-                whole=self.whole,
-                measured=self.measured,
-            )
-            train(self.config, self.world, device, rung, hooks)
 
-
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train, or serve, as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    if world.size < 2:
-        raise UserError("1 rank: the last one only serves; start at least 2")
-    if device.type != "cpu":
-        raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    with remote_calls(config, world):
-        trainers = world.size - 1
-        if world.rank < trainers:
-            place = replace(world, size=trainers, local_size=min(world.local_size, trainers))
-            Trainer(config, place, SYNCHRONOUS in sys.argv).run(device, hooks)
-
+main = Trainer.main
 
 if __name__ == "__main__":
     with one_message(world):

@@ -41,74 +41,76 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import process_group, sum_over_ranks
+from recipe.loop import Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import pieces_of
-
-LACKS = (
-    "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
-    "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
-)  # fmt: skip
+from recipe.training.state import Trainables
 
 
-class Pipeline:
+class Pipeline(Rung):
     """The stages, of which this rank computes one."""
 
+    name = ENGINE
+    lacks = (
+        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
+        "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
+    )  # fmt: skip
+
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        super().__init__(config, world)
+        stages, count = world.size, config.batches_per_allreduce
+        if count < stages:
+            raise UserError(
+                f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs "
+                f"one a stage; give {stages} or more, and a smaller --batch-size"
+            )
+        self.readers = replace(world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.seconds = self.busy_seconds = 0.0  # of all steps; of this rank's computation in them
 
-    def distribute(self, parts: Parts) -> None:
+    def distribute(self) -> None:
         """Cut the network into stages."""
         rank, stages = self.world.rank, self.world.size
-        self.stages = pieces_of(parts.model, self.config, stages)
-        parts.network = self.stages[rank]
+        self.stages = pieces_of(self.model, self.config, stages)
+        self.network = self.stages[rank]
         size, count = self.config.train_crop_size, self.config.batches_per_allreduce
         passed = [torch.empty(self.config.batch_size, 3, size, size, device="meta")]
         for stage in copy.deepcopy(self.stages):  # what travels, as shapes without values
             passed.append(stage.to("meta")(passed[-1]))
 
         def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            loss = parts.criterion(outputs, targets)
+            loss = self.criterion(outputs, targets)
             self.sums += batch_sums(outputs, targets, loss)
             return loss / count
 
-        own = PipelineStage(parts.network, rank, stages, parts.device, *passed[rank : rank + 2])
-        own.forward_one_chunk = self.timed(own.forward_one_chunk, parts.device)
-        own.backward_one_chunk = self.timed(own.backward_one_chunk, parts.device)
+        own = PipelineStage(self.network, rank, stages, self.device, *passed[rank : rank + 2])
+        own.forward_one_chunk = self.timed(own.forward_one_chunk)
+        own.backward_one_chunk = self.timed(own.backward_one_chunk)
         self.schedule = Schedule1F1B(own, count, loss_of, scale_grads=False)
 
-    def timed(self, compute: Callable, device: torch.device) -> Callable:
+    def timed(self, compute: Callable) -> Callable:
         """`compute`, which adds up its seconds."""
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = compute(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self.busy_seconds += time.perf_counter() - started
             return result
 
         return timed_compute
 
     def forward_backward(
-        self,
-        parts: Parts,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        sync_gradients: bool,
-        lap: Callable,
+        self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
         """Let all micro-batches flow through, once the step's last is there; the last stage knows
         the metrics."""
         self.waiting.append((images, targets))
-        self.sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if sync_gradients:
             started = time.perf_counter()
             all_images, all_targets = map(torch.cat, zip(*self.waiting, strict=True))
@@ -119,10 +121,10 @@ class Pipeline:
             self.seconds += time.perf_counter() - started
         return self.sums
 
-    def whole(self, parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def whole(self) -> Trainables:
         """All weights on each rank, from the rank that trains them, and all momentum on rank 0."""
-        state = parts.optimizer.state
-        has_momentum = any("momentum_buffer" in state[w] for w in parts.network.parameters())
+        state = self.optimizer.state
+        has_momentum = any("momentum_buffer" in state[w] for w in self.network.parameters())
         for owner, layers in enumerate(self.stages):
             for values in [*layers.parameters(), *layers.buffers()]:
                 dist.broadcast(values.detach(), owner)
@@ -132,41 +134,21 @@ class Pipeline:
                 dist.broadcast(momentum, owner)
                 if self.world.is_first:
                     state[weight]["momentum_buffer"] = momentum
-        return parts.model, parts.optimizer
+        return self
 
-    def measured(self, parts: Parts) -> RungFigures:
+    def measured(self) -> RungFigures:
         """How long the stages have waited for each other."""
         if not self.seconds:
             return RungFigures()
         stages, count = self.world.size, self.config.batches_per_allreduce
-        busy = sum_over_ranks(torch.tensor([self.busy_seconds / self.seconds]))
+        busy = self.sum_over_ranks(torch.tensor([self.busy_seconds / self.seconds]))
         return RungFigures(
             bubble_share=1 - float(busy) / stages,
             equal_bubble_share=(stages - 1) / (count + stages - 1),
         )
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    stages, count = world.size, config.batches_per_allreduce
-    if count < stages:
-        raise UserError(
-            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs one "
-            f"a stage; give {stages} or more, and a smaller --batch-size"
-        )
-    with process_group(config, world):
-        pipeline = Pipeline(config, world)
-        rung = Rung(
-            name=ENGINE,
-            distribute=pipeline.distribute,
-            forward_backward=pipeline.forward_backward,
-            whole=pipeline.whole,
-            measured=pipeline.measured,
-            readers=replace(world, rank=0, size=1),
-        )
-        train(config, world, device, rung, hooks)
-
+main = Pipeline.main
 
 if __name__ == "__main__":
     with one_message(world):

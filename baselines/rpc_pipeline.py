@@ -27,7 +27,7 @@ nearly equal: micro-batches reach a piece in any order, and so do their gradient
 """
 
 from recipe.config import Config
-from recipe.errors import UserError, one_message
+from recipe.errors import one_message
 from recipe.start import Hooks, start
 from recipe.world import World
 
@@ -47,12 +47,10 @@ from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from recipe.loop import Parts, Rung, prepare, train
-from recipe.ranks import remote_calls
+from recipe.loop import Rung
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import build_optimizer, pieces_of
-
-LACKS = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
+from recipe.training.state import Trainables
 
 
 # -- On each rank ----------------------------------------------------------------------------------
@@ -92,32 +90,35 @@ def optimizer_here(weights: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 # -- On rank 0 -------------------------------------------------------------------------------------
-class Driver:
+class Driver(Rung):
     """Trains the pieces from afar."""
 
-    def __init__(self, config: Config, ranks: int) -> None:
-        self.config, self.ranks = config, ranks
+    name, transport, has_group = ENGINE, "TensorPipe", False
+    has_remote_calls = is_for_cpu = True
+    lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
+
+    def __init__(self, config: Config, world: World) -> None:
+        super().__init__(config, world)
+        optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
+        optimizers_log.setLevel(logging.ERROR)  # "might be slow"
+        self.trains = world.is_first  # the others hold pieces
+        self.ranks, self.world = world.size, replace(self.world, size=1, local_size=1)
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.step = ExitStack()
 
-    def distribute(self, parts: Parts) -> None:
+    def distribute(self) -> None:
         """Send each rank its piece."""
-        self.copies = pieces_of(parts.model, self.config, self.ranks)
+        self.copies = pieces_of(self.model, self.config, self.ranks)
         self.pieces = []
         for rank, layers in enumerate(self.copies):
-            optimizer, state = build_optimizer(layers, self.config), parts.optimizer.state
+            optimizer, state = build_optimizer(layers, self.config), self.optimizer.state
             optimizer.state.update((w, state[w]) for w in layers.parameters() if w in state)
             self.pieces.append(rpc.remote(f"rank{rank}", Piece, args=(layers, optimizer)))
         weights = [weight for piece in self.pieces for weight in piece.rpc_sync().weights()]
-        self.optimizer = DistributedOptimizer(optimizer_here, weights)
+        self.distributed = DistributedOptimizer(optimizer_here, weights)
 
     def forward_backward(
-        self,
-        parts: Parts,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        sync_gradients: bool,
-        lap: Callable,
+        self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
         """Once the step's last micro-batch is there, pass all through the pieces, and back."""
         self.waiting.append((images, targets))
@@ -134,7 +135,7 @@ class Driver:
         losses = []
         for future, (_, targets) in zip(coming, self.waiting, strict=True):
             outputs = future.wait()
-            loss = parts.criterion(outputs, targets)
+            loss = self.criterion(outputs, targets)
             sums += batch_sums(outputs, targets, loss)
             losses.append(loss / len(self.waiting))
         lap("forward")
@@ -142,42 +143,23 @@ class Driver:
         self.waiting.clear()
         return sums
 
-    def update(self, parts: Parts, rate: float) -> None:
+    def update(self, rate: float) -> None:
         """Have each rank change its weights by the gradients in the step's context."""
         with self.step:  # at its end the ranks forget the context
             torch.futures.wait_all([piece.rpc_async().set_rate(rate) for piece in self.pieces])
-            self.optimizer.step(self.context)
+            self.distributed.step(self.context)
 
-    def whole(self, parts: Parts) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def whole(self) -> Trainables:
         """The pieces' weights and momentum, in the network on rank 0 that they are pieces of."""
         for own, piece in zip(self.copies, self.pieces, strict=True):
             layers, optimizer = piece.rpc_sync().contents()
             own.load_state_dict(layers.state_dict())
             for mine, theirs in zip(own.parameters(), layers.parameters(), strict=True):
-                parts.optimizer.state[mine] = optimizer.state[theirs]
-        return parts.model, parts.optimizer
+                self.optimizer.state[mine] = optimizer.state[theirs]
+        return self
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train, or hold a piece, as `config` says. Every rank calls this."""
-    device = prepare(config, world, LACKS)
-    if device.type != "cpu":
-        raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-    optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
-    optimizers_log.setLevel(logging.ERROR)  # "might be slow"
-    with remote_calls(config, world):
-        if world.is_first:
-            driver = Driver(config, world.size)
-            rung = Rung(
-                name=ENGINE,
-                transport="TensorPipe",
-                distribute=driver.distribute,
-                forward_backward=driver.forward_backward,
-                update=driver.update,
-                whole=driver.whole,
-            )
-            train(config, replace(world, size=1, local_size=1), device, rung, hooks)
-
+main = Driver.main
 
 if __name__ == "__main__":
     with one_message(world):

@@ -14,54 +14,49 @@ checkpoint needs the whole state, so that all ranks send theirs to rank 0 (as pi
 The weights are bit-equal to those of ddp_train: each is updated once, by the same numbers.
 """
 
-from recipe.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
-from recipe.world import World
 
 ENGINE = "zero_optimizer"
 
 if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE)
 
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Parts, Rung, memory_by_rank, prepare, train
-from recipe.ranks import process_group
+from recipe.loop import Rung
+from recipe.record.schema import RungFigures
+from recipe.training.state import Trainables
 
 
-def distribute(parts: Parts) -> None:
+class ShardedOptimizer(Rung):
     """DDP averages the gradients; the optimizer's state is divided among the ranks."""
-    parts.network = DistributedDataParallel(parts.model)
-    parts.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
-    plain = parts.optimizer
-    parts.optimizer = ZeroRedundancyOptimizer(
-        plain.param_groups, type(plain), lr=parts.config.base_lr
-    )
-    if plain.state:  # a checkpoint's: each rank keeps its part
-        parts.optimizer.load_state_dict(plain.state_dict())
 
+    name = ENGINE
 
-def whole(parts: Parts) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    """The optimizer's state is brought together on rank 0, for a checkpoint."""
-    parts.optimizer.consolidate_state_dict(to=0)
-    return parts.model, parts.optimizer
-
-
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train as `config` says. Every rank calls this."""
-    device = prepare(config, world)
-    with process_group(config, world):
-        rung = Rung(
-            name=ENGINE,
-            distribute=distribute,
-            whole=whole,
-            measured=lambda parts: memory_by_rank(world, parts.optimizer.optim, parts.model),
+    def distribute(self) -> None:
+        """A checkpoint's state comes whole: each rank keeps its part."""
+        self.network = DistributedDataParallel(self.model)
+        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+        plain = self.optimizer
+        self.optimizer = ZeroRedundancyOptimizer(
+            plain.param_groups, type(plain), lr=self.config.base_lr
         )
-        train(config, world, device, rung, hooks)
+        if plain.state:
+            self.optimizer.load_state_dict(plain.state_dict())
 
+    def whole(self) -> Trainables:
+        """The optimizer's state is brought together on rank 0, for a checkpoint."""
+        self.optimizer.consolidate_state_dict(to=0)
+        return self
+
+    def measured(self) -> RungFigures:
+        """The memory of each rank."""
+        return self.memory_by_rank(self.optimizer.optim)
+
+
+main = ShardedOptimizer.main
 
 if __name__ == "__main__":
     with one_message(world):

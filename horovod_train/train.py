@@ -24,28 +24,20 @@ import torch
 from torch import nn
 
 from horovod_train.engine import average_gradients, check_transport, hvd, prepare
-from recipe.data.batches import open_data, samples_per_step, to_device
-from recipe.data.batches import training_batches, training_end
-from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
-from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
-from recipe.record.environment import describe, fingerprint, summarize, usage_row
-from recipe.record.meter import StepMeter
+from recipe.data.batches import open_data, to_device
+from recipe.device import choose_device
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.record.recorder import Recorder
-from recipe.record.resume import resume
-from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.weights import load_weights
-from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
+from recipe.session import Session
 from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
-from recipe.training.metrics import batch_sums, check_evaluations, check_steps
+from recipe.training.metrics import batch_sums
 from recipe.training.model import autocast, build_criterion, build_ema, build_model
 from recipe.training.model import build_optimizer, build_scaler, replace_batch_norm, seed_step
 from recipe.training.model import update_ema
 from recipe.training.phases import exchanges_gradients
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
-from recipe.training.validation import align_batch_norm, validate
 from recipe.training.wire_format import settle_wire_format
 
 
@@ -67,14 +59,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
         """Rank 0's values, on each rank."""
         return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
-    check_same_training(
-        comparison_keys(ENGINE, config, data, device), world, device, sum_over_ranks
-    )
-    # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-    cores = sum_over_ranks(own_row(world, core_row(world)))
-    threads = config.threads or share_of_cores(cores, world.rank)
-    torch.set_num_threads(threads)
-    workers = loader_workers(config, device, threads)
+    session = Session(ENGINE, config, world, data, device, sum_over_ranks)
 
     # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
@@ -110,31 +95,16 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
     ema = build_ema(model, config)
     criterion = build_criterion(config)
     parts = Trainables(model, optimizer, scaler, ema, fp16_model)
-    folder = open_run_folder(config, world, ENGINE, from_rank_0)
-    progress = resume(parts, config, world, data, folder, from_rank_0)
-    first_step, start = progress.step, progress.samples_seen
-    environment = describe(world, ENGINE, transport, device, threads, cores)
-    work = fingerprint(config, world, data, model, device, threads, lr_scale)
-    recorder = Recorder(config, world, data, folder, progress, environment)
-    meter = StepMeter(config, world, device, data, progress, workers)
+    session.resume(config, parts, lr_scale, from_rank_0)
+    session.open_record(transport)
+    folder, progress, meter = session.folder, session.progress, session.meter
     timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
-    profiler = StepProfiler(config, world, folder, first_step, fp16_model, timeline)
-
-    def validate_all(epoch: int) -> dict[str, float]:
-        """The figures of the better of model and moving average, on all validation images."""
-        collectives = sum_over_ranks, from_rank_0
-        evaluations = validate(parts, config, world, data, device, workers, *collectives)
-        check_evaluations(evaluations, progress.step, config, first_step)
-        progress.train_seconds = meter.train_seconds
-        return recorder.write_evaluations(epoch, evaluations)
+    profiler = StepProfiler(config, world, folder, progress.step, fp16_model, timeline)
 
     # -- Training ----------------------------------------------------------------------------------
-    last_step, stop = training_end(config, world, data, first_step, start)
-    batches = training_batches(data, config, world, device, workers, start, stop, meter.input)
-    finished, stopped = start == stop, False
-    figures = validate_all(start // data.num_train) if finished else {}
-    recorder.open_bar(last_step)
-    meter.start()
+    finished, stopped = progress.samples_seen == session.stop, False
+    figures = session.validate(parts, sum_over_ranks, from_rank_0) if finished else {}
+    session.start_clocks()
     network.train()
     while not finished and not stopped:
         seed_step(config, progress.step, world.rank)
@@ -150,7 +120,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
             optimizer.set_backward_passes_per_step(passes)
         for _ in range(config.batches_per_allreduce):
             heartbeat()
-            images, targets = to_device(next(batches), config, device)
+            images, targets = to_device(next(session.batches), config, device)
             meter.lap("data")
             # Gradients add up on each rank; the optimizer counts backward passes before it sends.
             with autocast(config, device):
@@ -177,41 +147,28 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
         meter.lap("optimizer")
 
         # -- The step is done: what its end entails ------------------------------------------------
-        epoch = progress.samples_seen // data.num_train
-        step_samples = samples_per_step(config, world, epoch)
-        progress.end_step(step_samples, meter.train_seconds, scaler.skipped_steps)
-        meter.end_step(sums, rate)
+        epoch_ended = session.end_step(sums, rate, scaler.skipped_steps)
         profiler.end_step(progress.step)
-        recorder.show_step()
-        finish_checkpoint(timeout=0)  # if the last one could not be written, that is an error now
-        epoch_ended = progress.samples_seen // data.num_train > epoch
-        finished = progress.samples_seen >= stop
+        finished = progress.samples_seen >= session.stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
         if save or progress.step % config.log_interval == 0:
-            steps = meter.take_steps(sum_over_ranks)
-            recorder.write_steps(steps)
-            check_steps(steps, first_step)
-            stopped = stop_is_asked(folder, world, from_rank_0)
+            session.write_steps(sum_over_ranks)
+            stopped = session.stop_is_asked(from_rank_0)
+        if epoch_ended:
+            session.recorder.write_epoch(session.epoch)
         if epoch_ended or finished:
-            meter.energy.stop()  # an evaluation follows
-            if epoch_ended:
-                recorder.write_epoch(epoch)
-            figures = validate_all(epoch)
+            figures = session.validate(parts, sum_over_ranks, from_rank_0)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
-            align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
-            check_same_weights(model, progress.step, world, sum_over_ranks)
-            is_best = progress.take_best(figures)
-            keep_checkpoint(parts, progress, config, world, data, folder, is_best, sum_over_ranks)
+            session.keep_checkpoint(parts, figures, sum_over_ranks, from_rank_0)
         hooks.step_ended()
         meter.restart()
 
+    profiler.close(session.recorder.say)
     if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(meter, model, device)))
-        summary = summarize(environment, work, meter, figures, usage, model)
-    finish_checkpoint()
-    profiler.close(recorder.say)
-    recorder.close(summary) if finished else recorder.stop()
+        session.complete(model, figures, sum_over_ranks)
+    else:
+        session.interrupt()
     hvd.shutdown()
 
 

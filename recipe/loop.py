@@ -1,47 +1,31 @@
-"""The loop around a training step, for the rungs in baselines/: data, meter, recorder, validation,
-checkpoints, the wish to stop and the summary, in the order of both train.py.
+"""The loop around a training step, for the rungs in baselines/, in the order of both train.py.
 
-A rung says what it does differently from one process in a `Rung`; all its defaults are the step of
-baselines/single_process.py, bit by bit.
+A rung says what it does differently from one process in a subclass of `Rung`; all that it leaves as
+it is, is the step of baselines/single_process.py, bit by bit.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from recipe import ranks
 from recipe.config import Config
-from recipe.data.batches import (
-    Batch,
-    Data,
-    open_data,
-    samples_per_step,
-    to_device,
-    training_batches,
-    training_end,
-)
-from recipe.device import choose_device, core_row, loader_workers, own_row, share_of_cores
+from recipe.data.batches import Data, open_data, to_device
+from recipe.device import choose_device, own_row
 from recipe.errors import UserError
 from recipe.flags import spelled
-from recipe.ranks import from_rank_0, sum_over_ranks, transport_of
-from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
-from recipe.record.environment import describe, fingerprint, summarize, usage_row
 from recipe.record.lines import rung_lines
-from recipe.record.meter import StepMeter
-from recipe.record.recorder import Recorder
-from recipe.record.resume import resume
-from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
+from recipe.session import Session
 from recipe.start import Hooks
-from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.loss_scale import unscale_and_clip
-from recipe.training.metrics import Sums, batch_sums, check_evaluations, check_steps
+from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import (
     autocast,
     build_criterion,
@@ -52,14 +36,14 @@ from recipe.training.model import (
     seed_step,
     update_ema,
 )
+from recipe.training.phases import exchanges_gradients
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Progress, Trainables
-from recipe.training.validation import align_batch_norm, validate
 from recipe.watch import heartbeat
 from recipe.world import World
 
-# Settings that no rung has: they belong to one of the engines, or measure its exchange. Fields of
-# Config; with a value, only that is meant.
+# Settings that rungs do not have: they belong to one of the engines, or measure its exchange.
+# Fields of Config; with a value, only that is meant.
 ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
@@ -68,269 +52,199 @@ ENGINES_OWN = (
 )  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class Parts(Trainables):
-    """What a rung's functions work on; the `model` is as one process has it."""
+class Rung(Trainables):
+    """One process's training, from which a script in baselines/ differs by what it overrides.
 
-    config: Config
-    device: torch.device
-    data: Data
-    progress: Progress
-    network: nn.Module  # what the forward pass calls: the model, or what a rung makes of it
-    criterion: nn.Module
-
-
-def forward_backward(
-    parts: Parts, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
-) -> Sums:
-    """Add a batch's gradients to those of the step, and return its metrics. `sync_gradients`: it is
-    the step's last batch, and they may be exchanged. `lap` ends a phase."""
-    no_sync = getattr(parts.network, "no_sync", nullcontext)  # DDP has it
-    with autocast(parts.config, parts.device), nullcontext() if sync_gradients else no_sync():
-        outputs = parts.network(images)
-        loss = parts.criterion(outputs, targets)
-    sums = batch_sums(outputs, targets, loss)
-    lap("forward")
-    parts.scaler.scale(loss / parts.config.batches_per_allreduce).backward()
-    return sums
-
-
-def update(parts: Parts, rate: float) -> None:
-    """Change the weights by the gradients of the step, at this learning rate, and clear these."""
-    for group in parts.optimizer.param_groups:
-        group["lr"] = rate
-    unscale_and_clip(parts, parts.config.clip_grad_norm)
-    parts.scaler.step(parts.optimizer)
-    parts.scaler.update()
-    parts.model.zero_grad()
-
-
-def whole(parts: Parts) -> tuple[nn.Module, Any]:
-    """Model and optimizer as one process has them, to be evaluated, kept and compared. All ranks
-    call this; the optimizer's state is asked for on rank 0 alone. BatchNorm's statistics are to be
-    the trained network's own, not copies: they may be overwritten."""
-    return parts.model, parts.optimizer
-
-
-@dataclass(frozen=True)
-class Rung:
-    """What a way of training does differently from one process."""
+    The `model` is as one process has it. Every rank that trains makes one, before the ranks meet.
+    """
 
     name: str  # of the engine, in the run folder
-    transport: str = ""  # what carries its messages, there; "": its process group, if it has one
-    # Called once, with rank 0's weights on all ranks, and a checkpoint's momentum in the optimizer:
-    # replaces the network and the optimizer.
-    distribute: Callable[[Parts], object] = lambda parts: None
-    forward_backward: Callable[[Parts, torch.Tensor, torch.Tensor, bool, Callable], Sums] = (
-        forward_backward
-    )
-    update: Callable[[Parts, float], object] = update
-    whole: Callable[[Parts], tuple[nn.Module, Any]] = whole
-    # Called once, on each rank, when training is complete.
-    measured: Callable[[Parts], RungFigures] = lambda parts: RungFigures()
-    # This rank's place among those that read different images, where not all ranks do.
-    readers: World | None = None
+    transport = ""  # what carries its messages, there; "": its process group, if it has one
+    launcher: str | None = "torchrun"  # None: any
+    lacks: tuple[str, ...] = ()  # further settings, as in ENGINES_OWN
+    has: tuple[str, ...] = ()  # of ENGINES_OWN
+    has_group = True  # its ranks meet in a process group
+    has_remote_calls = False
+    servers = 0  # of the ranks, the last ones, which do not train
+    is_for_cpu = False  # sends what lies in the CPU's memory
+    readers: World | None = None  # this rank among those that read different images, if not all do
 
+    sum_over_ranks = staticmethod(ranks.sum_over_ranks)
+    from_rank_0 = staticmethod(ranks.from_rank_0)
+    data: Data
+    progress: Progress
+    network: nn.Module  # what the forward pass calls: the model, or what the rung makes of it
+    criterion: nn.Module
 
-def prepare(
-    config: Config, world: World, lacks: tuple[str, ...] = (), launcher: str = "torchrun"
-) -> torch.device:
-    """This rank's device. UserError for settings that no rung has, for those that this one `lacks`
-    (as in ENGINES_OWN), and if another `launcher` started this process."""
-    default = Config()
-    for name, _, value in (words.partition(" ") for words in (*ENGINES_OWN, *lacks)):
-        given = getattr(config, name)
-        if str(given) == value if value else given != getattr(default, name):
-            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
-    if world.launcher != launcher:
-        by = {"none": "python"}
-        raise UserError(
-            f"this script was started by {by.get(world.launcher, world.launcher)}: start it with "
-            f"{by.get(launcher, launcher)}, as its first lines say"
+    def __init__(self, config: Config, world: World) -> None:
+        """UserError for settings that it lacks, and if it was not started as it must be."""
+        default = Config()
+        for words in (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks):
+            name, _, value = words.partition(" ")
+            given = getattr(config, name)
+            is_given = str(given) == value if value else given != getattr(default, name)
+            if is_given:
+                raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
+        if self.launcher is not None and world.launcher != self.launcher:
+            by = {"none": "python"}
+            raise UserError(
+                f"this script was started by {by.get(world.launcher, world.launcher)}: start it "
+                f"with {by.get(self.launcher, self.launcher)}, as its first lines say"
+            )
+        self.config, self.device = config, choose_device(config, world)
+        trainers = world.size - self.servers
+        if trainers < 1:
+            raise UserError("1 rank: the last one only serves; start at least 2")
+        if self.is_for_cpu and self.device.type != "cpu":
+            raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
+        self.trains = world.rank < trainers
+        self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+
+    @classmethod
+    def main(cls, config: Config, world: World, hooks: Hooks) -> None:
+        """Train, or serve those that do, as `config` says. Every rank calls this."""
+        rung = cls(config, world)
+        with ranks.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
+            if rung.trains:
+                with ranks.process_group(config, rung.world) if rung.has_group else nullcontext():
+                    train(rung, hooks)
+
+    def distribute(self) -> None:
+        """Replace the network and the optimizer by what trains over all ranks; called once, with
+        rank 0's weights on all of them, and a checkpoint's momentum in the optimizer."""
+
+    def forward_backward(
+        self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
+    ) -> Sums:
+        """Add a batch's gradients to those of the step, and return its metrics. `sync_gradients`:
+        it is the step's last batch, and they may be exchanged. `lap` ends a phase."""
+        no_sync = getattr(self.network, "no_sync", nullcontext)  # DDP has it
+        with autocast(self.config, self.device), nullcontext() if sync_gradients else no_sync():
+            outputs = self.network(images)
+            loss = self.criterion(outputs, targets)
+        sums = batch_sums(outputs, targets, loss)
+        lap("forward")
+        self.scaler.scale(loss / self.config.batches_per_allreduce).backward()
+        return sums
+
+    def update(self, rate: float) -> None:
+        """Change the weights by the gradients of the step, at this learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        unscale_and_clip(self, self.config.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def whole(self) -> Trainables:
+        """All that is trained, as one process has it, to be evaluated, kept and compared. All ranks
+        call this; the optimizer's state is asked for on rank 0 alone. BatchNorm's statistics are to
+        be the trained network's own, not copies: they may be overwritten."""
+        return self
+
+    def measured(self) -> RungFigures:
+        """What the rung has measured of itself, when training is complete."""
+        return RungFigures()
+
+    def memory_by_rank(self, optimizer: torch.optim.Optimizer) -> RungFigures:
+        """What each rank holds of an optimizer's state and of the weights, of sharded ones its
+        part."""
+
+        def by_rank(tensors: Iterable[Any]) -> list[int]:
+            parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
+            own = torch.tensor([sum(part.nbytes for part in parts)])
+            return self.sum_over_ranks(own_row(self.world, own)).flatten().tolist()
+
+        values = (value for state in optimizer.state.values() for value in state.values())
+        return RungFigures(
+            optimizer_bytes=by_rank(filter(torch.is_tensor, values)),
+            weight_bytes=by_rank(self.model.parameters()),
         )
-    return choose_device(config, world)
 
 
-def memory_by_rank(world: World, optimizer: torch.optim.Optimizer, model: nn.Module) -> RungFigures:
-    """What each rank holds of an optimizer's state and of the weights, of sharded ones its part."""
-
-    def by_rank(tensors: Iterable[Any]) -> list[int]:
-        parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
-        own = torch.tensor([sum(part.nbytes for part in parts)])
-        return sum_over_ranks(own_row(world, own)).flatten().tolist()
-
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return RungFigures(
-        optimizer_bytes=by_rank(filter(torch.is_tensor, values)),
-        weight_bytes=by_rank(model.parameters()),
-    )
-
-
-@dataclass
-class _Session:
-    """What stays the same from the first step to the last."""
-
-    config: Config
-    world: World
-    readers: World
-    rung: Rung
-    parts: Parts
-    folder: Path
-    meter: StepMeter
-    recorder: Recorder
-    workers: int
-    work: dict[str, Any]  # the fingerprint
-    lr_scale: int
-
-
-def _begin(
-    config: Config, world: World, device: torch.device, rung: Rung, hooks: Hooks
-) -> _Session:
-    """Data, model, and what was kept of an earlier run; open the record."""
-    readers = rung.readers or world
-    data = open_data(config, world, hooks.epoch_images)
-    check_same_training(
-        comparison_keys(rung.name, config, data, device), world, device, sum_over_ranks
-    )
-    cores = sum_over_ranks(own_row(world, core_row(world)))
-    threads = config.threads or share_of_cores(cores, world.rank)
-    torch.set_num_threads(threads)
-    workers = loader_workers(config, device, threads)
-
+def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
+    """Data, model, and what was kept of an earlier run; open the record. Also returns what one
+    worker's learning rate is multiplied by."""
+    config, world, device = rung.config, rung.world, rung.device
+    data = rung.data = open_data(config, world, hooks.epoch_images)
+    session = Session(rung.name, config, world, data, device, rung.sum_over_ranks, rung.readers)
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
         load_weights(model, config.weights)
-    model.to(device)
+    rung.model = rung.network = model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():
-            values.copy_(from_rank_0(values.clone()))
-    optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
-    criterion, ema = build_criterion(config), build_ema(model, config)
-    folder = open_run_folder(config, world, rung.name, from_rank_0)
-    kept = Trainables(model, optimizer, scaler, ema)
-    progress = resume(kept, config, world, data, folder, from_rank_0)
-    lr_scale = config.batches_per_allreduce * readers.size
-    work = fingerprint(config, readers, data, model, device, threads, lr_scale)
-    parts = Parts(
-        **vars(kept), config=config, device=device, data=data, progress=progress, network=model,
-        criterion=criterion,
-    )  # fmt: skip
-    rung.distribute(parts)
-
-    transport = rung.transport or transport_of(device)
-    environment = describe(world, rung.name, transport, device, threads, cores)
-    reporting = replace(world, size=readers.size)  # rank 0 speaks; who reads makes up a step
-    recorder = Recorder(config, reporting, data, folder, progress, environment)
-    meter = StepMeter(config, readers, device, data, progress, workers)
-    return _Session(
-        config, world, readers, rung, parts, folder, meter, recorder, workers, work, lr_scale,
-    )  # fmt: skip
+            values.copy_(rung.from_rank_0(values.clone()))
+    rung.optimizer, rung.scaler = build_optimizer(model, config), build_scaler(config, device)
+    rung.criterion, rung.ema = build_criterion(config), build_ema(model, config)
+    lr_scale = config.batches_per_allreduce * session.readers.size
+    session.resume(config, rung, lr_scale, rung.from_rank_0)
+    rung.progress = session.progress
+    rung.distribute()
+    session.open_record(rung.transport or ranks.transport_of(device))
+    return session, lr_scale
 
 
-def _step(session: _Session, batches: Iterator[Batch]) -> tuple[Sums, float]:
+def _step(rung: Rung, session: Session, lr_scale: int) -> tuple[Sums, float]:
     """One step: its metrics on this rank, and its learning rate."""
-    config, parts, meter = session.config, session.parts, session.meter
-    seed_step(config, parts.progress.step, session.readers.rank)
-    epoch = parts.progress.samples_seen / parts.data.num_train
-    rate = learning_rate(config, epoch, session.lr_scale)
-    sums = torch.zeros(4, dtype=torch.float64, device=parts.device)
+    config, progress, meter = rung.config, rung.progress, session.meter
+    seed_step(config, progress.step, session.readers.rank)
+    rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
+    exchange = exchanges_gradients(config, progress.step)
+    sums = torch.zeros(4, dtype=torch.float64, device=rung.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
         heartbeat()
-        images, targets = to_device(next(batches), config, parts.device)
+        images, targets = to_device(next(session.batches), config, rung.device)
         meter.lap("data")
-        sync_gradients = batch_number == config.batches_per_allreduce
-        sums += session.rung.forward_backward(parts, images, targets, sync_gradients, meter.lap)
+        sync_gradients = exchange and batch_number == config.batches_per_allreduce
+        sums += rung.forward_backward(images, targets, sync_gradients, meter.lap)
         meter.lap("backward")
-    session.rung.update(parts, rate)
-    update_ema(parts.ema, parts.model, config, parts.progress.step + 1)
+    if exchange:
+        rung.update(rate)
+    rung.model.zero_grad()
+    update_ema(rung.ema, rung.model, config, progress.step + 1)
     meter.lap("optimizer")
     return sums, rate
 
 
-def _whole(session: _Session) -> Trainables:
-    """Everything that training changes, as one process has it; every rank calls this."""
-    model, optimizer = session.rung.whole(session.parts)
-    return Trainables(model, optimizer, session.parts.scaler, session.parts.ema)
-
-
-def _validate(session: _Session, trained: Trainables, epoch: int) -> dict[str, float]:
-    """The figures of the better of model and moving average, on all validation images."""
-    config, parts = session.config, session.parts
-    evaluations = validate(
-        trained, config, session.world, parts.data, parts.device, session.workers,
-        sum_over_ranks, from_rank_0,
-    )  # fmt: skip
-    check_evaluations(evaluations, parts.progress.step, config, session.meter.first_step)
-    parts.progress.train_seconds = session.meter.train_seconds
-    return session.recorder.write_evaluations(epoch, evaluations)
-
-
-def _keep(session: _Session, trained: Trainables, figures: dict[str, float]) -> None:
-    """Keep a checkpoint."""
-    config, world = session.config, session.world
-    progress = session.parts.progress
-    align_batch_norm(trained.model, config, world, sum_over_ranks, from_rank_0)
-    check_same_weights(trained.model, progress.step, world, sum_over_ranks)
-    is_best, data = progress.take_best(figures), session.parts.data
-    keep_checkpoint(trained, progress, config, world, data, session.folder, is_best, sum_over_ranks)
-
-
-def train(config: Config, world: World, device: torch.device, rung: Rung, hooks: Hooks) -> None:
-    """Train, or only evaluate, as `config` says, and write the run folder. Every rank that trains
-    calls this."""
-    session = _begin(config, world, device, rung, hooks)
-    parts, meter, recorder = session.parts, session.meter, session.recorder
-    data, progress = parts.data, parts.progress
-    start = progress.samples_seen
-    last_step, stop = training_end(config, session.readers, data, progress.step, start)
-    batches = training_batches(
-        data, config, session.readers, device, session.workers, start, stop, meter.input
-    )
-    finished, stopped = start == stop, False
+def train(rung: Rung, hooks: Hooks) -> None:
+    """Train, or only evaluate, as the rung's settings say, and write the run folder. Every rank
+    that trains calls this."""
+    session, lr_scale = _begin(rung, hooks)
+    config, progress, meter = rung.config, rung.progress, session.meter
+    collectives = rung.sum_over_ranks, rung.from_rank_0
+    finished, stopped = progress.samples_seen == session.stop, False
     figures: dict[str, float] = {}
     if finished:
-        trained = _whole(session)
-        figures = _validate(session, trained, start // data.num_train)
-    recorder.open_bar(last_step)
-    meter.start()
-    parts.network.train()
+        trained = rung.whole()
+        figures = session.validate(trained, *collectives)
+    session.start_clocks()
+    rung.network.train()
     while not finished and not stopped:
-        sums, rate = _step(session, batches)
-        epoch = progress.samples_seen // data.num_train
-        step_samples = samples_per_step(config, session.readers, epoch)
-        progress.end_step(step_samples, meter.train_seconds, parts.scaler.skipped_steps)
-        meter.end_step(sums, rate)
-        recorder.show_step()
-        finish_checkpoint(timeout=0)  # if the last one could not be written, that is an error now
-        epoch_ended = progress.samples_seen // data.num_train > epoch
-        finished = progress.samples_seen >= stop
+        sums, rate = _step(rung, session, lr_scale)
+        epoch_ended = session.end_step(sums, rate, rung.scaler.skipped_steps)
+        finished = progress.samples_seen >= session.stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
         if save or progress.step % config.log_interval == 0:
-            steps = meter.take_steps(sum_over_ranks)
-            recorder.write_steps(steps)
-            check_steps(steps, meter.first_step)
-            stopped = stop_is_asked(session.folder, world, from_rank_0)
+            session.write_steps(rung.sum_over_ranks)
+            stopped = session.stop_is_asked(rung.from_rank_0)
         if save or stopped:
-            trained = _whole(session)
+            trained = rung.whole()
+        if epoch_ended:
+            session.recorder.write_epoch(session.epoch)
         if epoch_ended or finished:
-            meter.energy.stop()  # an evaluation follows
-            if epoch_ended:
-                recorder.write_epoch(epoch)
-            figures = _validate(session, trained, epoch)
+            figures = session.validate(trained, *collectives)
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
-            _keep(session, trained, figures)
+            session.keep_checkpoint(trained, figures, *collectives)
             if not finished:
                 del trained  # which may be a copy
         hooks.step_ended()
         meter.restart()
 
-    if finished:
-        usage = sum_over_ranks(own_row(world, usage_row(meter, trained.model, device)))
-        ran_on, work = recorder.environment, session.work
-        summary = summarize(ran_on, work, meter, figures, usage, trained.model)
-        summary = replace(summary, rung=rung.measured(parts))
-    finish_checkpoint()
-    recorder.close(summary) if finished else recorder.stop()
-    for line in rung_lines(summary.rung) if finished and world.is_first else ():
+    if not finished:
+        session.interrupt()
+        return
+    measured = rung.measured()
+    session.complete(trained.model, figures, rung.sum_over_ranks, measured)
+    for line in rung_lines(measured) if rung.world.is_first else ():
         print(line)

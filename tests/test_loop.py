@@ -6,9 +6,13 @@ import pytest
 from making import a_config, a_world
 
 from recipe.errors import UserError
-from recipe.loop import prepare
+from recipe.loop import Rung
 from recipe.record.lines import rung_lines
 from recipe.record.schema import RungFigures
+
+
+def a_rung(launcher: str, lacks: tuple[str, ...] = (), has: tuple[str, ...] = ()) -> type[Rung]:
+    return type("ARung", (Rung,), {"launcher": launcher, "lacks": lacks, "has": has})
 
 
 @pytest.mark.parametrize(
@@ -23,11 +27,15 @@ from recipe.record.schema import RungFigures
 )
 def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}: not supported by this script"):
-        prepare(a_config(**given), a_world(), ("precision fp16", "model_ema"), launcher="none")
+        a_rung("none", ("precision fp16", "model_ema"))(a_config(**given), a_world())
 
 
 def test_only_the_value_that_a_rung_lacks_is_refused() -> None:
-    prepare(a_config(precision="bf16"), a_world(), ("precision fp16",), launcher="none")
+    a_rung("none", ("precision fp16",))(a_config(precision="bf16"), a_world())
+
+
+def test_a_rung_may_have_what_others_lack() -> None:
+    a_rung("none", has=("ablation_steps",))(a_config(ablation_steps=4), a_world())
 
 
 @pytest.mark.parametrize(
@@ -41,7 +49,7 @@ def test_a_rung_that_another_launcher_started_is_refused(
     launcher: str, ranks: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        prepare(a_config(), a_world(0, ranks), launcher=launcher)
+        a_rung(launcher)(a_config(), a_world(0, ranks))
 
 
 def test_what_a_rung_has_measured_is_said_at_its_end() -> None:
