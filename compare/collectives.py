@@ -27,7 +27,7 @@ from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import set_variables, shell_lines
 from compare.plan.hosts import most_on_a_host, read_hosts
-from compare.plan.plan_file import positive
+from compare.plan.options import positive
 from compare.plan.sources import ROOT
 from compare.plan.ssh import check_logins
 from compare.running.launch import (

@@ -23,8 +23,8 @@ from compare.errors import run_main
 from compare.evidence.parity import compare_ranks, compare_runs
 from compare.page.parity import json_report, text_report
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
+from compare.plan.options import positive
 from compare.plan.plan import RESERVED_FLAGS, Plan, Run
-from compare.plan.plan_file import positive
 from compare.running.launch import start_and_wait, utc_stamp
 from compare.running.tools import check_tools
 from recipe.errors import UserError

@@ -56,7 +56,8 @@ def guarded_report(options: argparse.Namespace) -> int:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
         raise UserError(
-            f"this needs {error.name}: pip install tabulate jinja2 (--no-html does without jinja2)"
+            f"this needs {error.name}: pip install msgspec tabulate jinja2 (--no-html does without "
+            "jinja2)"
         ) from None
     except UserError:
         raise

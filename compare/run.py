@@ -5,7 +5,6 @@
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
     python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
-    python compare/run.py scaling --slurm='--nodes 2 --ntasks-per-node 4 --gpus-per-node 4'
     python compare/run.py --tune knobs.toml --workers 2 -- --data synthetic --arch resnet50
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
@@ -22,20 +21,28 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
-from compare.evidence.run_folder import read_object
 from compare.evidence.words import count
 from compare.plan.blocks import seconds_left
+from compare.plan.checks import check_plan
 from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, Run, percentage
-from compare.plan.plan_file import check_plan, list_plans
-from compare.plan.record import end_of, plan_differences, plan_record
+from compare.plan.plan_file import list_plans
+from compare.plan.record import (
+    Extension,
+    PlanRecord,
+    plan_differences,
+    plan_record,
+    read_plan,
+    write_plan,
+)
 from compare.plan.sources import trainers_sha256
 from compare.plan.ssh import check_logins
 from compare.running import preflight
@@ -54,7 +61,6 @@ from compare.running.progress import (
     NO_TURNS,
     another_plan,
     check_sources,
-    in_whole_runs,
     missing,
     new_folder,
     numbered_label,
@@ -64,11 +70,9 @@ from compare.running.progress import (
     show_outcome,
 )
 from compare.running.sides import MeasurementError, NoTurns
-from compare.running.slurm import SLURM_FOLDER, submit_and_follow
 from compare.running.tools import check_tools, missing_for
 from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
 from recipe.errors import UserError
-from recipe.files import write_json
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
@@ -91,8 +95,6 @@ def answer(argv: list[str]) -> int:
         plan = tuning_plan(plan, options)
     check_trainers(plan)
     check_tools(plan)
-    if options.slurm is not None:
-        return submit_and_follow(plan, options, argv)
     if options.dry_run:
         if options.tune is not None:
             lines = dry_tune_lines(plan, options.rounds)
@@ -121,15 +123,14 @@ def answer(argv: list[str]) -> int:
 def take_default_plan(options: argparse.Namespace) -> None:
     """Where the command line names neither what is to be compared nor where: both engines over each
     transport that both have, on this machine. On its GPUs that is NCCL."""
-    named = (options.plan, options.configurations, options.define, options.null, options.tune)
-    elsewhere = (options.hosts, options.hostfile, options.slurm)
-    if any(named) or any(value is not None for value in elsewhere):
+    named = (options.plan, options.configurations, options.configuration, options.null)
+    if any(named) or any((options.tune, options.hosts, options.hostfile)):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else preflight.visible_gpus()
     if not gpus:
         options.plan = "square"
     elif options.workers is None:
-        options.workers = [min(2, gpus)]
+        options.workers = [str(min(2, gpus))]
 
 
 def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -138,7 +139,7 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     missing = {name: missing_for(plan.known()[name]) for name in plan.configurations}
     there = tuple(name for name, reason in missing.items() if not reason)
     gone = tuple(name for name, reason in missing.items() if reason)
-    if not gone or not there or options.configurations or options.define:
+    if not gone or not there or options.configurations or options.configuration:
         return plan
     for reason in dict.fromkeys(filter(None, missing.values())):
         print(reason, file=sys.stderr)
@@ -158,10 +159,8 @@ def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
     if not folders:
         return None
     newest = folders[-1]
-    old = read_object(newest / "plan.json")
-    plan = resumed(plan, newest)
-    new = plan_record(plan, "")
-    if plan_differences(old, new) or end_of(old) != end_of(new):
+    old, plan = read_plan(newest / "plan.json"), resumed(plan, newest)
+    if plan_differences(old, plan_record(plan, "")) or old.end != plan.end:
         return None
     return None if is_finished(plan, newest) else newest
 
@@ -203,8 +202,9 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
         found = preflight.warn(plan, folder, options.strict)
-        record["warnings"] += [line for line in found if line not in record["warnings"]]
-    write_json(folder / "plan.json", record)
+        more = (line for line in found if line not in record.warnings)
+        record = replace(record, warnings=(*record.warnings, *more))
+    write_plan(folder / "plan.json", record)
     print_outlook(plan, folder)
     try:
         if options.warm_up and is_cold(plan, folder) and not warm_up(plan, folder):
@@ -299,7 +299,7 @@ def measure(plan: Plan, folder: Path, sources: str) -> tuple[Plan, bool, list[Ru
                 plan = give_up_turns(plan, folder, str(error))
         else:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
-            write_json(folder / "plan.json", checked_record(plan, folder))
+            write_plan(folder / "plan.json", checked_record(plan, folder))
             if failed := make_missing(plan.runs(), plan, folder, sources):
                 print("no further blocks: a run failed")
                 return plan, False, failed
@@ -319,10 +319,11 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
         "place of +-5 %, after as many minutes. Another comparison, with --new, tries turns again"
     )
     print_line(f"warning: {warning}")
-    path, new = folder / "plan.json", in_whole_runs(plan)
-    old = read_object(path)
-    old |= {"measure": new.measure, "full_runs": new.full_runs}
-    write_json(path, old | {"warnings": [*old["warnings"], warning]})
+    path, new = folder / "plan.json", plan.in_whole_runs()
+    old = read_plan(path)
+    warnings = (*old.warnings, warning)
+    record = replace(old, measure=new.measure, full_runs=new.full_runs, warnings=warnings)
+    write_plan(path, record)
     return new
 
 
@@ -356,30 +357,29 @@ def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def checked_record(plan: Plan, folder: Path) -> dict[str, Any]:
+def checked_record(plan: Plan, folder: Path) -> PlanRecord:
     """Return what plan.json is to hold, after a check that the folder's own plan is this one, with
     no more blocks; date and warnings are those of the start."""
     path = folder / "plan.json"
     record = plan_record(plan, utc_now())
     if path.exists():
-        old = read_object(path)
+        old = read_plan(path)
         differences = plan_differences(old, record)
-        there = max((run["block"] for run in old.get("runs", [])), default=0)
-        asked = plan.run_blocks
+        there, asked = old.blocks_there, plan.run_blocks
         if plan.measure == "turns" and plan.blocks is not None:
             there, asked = max(g.blocks for g in measured(plan, folder)), plan.blocks
         if there > asked:
             differences.append(f"blocks: {there} there, {asked} now")
         if differences:
             raise another_plan(folder, differences)
-        record["created_utc"] = old["created_utc"]
-        record["warnings"] = old["warnings"]
-        record["extensions"] = old.get("extensions", [])
-        if end_of(old) != end_of(record):
-            names = ("blocks", "until_interval", "minutes")
-            what = {name: record[name] for name in names}
-            record["extensions"] += [{"created_utc": utc_now(), **what}]
-    elif any(child.name not in ("lock", SLURM_FOLDER) for child in folder.iterdir()):
+        extensions = old.extensions
+        if old.end != plan.end:
+            end = (plan.blocks, plan.until_interval, plan.minutes)
+            extensions = (*extensions, Extension(utc_now(), *end))
+        return replace(
+            record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
+        )
+    if any(child.name != "lock" for child in folder.iterdir()):
         raise UserError(
             f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
             "--out DIR"
@@ -416,7 +416,7 @@ def warm_up(plan: Plan, folder: Path) -> bool:
         outcome = start_and_wait(
             run,
             folder,
-            plan.warm_up_timeout,
+            max(600, plan.timeout),  # it reads the data first, and may list them for the first time
             label,
             log_dir=target.parent,
             end_after_steps=WARM_UP_STEPS,

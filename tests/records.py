@@ -6,14 +6,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compare.plan.plan import Plan
+from compare.plan.configurations import CONFIGURATIONS, Configuration
+from compare.plan.plan import Case, OwnCase, OwnConfiguration, Plan, Share, Words
 from recipe.record.schema import Environment, Summary
 
 
-def a_plan(**fields: Any) -> Plan:
+def a_plan(
+    cases: tuple[Case, ...] = (), defined: tuple[Configuration, ...] = (), **fields: Any
+) -> Plan:
     """Both engines at one and at two workers, in three blocks of whole runs."""
-    values: dict[str, Any] = {"measure": "runs", "blocks": 3, "workers": (1, 2)}
-    return Plan(**values | fields)
+    values: dict[str, Any] = {"measure": "runs", "blocks": 3, "workers": (1, 2), **fields}
+    values |= {key: Share(values[key]) for key in values.keys() & {"margin", "until_interval"}}
+    bases = {ready.kind: name for name, ready in CONFIGURATIONS.items()}
+    own = {
+        one.name: OwnConfiguration(bases[one.kind], Words(one.flags), one.environment)
+        for one in defined
+    }
+    case = {one.name: OwnCase(Words(one.flags)) for one in cases}
+    return Plan(**values, configuration=own, case=case)
 
 
 def an_environment(**fields: Any) -> Environment:
@@ -53,9 +63,9 @@ def make_turns(
     (folder / "plan.json").write_text(json.dumps(plan))
     dice, clock = random.Random(5), 1_800_000_000.0
     for number in range(1, blocks + 1):
-        for case in plan["cases"]:
+        for case in plan["case"] or [""]:
             for workers in plan["workers"]:
-                place = folder / "turns" / case["name"] / f"{workers}-workers/block-{number}"
+                place = folder / "turns" / case / f"{workers}-workers/block-{number}"
                 order = list(speeds) if number % 2 else list(speeds)[::-1]
                 launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
                 turns = []
@@ -71,7 +81,7 @@ def make_turns(
                 for name in order:
                     run = place / name / "0/run"
                     run.mkdir(parents=True)
-                    source = folder / "block-1" / case["name"] / f"{name}-{workers}"
+                    source = folder / "block-1" / case / f"{name}-{workers}"
                     for file in ("config.json", "environment.json"):
                         shutil.copy(source / file, run / file)
                 record = {

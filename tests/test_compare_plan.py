@@ -10,8 +10,7 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,11 @@ from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import TRAINERS, Plan, Run, varied_fields
-from compare.plan.plan_file import PLANS, read_percentage
-from compare.plan.record import plan_record, read_plan, run_record
+from compare.plan.plan import TRAINERS, Case, Plan, Run, varied_fields
+from compare.plan.plan_file import PLANS, plan_words
+from compare.plan.record import plan_record, read_plan, run_record, write_plan
 from compare.plan.sources import trainers_sources
 from compare.run import main
-from compare.running import slurm
-from compare.running.progress import in_whole_runs
 from compare.running.sides import NoTurns, training_side
 from recipe.config import parse_args
 from recipe.errors import UserError
@@ -60,7 +57,7 @@ def dry_run(*words: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if not line.startswith(("unset ", "export "))]
 
 
-def write_plan(folder: Path, text: str) -> str:
+def plan_file(folder: Path, text: str) -> str:
     (folder / "plan.toml").write_text(text)
     return "plan.toml"
 
@@ -126,18 +123,19 @@ flags = "--precision bf16"
 
 
 def test_a_file_says_all_that_a_plan_holds(here):
-    plan = plan_of(write_plan(here, FILE))
+    plan = plan_of(plan_file(here, FILE))
     assert plan.configurations == ("ddp-torchrun", "ddp-fp16", "horovod-tuned")
     assert (plan.workers, plan.blocks, plan.seed, plan.timeout) == ((2, 4), 5, 7, 60)
     assert (plan.measure, plan.margin, plan.order_seed, plan.phase_steps) == ("runs", 0.025, 3, 40)
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
     assert [case.name for case in plan.cases] == ["a", "b"]
-    record = json.loads(json.dumps(plan_record(plan, "now")))
-    assert record["question"] == "Which?" and record["plan_file"] == "plan.toml"
-    assert record["pairs"] == [["ddp-fp16", "ddp-torchrun"]]
-    assert record["varied"] == ["fp16_allreduce", "threads"]
-    assert record["configuration_details"]["horovod-tuned"]["controller"] == "gloo"
-    assert len(record["runs"]) == 3 * 2 * 2 * 5 and len(record["phase_runs"]) == 3 * 2 * 2
+    write_plan(Path("plan.json"), plan_record(plan, "now"))
+    record = read_plan(Path("plan.json"))
+    assert record.question == "Which?" and record.plan_file == "plan.toml"
+    assert record.pairs() == [("ddp-fp16", "ddp-torchrun")]
+    assert record.varied == ["fp16_allreduce", "threads"]
+    assert record.known()["horovod-tuned"].controller == "gloo"
+    assert len(record.runs_there) == 3 * 2 * 2 * 5 and len(record.phase_runs_there) == 3 * 2 * 2
     run = next(run for run in plan.runs() if run.cell == "a/ddp-fp16-2")
     words = run.command(Path("logs"))
     ends = ["--precision", "bf16", "--fp16-allreduce", "--threads", "1"]
@@ -145,7 +143,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
 
 
 def test_flags_win_over_the_file(here):
-    name = write_plan(here, FILE)
+    name = plan_file(here, FILE)
     plan = plan_of(
         name, "--workers", "1", "--seed", "8", "--configurations", "ddp-torchrun", "horovod-tuned",
         "--case", "c=--arch alexnet", "--no-phases", "--", "--arch", "vgg16",
@@ -163,8 +161,7 @@ def test_without_anything_the_plan_is_the_default_one():
     plan = plan_of()
     default = Plan()
     assert plan.configurations == default.configurations and plan.workers == default.workers
-    assert plan_record(plan, "")["cases"] == [{"name": "", "flags": []}]
-    assert plan_record(plan, "")["pairs"] == [["ddp-torchrun", "horovod-mpi"]]
+    assert plan.cases == (Case(),) and plan.pairs() == [("ddp-torchrun", "horovod-mpi")]
 
 
 @pytest.mark.parametrize(
@@ -173,14 +170,15 @@ def test_without_anything_the_plan_is_the_default_one():
         ("block = 3", ["block", "did you mean blocks?"]),
         ("blocks = '3'", ["blocks = '3'", "a whole number"]),
         ("blocks = true", ["blocks = True", "a whole number"]),
-        ("blocks = 0", ["blocks 0", "positive"]),
-        ("workers = [1, 'two']", ["workers: 'two'", "a whole number"]),
-        ("workers = []", ["workers 0"]),
+        ("blocks = 0", ["blocks = 0", "a whole number >= 1"]),
+        ("workers = [1, 'two']", ["workers[1] = 'two'", "a whole number"]),
+        ("workers = []", ["workers:", "positive"]),
         ("blocks = ", ["is not TOML"]),
         ("configurations = ['ddp-torchrn']", ["ddp-torchrn", "did you mean ddp-torchrun?"]),
         ("[configuration.x]\nbase = 'horovod'", ["'x'", "'horovod'", "horovod-"]),
-        ("[configuration.x]\nflags = '--a'", ["'x'", "no base"]),
-        ("[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }", ["1", "a text"]),
+        ("[configuration.x]\nflags = '--a'", ["configuration.x.base", "missing required"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }",
+         ["1", "configuration.x.environment", "a text"]),
         ("[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
          ["configuration.x.environ", "did you mean environment?"]),
         ("[configuration.ddp-torchrun]\nbase = 'ddp-torchrun'", ["is a ready one"]),
@@ -191,16 +189,16 @@ def test_without_anything_the_plan_is_the_default_one():
         ("flags = '--log-dir x'", ["--log-dir cannot be passed", "--out"]),
         ("flags = '--ablation-steps 5'", ["--ablation-steps", "phase_steps"]),
         ("[case.a]\nflags = '--test-only'", ["--test-only cannot be passed"]),
-        ("until_interval = '2'", ["until_interval 2", "2%"]),
-        ("until_interval = '200%'", ["until_interval 200%"]),
-        ("margin = '0%'", ["margin 0%", "between"]),
-        ("minutes = 0", ["minutes 0", "above 0"]),
-        ("measure = 'turn'", ["measure turn", "did you mean turns?"]),
+        ("until_interval = '2'", ["until_interval = '2'", "2%"]),
+        ("until_interval = '200%'", ["until_interval = '200%'", "between"]),
+        ("margin = '0%'", ["margin = '0%'", "between"]),
+        ("minutes = 0", ["minutes = 0", "a number > 0"]),
+        ("measure = 'turn'", ["measure = 'turn'", "one of turns, runs"]),
         ("measure = 'runs'\nfull_runs = 2", ["full_runs 2", "measure runs", "blocks"]),
-        ("full_runs = -1", ["full_runs -1", "not negative"]),
+        ("full_runs = -1", ["full_runs = -1", "a whole number >= 0"]),
         ("blocks = 3\nminutes = 5", ["blocks 3", "leave minutes out"]),
         ("phase_steps = 5", ["phase_steps 5", "20 or more"]),
-        ("pairs = [['ddp-torchrun']]", ["pairs", "two names"]),
+        ("pairs = [['ddp-torchrun']]", ["pairs[0]", "length 2"]),
         ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo is not among"]),
         ("pairs = [['ddp-torchrun', 'ddp-torchrun']]", ["null"]),
         ("null = true\npairs = [['ddp-torchrun', 'horovod-mpi']]", ["null", "pairs"]),
@@ -210,7 +208,7 @@ def test_without_anything_the_plan_is_the_default_one():
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, text, words):
-    assert main([write_plan(here, text), "--dry-run"]) == 2
+    assert main([plan_file(here, text), "--dry-run"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     message = told.err.replace("\\'", "'")
@@ -333,7 +331,7 @@ def test_in_weak_scaling_batch_and_rate_are_left_alone():
         (["--case", "a=--base_lr=1"], "--base_lr=1 does not go together"),
         (["--", "--lr-warmup-method", "gradual"], "use linear"),
         (["--", "--use-adasum"], "another rule"),
-        (["--global-batch-size", "0"], "above 0"),
+        (["--global-batch-size", "0"], "a whole number >= 1"),
     ],
 )
 def test_what_would_make_strong_scaling_unequal_is_refused(words, told, capsys):
@@ -471,8 +469,6 @@ def test_the_network_interface_reaches_every_launcher(here):
         (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
-        (["--slurm", "", "--hosts", "a:1"], ["--hosts a:1", "leave one of the two out"]),
-        (["--slurm", "", "--block", "1"], ["--block 1", "leave one of the two out"]),
         (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4", "blocks 1 to 3"]),
         (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs and --blocks"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
@@ -513,7 +509,7 @@ def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     plan = plan_of("--hosts", "slurm", "--workers", "2", "3", "--configurations", "ddp-srun",
                    "horovod-srun", "horovod-mpirun")  # fmt: skip
     assert plan.hosts == "a:2,b:2"
-    assert plan_record(plan, "")["hosts"] == "slurm", "the next block may get other nodes"
+    assert plan_record(plan, "").hosts is None, "the next block may get other nodes"
     commands = {run.name: run.command(Path("x")) for run in plan.runs()}
     on_three = commands["ddp-srun-3"]
     assert on_three[on_three.index("--nodes") : on_three.index("python")] == [
@@ -526,80 +522,6 @@ def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     assert "--export=ALL" in commands["ddp-srun-2"]
     monkeypatch.setenv("SLURM_MPI_TYPE", "cray_shasta")
     assert "--mpi=pmix" not in plan.runs()[0].command(Path("x"))
-
-
-def submission(capsys, monkeypatch, *flags):
-    """The words of the sbatch command that run.py would give."""
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/usr/bin/{tool}")
-    monkeypatch.chdir(ROOT)
-    assert main(["--dry-run", *flags]) == 0
-    made, submitted = capsys.readouterr().out.splitlines()
-    assert made.startswith("mkdir -p ")  # where sbatch is to write its log
-    return shlex.split(submitted)
-
-
-def test_slurm_gets_an_array_of_blocks(capsys, monkeypatch, tmp_path):
-    out = tmp_path / "comparison"
-    own = ["--measure", "runs", "--blocks", "4", "--out", str(out), "--", "--data", "synthetic"]
-    words = submission(capsys, monkeypatch, "--slurm=--nodes 2 --time 1:00:00", *own)
-    script = words.index("slurm/compare.sbatch")
-    assert words[:2] == ["sbatch", "--parsable"]
-    assert words[words.index("--array") + 1] == "1,2,3,4%1", "they must not disturb each other"
-    assert words[script - 4 : script] == ["--nodes", "2", "--time", "1:00:00"]
-    assert words[script + 1 :] == own
-
-
-def test_slurm_gets_one_job_where_the_number_of_blocks_is_open(capsys, monkeypatch):
-    words = submission(capsys, monkeypatch, "--slurm", "", "--measure", "runs")
-    assert "--array" not in words
-
-
-@pytest.mark.parametrize("is_done", [False, True])
-def test_slurm_follows_a_job_that_could_not_take_turns(capsys, monkeypatch, tmp_path, is_done):
-    words = ["--blocks", "2", "--out", str(tmp_path / "c")]
-    plan = in_whole_runs(plan_of("--slurm", "", *words))
-    (tmp_path / "c").mkdir()
-    record = plan_record(plan, "", ["not by turns: processes cannot be stopped here"])
-    (tmp_path / "c/plan.json").write_text(json.dumps(record))
-    assert "--array" not in submission(capsys, monkeypatch, "--slurm", "", *words)
-    # Its job has ended.
-    monkeypatch.setattr(slurm, "is_finished", lambda plan, folder: is_done)
-    assert slurm.show_ending(plan, tmp_path / "c", "again") == (0 if is_done else 1)
-    assert ("To try again:\n    again" in capsys.readouterr().out) != is_done
-
-
-def test_slurm_is_told_where_it_is_missing(capsys, monkeypatch):
-    slurms = ("sbatch", "squeue")
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None if tool in slurms else tool)
-    assert main(["--slurm", ""]) == 2
-    assert "--slurm needs sbatch" in capsys.readouterr().err
-
-
-def test_flags_of_sbatch_that_cannot_be_read_are_told(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: tool)
-    monkeypatch.chdir(ROOT)
-    assert main(["--slurm", "--comment 'a", "--out", str(tmp_path / "c")]) == 2
-    assert "No closing quotation" in capsys.readouterr().err
-
-
-def test_slurm_takes_a_network_though_its_hosts_are_not_known_yet(capsys, monkeypatch):
-    words = submission(capsys, monkeypatch, "--slurm", "", "--network-interface", "eth0")
-    assert "eth0" in words
-
-
-def test_slurm_does_not_go_on_with_another_plan(capsys, monkeypatch, tmp_path):
-    """Whatever is asked for is not "there already"."""
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: tool)
-    monkeypatch.chdir(ROOT)
-    plan = plan_of("--slurm", "", "--blocks", "2")
-    record = plan_record(plan, "") | {
-        "trainer_arguments": ["--threads", "64", "--keep-checkpoints", "0"]
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(record))
-    same = ["--slurm", "", "--blocks", "2", "--out", str(tmp_path), "--dry-run"]
-    assert main(same) == 0  # the job's cores may be more than the login node's
-    assert main([*same, "--", "--precision", "bf16"]) == 2
-    assert "holds another plan" in capsys.readouterr().err
 
 
 def test_one_block_alone(here):
@@ -691,38 +613,37 @@ def test_adasum_has_no_runs_for_the_phases():
     assert plan.runs() and plan.phase_runs() == []
 
 
-@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.5 %", 0.005), (".5%", 0.005)])
-def test_percentages(text, share):
-    assert read_percentage(text) == pytest.approx(share)
-
-
 RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
-def test_a_recorded_plan_reads_back_with_its_runs(path):
-    plan, record = read_plan(path), json.loads(path.read_text())
-    for name in ("runs", "phase_runs"):
-        made = [run_record(run) for run in getattr(plan, name)()]
-        recorded = [{"case": "", **run} for run in record.get(name, [])]
-        place = itemgetter("folder")  # the order was drawn in another way
-        assert sorted(made, key=place) == sorted(recorded, key=place)
-    asked = replace(  # who repeats a comparison draws another order
-        plan, question=None, plan_file=None, left_out=(), blocks_there=0, order_seed=None
-    )
-    assert make_plan(parse_options(plan.words(), "")) == asked
+def test_a_recorded_plan_reads_back_with_its_runs(path: Path) -> None:
+    plan = read_plan(path)
+    place = attrgetter("folder")  # the order was drawn in another way
+    for made, recorded in (
+        (plan.runs(), plan.runs_there),
+        (plan.phase_runs(), plan.phase_runs_there),
+    ):
+        assert sorted(map(run_record, made), key=place) == sorted(recorded, key=place)
+    asked = {name: getattr(plan, name) for name in Plan.__struct_fields__}
+    asked |= {"question": None, "plan_file": None, "left_out": (), "blocks_there": 0}
+    asked |= {"order_seed": None}  # who repeats a comparison draws another order
+    if plan.blocks is not None:
+        asked |= {"until_interval": 0.03, "minutes": 10.0}
+    assert make_plan(parse_options(plan_words(plan), "")) == Plan(**asked)
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"workers": [1, "2"]}, "workers: '2' must be a whole number"),
-    ({"seed": None}, "seed: is missing"),
-    ({"configurations": ["ddp-torchrun", "mine"]}, "configuration_details: says nothing of mine"),
-    ({"pairs": [["ddp-torchrun"]]}, "pairs: ['ddp-torchrun'] is not of two of"),
-    ({"cases": [{"name": "a"}]}, "cases.flags: is missing"),
+    ({"workers": [1, "2"]}, "workers[1] = '2': must be a whole number"),
+    ({"created_utc": None}, "created_utc: object missing"),
+    ({"configurations": ["ddp-torchrun", "mine"]}, "--configurations mine: there is no such"),
+    ({"pairs": [["ddp-torchrun"]]}, "pairs[0] = ['ddp-torchrun']"),
+    ({"case": {"a": {"flags": 3}}}, "case[...].flags"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path):
-    record = plan_record(Plan(), "") | change
     path = tmp_path / "plan.json"
+    write_plan(path, plan_record(Plan(), ""))
+    record = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
     with pytest.raises(UserError, match=re.escape(f"{path}: {told}")):
         read_plan(path)

@@ -386,11 +386,6 @@ def test_workers_on_other_hosts_that_have_not_met_are_asked_for_once(tmp_path, c
     assert line.show(1.0) == "" and capsys.readouterr().out == ""
 
 
-def test_a_larger_time_limit_is_that_of_the_warm_up_too():
-    assert Plan(timeout=1).warm_up_timeout == 600
-    assert Plan(timeout=7200).warm_up_timeout == 7200
-
-
 def test_a_run_without_a_summary_has_failed(comparing):
     code, output = comparing.run(*SMALL, "--", "--empty", "block-1/horovod-mpi-1")
     assert code == 1
@@ -551,10 +546,8 @@ def test_flags_that_would_break_the_plan_are_refused(flag, capsys):
 
 
 def test_a_word_that_is_no_number_is_named(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--blocks", "x"])
-    assert ended.value.code == 2
-    assert "--blocks: invalid int value: 'x'" in capsys.readouterr().err
+    assert main(["--blocks", "x"]) == 2
+    assert "--blocks x: must be a whole number" in capsys.readouterr().err
 
 
 def test_the_time_left_is_that_of_the_same_configuration():
@@ -582,11 +575,11 @@ def test_help_loads_no_torch():
 
 def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    none = ["--keep-checkpoints", "0"]
-    assert with_defaults([], 2) == ["--threads", "4", *none]
-    assert with_defaults(["--epochs", "1"], 16) == ["--epochs", "1", "--threads", "1", *none]
-    assert with_defaults(["--threads", "3"], 2) == ["--threads", "3", *none]
-    assert with_defaults(["--threads=3", *none], 2) == ["--threads=3", *none]
+    none = ("--keep-checkpoints", "0")
+    assert with_defaults([], 2) == ("--threads", "4", *none)
+    assert with_defaults(["--epochs", "1"], 16) == ("--epochs", "1", "--threads", "1", *none)
+    assert with_defaults(["--threads", "3"], 2) == ("--threads", "3", *none)
+    assert with_defaults(["--threads=3", *none], 2) == ("--threads=3", *none)
 
 
 def read_plan(comparing, folder="out"):
@@ -604,14 +597,14 @@ def test_cases_are_run_side_by_side_each_in_a_folder_of_its_own(comparing):
     assert code == 0, output
     assert len(comparing.starts()) == len(set(comparing.starts())) == 8
     plan = read_plan(comparing)
-    assert plan["cases"][1] == {"name": "large", "flags": ["--arch", "vgg16", "--batch-size", "4"]}
+    assert plan["case"]["large"] == {"flags": ["--arch", "vgg16", "--batch-size", "4"]}
     for planned in plan["runs"]:
         assert planned["folder"].startswith(f"block-{planned['block']}/{planned['case']}/")
         command = (comparing.folder / "out" / planned["folder"] / "command.txt").read_text()
         assert ("--arch vgg16 --batch-size 4" in command) == (planned["case"] == "large")
     assert "block 1  large  ddp-torchrun" in output and "block 1  small  horovod-mpi" in output
     code, output = comparing.run(*SMALL, "--case", "small=--arch alexnet")
-    assert code == 2 and "cases: " in output  # another plan
+    assert code == 2 and "case: " in output  # another plan
     assert len(comparing.starts()) == 8
 
 
@@ -643,11 +636,9 @@ def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing
     assert len(tuned) == 2 and len(others) == 4
     assert all(line.split()[3] == "2.5" and "--fp16-allreduce" in line for line in tuned)
     assert all(line.split()[3] == "None" and "--fp16" not in line for line in others)
-    plan = read_plan(comparing)
-    assert plan["varied"] == ["fp16_allreduce"]
-    assert plan["configuration_details"]["tuned"] == {
-        "engine": "horovod", "launcher": "horovodrun", "controller": "mpi", "transport": "",
-        "flags": ["--fp16-allreduce"], "environment": {"HOROVOD_CYCLE_TIME": "2.5"},
+    assert read_plan(comparing)["configuration"]["tuned"] == {
+        "base": "horovod-mpi", "flags": ["--fp16-allreduce"],
+        "environment": {"HOROVOD_CYCLE_TIME": "2.5"},
     }  # fmt: skip
     command = (comparing.folder / "out/block-1/tuned-1/command.txt").read_text()
     assert command.startswith("env HOROVOD_CYCLE_TIME=2.5 ")
@@ -656,14 +647,10 @@ def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing
 def test_null_compares_each_configuration_with_itself(comparing):
     code, _ = comparing.run(*SMALL, "--null")
     assert code == 0
-    plan = read_plan(comparing)
-    assert plan["null"] is True
-    assert plan["pairs"] == [
-        ["ddp-torchrun", "ddp-torchrun-again"], ["horovod-mpi", "horovod-mpi-again"],
-    ]  # fmt: skip
+    assert read_plan(comparing)["null"] is True
     commands = [
         (comparing.folder / f"out/block-1/{name}-1/command.txt").read_text()
-        for name in plan["pairs"][0]
+        for name in ("ddp-torchrun", "ddp-torchrun-again")
     ]
     assert commands[0].replace("ddp-torchrun-1", "") == commands[1].replace(
         "ddp-torchrun-again-1", ""

@@ -267,10 +267,10 @@ def test_a_packed_comparison_says_the_same(square, tmp_path):
 def test_a_folder_outside_is_refused_and_a_name_cannot_forge_a_line(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, workers=(2,)))
     plan = json.loads((folder / "plan.json").read_text())
-    for forged in ("../outside", "/tmp/outside", "block-1/../../x", "block-1/a\nAt 2 workers"):
+    for forged in ("../outside", "/tmp/outside", "block-1/../../x", "block-1/a\nAt"):
         runs = [{**plan["runs"][0], "folder": forged}, *plan["runs"][1:]]
         edit(folder / "plan.json", runs=runs)
-        with pytest.raises(Exception, match="is not in this comparison"):
+        with pytest.raises(Exception, match=r"is not in this comparison|control character"):
             load_comparison(folder)
 
 

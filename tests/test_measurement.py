@@ -3,11 +3,12 @@
 import itertools
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from compare import run as run_module
 from compare.evidence.records import load_comparison
@@ -15,8 +16,8 @@ from compare.evidence.turns import Block, Turn
 from compare.evidence.verdicts import judge
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import parse_options
-from compare.plan.plan import Case, Plan
-from compare.plan.record import plan_record
+from compare.plan.plan import OwnCase, Plan
+from compare.plan.record import plan_record, write_plan
 from compare.running import measurement, progress
 from compare.running.measurement import block_line, is_finished, measured, minutes_for_more
 from compare.running.progress import resumed
@@ -72,7 +73,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def measure(plan: Plan, folder: Path) -> tuple[Plan, bool]:
     """Do as run.py does behind the whole runs, of which there are none here."""
     plan = resumed(plan, folder)
-    write_json(folder / "plan.json", run_module.checked_record(plan, folder))
+    write_plan(folder / "plan.json", run_module.checked_record(plan, folder))
     plan, is_measured, _ = run_module.measure(plan, folder, "a")
     return plan, is_measured
 
@@ -126,7 +127,7 @@ def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path
 
 
 def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
-    plan = replace(PLAN, cases=(Case("a"), Case("b")), workers=(1, 2))
+    plan = replace(PLAN, case={"a": OwnCase(), "b": OwnCase()}, workers=(1, 2))
     measure(plan, tmp_path)
     names = [path.relative_to(tmp_path).as_posix() for path in bench.blocks]
     assert names[:5] == ["turns/a/1-workers/block-1", "turns/a/2-workers/block-1",
@@ -183,9 +184,9 @@ def test_one_configuration_alone_takes_no_turns(bench, tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
-    (0, [], "square", None), (0, ["--workers", "4"], "square", [4]), (1, [], None, [1]),
-    (8, [], None, [2]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
-    (0, ["wire-format"], "wire-format", None), (0, ["--slurm", "--nodes 2"], None, None),
+    (0, [], "square", None), (0, ["--workers", "4"], "square", ["4"]), (1, [], None, ["1"]),
+    (8, [], None, ["2"]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
+    (0, ["wire-format"], "wire-format", None),
     (0, ["--hosts", "a:2,b:2"], None, None),
     (0, ["--configurations", "ddp-torchrun"], None, None),
 ])  # fmt: skip
@@ -201,7 +202,7 @@ def test_without_a_plan_the_engines_are_compared_over_each_transport(
 def test_plan_json_says_how_it_is_measured():
     record = plan_record(replace(PLAN, minutes=8.0), "now")
     names = ("measure", "full_runs", "blocks", "until_interval", "minutes", "margin", "order_seed")
-    assert [record[name] for name in names] == ["turns", 0, None, 0.03, 8.0, 0.03, 1]
+    assert [getattr(record, name) for name in names] == ["turns", 0, None, 0.03, 8.0, 0.03, 1]
 
 
 TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4")

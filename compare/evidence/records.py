@@ -10,7 +10,7 @@ from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import confidence_after
-from compare.evidence.plan_record import read_plan_record
+from compare.evidence.plan_record import plan_dict
 from compare.evidence.run_folder import (
     Measured,
     RecordError,
@@ -23,6 +23,8 @@ from compare.evidence.run_folder import (
     read_side_folder,
 )
 from compare.evidence.turns import Block
+from compare.plan.record import PlanRecord, read_plan
+from recipe.errors import UserError
 from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
@@ -134,6 +136,7 @@ class Comparison:
     phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
     turns: dict[tuple[str, int], list[TurnBlock]] = field(default_factory=dict)  # by case, workers
+    record: PlanRecord | None = None  # `plan`, typed
 
     @cached_property
     def complete(self) -> list[RunRecord]:
@@ -301,7 +304,11 @@ def load_comparison(folder: Path) -> Comparison:
             "`python compare/report.py runs/compare-...`"
         )
     plan_path = folder / "plan.json"
-    plan = read_plan_record(plan_path)
+    try:
+        record = read_plan(plan_path)
+    except UserError as error:
+        raise RecordError(str(error)) from None
+    plan = plan_dict(record)
     runs = [load_run(folder / planned["folder"], planned) for planned in plan["runs"]]
     phase_runs = [load_run(folder / planned["folder"], planned) for planned in plan["phase_runs"]]
     earlier = {
@@ -318,7 +325,7 @@ def load_comparison(folder: Path) -> Comparison:
         for case in plan["cases"]
         for workers in plan["workers"]
     }
-    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns)
+    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns, record)
     if not comparison.written:
         reasons = [run.reason for run in runs]
         reasons += [one.reason for blocks in turns.values() for one in blocks]

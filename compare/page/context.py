@@ -10,8 +10,7 @@ from compare.evidence.paired import REACH_OF_80_PERCENT
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, percent_text
-from compare.plan.record import plan_from
-from recipe.errors import UserError
+from compare.plan.plan_file import plan_words
 
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
@@ -60,7 +59,8 @@ def created_text(comparison: Comparison) -> str:
 
 def reproduce_lines(comparison: Comparison) -> list[str]:
     """Return the commands that make this comparison again."""
-    plan, path = comparison.plan, comparison.folder / "plan.json"
+    plan = comparison.plan
+    assert comparison.record is not None
     commit = comparison.written[0].environment.git_commit
     inherited = plan["environment"].get("inherited", {})
     lines = [f"git checkout {commit}"] if commit else []
@@ -68,10 +68,7 @@ def reproduce_lines(comparison: Comparison) -> list[str]:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
     if plan["plan_file"]:
         lines.append(f"# in flags, what {plan['plan_file']} asked for:")
-    try:
-        words = ["python", "compare/run.py", *plan_from(plan, path).words()]
-    except UserError:
-        return [*lines, "# plan.json names what this version of compare/run.py does not know"]
+    words = ["python", "compare/run.py", *plan_words(comparison.record)]
     return [*lines, shlex.join(words), "python compare/report.py"]
 
 

@@ -1,10 +1,36 @@
-"""The plan of a comparison: which configuration runs in which block, and by which command."""
+"""The plan of a comparison: each field declared once, and the runs that it asks for.
 
+What stands on a field (its type with bounds, its help, whether it identifies a comparison) makes
+the keys of a plan file, the flags of run.py, the words that repeat a plan, plan.json, and the
+differences between two plans (options.py, record.py). A plan file names the fields:
+
+    question = "What do 16 bits on the wire bring?"
+    time = "about 5 minutes on 2 cores"
+    configurations = ["ddp-torchrun", "ddp-fp16"]
+    workers = [2]
+    flags = "--data synthetic --max-steps 50"     # the trainers', of all runs
+
+    [configuration.ddp-fp16]                      # one of one's own
+    base = "ddp-torchrun"
+    flags = "--fp16-allreduce"                    # come after those of all runs, and win
+    environment = { NCCL_ALGO = "Ring" }
+
+    [case.vgg16]                                  # each case is compared by itself
+    flags = "--arch vgg16"
+"""
+
+import dataclasses
 import hashlib
+import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
@@ -18,7 +44,6 @@ TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.v
     "horovod": "horovod_train/train.py",
     "mpi4py": "baselines/mpi4py_train.py",
 }
-
 # Flags by which run.py itself steers a trainer, and what the user is told instead.
 RESERVED_FLAGS = {
     "--log-dir": "the plan sets where each run is written: use --out DIR before the --",
@@ -28,13 +53,62 @@ RESERVED_FLAGS = {
     "--ablation-steps": "it would measure steps without communication; runs of their own do that "
     "after the blocks (--phase-steps)",
 }
-
 ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
-MEASURES = ("turns", "runs")  # what speed is measured by: sides that take turns, or whole runs
 
 
-@dataclass(frozen=True)
-class Case:
+class Share(float):
+    """A part of one, which people write as a percentage: 3%."""
+
+
+class Words(tuple[str, ...]):
+    """Flags, which people write as in a shell."""
+
+
+def decode(kind: type, value: Any) -> Any:
+    """Read a Share or Words as people write them; ValueError says what is wrong."""
+    if kind is Words:
+        return Words(shlex.split(value) if isinstance(value, str) else value)
+    if isinstance(value, str):
+        if not (found := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", value)):
+            raise ValueError("write a percentage, as in 2%")
+        value = float(found[1]) / 100
+    if not isinstance(value, float | int) or not 0 < value < 1:
+        raise ValueError("give a share between 0 % and 100 %")
+    return Share(value)
+
+
+def percentage(share: float) -> str:
+    return f"{100 * share:g}%"
+
+
+# No line ends and escapes, which would forge lines in a terminal.
+Text = Annotated[str, Meta(pattern="^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
+
+
+def flag(text: str, metavar: str = "N", identifies: bool = False, name: str = "") -> Meta:
+    """Return what stands on a field that is a flag: its help, and whether other values make
+    another comparison."""
+    extra = {"metavar": metavar, "identifies": identifies, "flag": name}
+    return Meta(description=text, extra=extra)
+
+
+class OwnConfiguration(Struct, frozen=True, forbid_unknown_fields=True):
+    """A configuration that a plan defines: a ready one with flags and variables."""
+
+    base: str
+    flags: Words = Words()
+    environment: dict[str, str] = {}
+
+
+class OwnCase(Struct, frozen=True, forbid_unknown_fields=True):
+    """A case as a plan defines it."""
+
+    flags: Words = Words()
+
+
+class Case(NamedTuple):
     """A training that configurations are compared on: model, precision, batch, data."""
 
     name: str = ""
@@ -84,55 +158,219 @@ class Run:
         return [*words, *self.arguments]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is compared, and in which order. `check_plan` tells whether it can be meant."""
+class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is compared, and in which order. `check_plan` tells whether it is valid."""
 
-    configurations: tuple[str, ...] = DEFAULT_CONFIGURATIONS
-    workers: tuple[int, ...] = (2,)
-    measure: str = "turns"  # or "runs", see MEASURES
-    full_runs: int = 1  # blocks of whole runs beside turns: for what turns cannot see
-    blocks: int | None = None  # in which speed is measured; None: as many as it takes
-    until_interval: float = 0.03  # that ends the blocks: half the width of every 95 % interval
-    minutes: float = 10.0  # that end them, too
-    margin: float = 0.03  # within which two speeds count as equal
-    seed: int = 42  # of the trainings
-    order_seed: int | None = None  # of the order in blocks; None: run.py draws one
+    question: Text | None = None
+    time: Text | None = None  # that its file says it takes
+    configurations: Annotated[
+        tuple[str, ...],
+        flag(
+            f"any of {', '.join(CONFIGURATIONS)}, and your own (default: "
+            f"{' '.join(DEFAULT_CONFIGURATIONS)}; without a plan on a machine without GPUs: those "
+            "of the plan square)",
+            "NAME",
+            identifies=True,
+        ),
+    ] = DEFAULT_CONFIGURATIONS
+    configuration: Annotated[
+        dict[str, OwnConfiguration],
+        flag(
+            "a configuration of your own: a ready one with environment variables and trainer "
+            "flags, as in --define 'tuned=horovod-mpi HOROVOD_CYCLE_TIME=1 --fp16-allreduce'",
+            "'NAME=BASE [VARIABLE=VALUE ...] [flags]'",
+            identifies=True,
+            name="define",
+        ),
+    ] = {}
+    case: Annotated[
+        dict[str, OwnCase],
+        flag(
+            "a training that the configurations are compared on, as in --case 'vgg16=--arch "
+            "vgg16' (may be repeated)",
+            "'NAME=flags'",
+            identifies=True,
+        ),
+    ] = {}
+    judged_pairs: Annotated[
+        tuple[tuple[str, str], ...],
+        flag(
+            "configurations that are judged against each other (default: each against the first)",
+            "FIRST:SECOND",
+        ),
+    ] = msgspec.field(default=(), name="pairs")
+    null: Annotated[bool, flag("compare each configuration with itself", "", identifies=True)] = (
+        False
+    )
+    workers: Annotated[
+        tuple[Count, ...], flag("numbers of worker processes (default: 2)", identifies=True)
+    ] = (2,)
+    named_hosts: Annotated[
+        str | None,
+        flag(
+            "hosts with the number of workers that each takes, or `slurm`: those of this "
+            "allocation (default: this host)",
+            "HOST:N,...",
+            identifies=True,
+        ),
+    ] = msgspec.field(default=None, name="hosts")
+    network_interface: Annotated[
+        str | None,
+        flag(
+            "the network that connects the hosts, such as eth0 (default: the launchers look for "
+            "one)",
+            "NAME",
+            identifies=True,
+        ),
+    ] = None
+    global_batch_size: Annotated[
+        Count | None,
+        flag(
+            "strong scaling: images a step of all workers together (default: weak scaling, each "
+            "worker has its own --batch-size)",
+            identifies=True,
+        ),
+    ] = None
+    global_learning_rate: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        flag(
+            "with --global-batch-size: the learning rate, whatever the number of workers",
+            "RATE",
+            identifies=True,
+        ),
+    ] = None
+    trainer_arguments: Annotated[Words, Meta(extra={"identifies": True})] = msgspec.field(
+        default=Words(), name="flags"
+    )
+    measure: Annotated[
+        Literal["turns", "runs"],
+        flag(
+            "what speed is measured by: all configurations at once, which take turns of half a "
+            "second (turns, the default: much the more exact on a noisy machine), or whole runs, "
+            "one after the other (runs)",
+            "HOW",
+            identifies=True,
+        ),
+    ] = "turns"
+    full_runs: Annotated[
+        Whole,
+        flag(
+            "with turns: how often each configuration also trains from beginning to end, for what "
+            "turns cannot see: learning curves, final weights, memory (default: 1; 0: not at all)"
+        ),
+    ] = 1
+    blocks: Annotated[
+        Count | None,
+        flag(
+            "measure in so many blocks (default: as many as --until-interval and --minutes ask "
+            "for; an interval needs 3). Each block starts each configuration once"
+        ),
+    ] = None
+    until_interval: Annotated[
+        Share,
+        flag(
+            "add blocks until the 95 % interval of each speed ratio is no wider than +-P % "
+            "(default: 3%)",
+            "P%",
+        ),
+    ] = Share(0.03)
+    minutes: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)],
+        flag(
+            "add no block after so many minutes of undisturbed measuring, but three at least; "
+            "time in which others used the cores does not count (default: 10; the plan square "
+            "has 8)",
+            "M",
+        ),
+    ] = 10.0
+    margin: Annotated[
+        Share,
+        flag(
+            "two speeds count as equal if the interval shows that they differ by less than P % "
+            "(default: 3%)",
+            "P%",
+        ),
+    ] = Share(0.03)
+    seed: Annotated[
+        Whole,
+        flag(
+            "of the trainings: block b trains with the seed N + b - 1 (default: 42)",
+            identifies=True,
+        ),
+    ] = 42
+    order_seed: Annotated[
+        Whole | None,
+        flag("of the order within blocks (default: another one each time)", identifies=True),
+    ] = None
+    timeout: Annotated[
+        Count,
+        flag(
+            "a run that takes longer, from its launcher's start on, is ended and counts as "
+            "failed, and so does a block of turns whose sides take longer to start; give more "
+            "where data are listed for the first time on a slow file system (default: 1800; "
+            "warm-ups: at least 600)",
+            "SECONDS",
+        ),
+    ] = 1800
+    phase_steps: Annotated[
+        Whole,
+        flag(
+            "after the blocks each configuration runs once more for N steps, half of them without "
+            "exchanging gradients, which shows the phases of a step (default: 120, or the "
+            "trainers' --max-steps)"
+        ),
+    ] = 120
+    # What no one writes, but run.py finds out:
+    plan_file: Text | None = None
+    left_out: tuple[Text, ...] = ()  # configurations that cannot run here, without Horovod say
+    allocation: str | None = None  # the hosts of this Slurm job; the next one's may be others
     blocks_there: int = 0  # of whole runs, that were begun because their number is open
-    trainer_arguments: tuple[str, ...] = ()
-    cases: tuple[Case, ...] = (Case(),)
-    defined: tuple[Configuration, ...] = ()  # by the plan itself, beside CONFIGURATIONS
-    judged_pairs: tuple[tuple[str, str], ...] = ()  # empty: each against the first
-    global_batch_size: int | None = None  # of all workers together: strong scaling
-    global_learning_rate: float | None = None
-    hosts: str | None = None  # "a:2,b:2"; None: this host
-    is_allocation: bool = False  # `hosts` are this Slurm job's: the next one's may be others
-    network_interface: str | None = None  # between the hosts; None: the launchers find one
-    null: bool = False
-    phase_steps: int = 120  # 0: no runs that show the phases of a step
-    timeout: int = 1800  # seconds
-    question: str | None = None
-    plan_file: str | None = None
-    time: str | None = None  # that its file says it takes
-    left_out: tuple[str, ...] = ()  # configurations that cannot run here, since Horovod is missing
+
+    @property
+    def hosts(self) -> str | None:
+        """Where the workers run, as "a:2,b:2"; None: on this host."""
+        return self.allocation if self.named_hosts == SLURM else self.named_hosts
+
+    @property
+    def is_allocation(self) -> bool:
+        return self.named_hosts == SLURM
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases; one without a name in a plan that names none."""
+        return tuple(Case(name, own.flags) for name, own in self.case.items()) or (Case(),)
 
     def known(self) -> dict[str, Configuration]:
         """Return all configurations that this plan may name."""
         return CONFIGURATIONS | {
-            configuration.name: configuration for configuration in self.defined
+            name: dataclasses.replace(
+                CONFIGURATIONS[own.base], name=name, flags=own.flags, environment=own.environment
+            )
+            for name, own in self.configuration.items()
         }
 
     def members(self) -> list[Configuration]:
         """Return the configurations that run; in a null test each runs again, as another one."""
-        nic = self.network_interface
-        chosen = [replace(self.known()[name], interface=nic) for name in self.configurations]
+        known, nic = self.known(), self.network_interface
+        chosen = [dataclasses.replace(known[name], interface=nic) for name in self.configurations]
         if not self.null:
             return chosen
-        return [twin for c in chosen for twin in (c, replace(c, name=f"{c.name}-again"))]
+        again = [dataclasses.replace(one, name=f"{one.name}-again") for one in chosen]
+        return [twin for both in zip(chosen, again, strict=True) for twin in both]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what runs."""
+        return [member.name for member in self.members()]
+
+    @property
+    def varied(self) -> list[str]:
+        """The settings that configurations give by flags of their own, by their field's name."""
+        return varied_fields(self.members())
 
     @property
     def most_ranks(self) -> int:
-        """Return how many ranks the largest start has, its servers among them."""
+        """How many ranks the largest start has, its servers among them."""
         return max(self.workers) + max(configuration.servers for configuration in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -142,49 +380,10 @@ class Plan:
         first, *others = self.configurations
         return list(self.judged_pairs) or [(first, other) for other in others]
 
-    def words(self) -> list[str]:
-        """Return the flags of run.py that make this plan; those that would say what it does anyway
-        are left out."""
-        words = ["--configurations", *self.configurations]
-        for name in self.configurations:
-            if name not in CONFIGURATIONS:
-                words += ["--define", self.known()[name].definition()]
-        for case in self.cases:
-            if case.name:
-                words += ["--case", f"{case.name}={shlex.join(case.flags)}"]
-        if self.null:
-            words.append("--null")
-        elif self.judged_pairs:
-            words += ["--pairs", *map(":".join, self.judged_pairs)]
-        words += ["--workers", *map(str, self.workers)]
-        words += [*self.repetition_words(), "--seed", str(self.seed)]
-        if self.hosts is not None or self.is_allocation:
-            words += ["--hosts", SLURM if self.is_allocation else str(self.hosts)]
-        if not self.phase_steps:
-            words.append("--no-phases")
-        default = Plan()
-        for name in ("network_interface", "global_batch_size", "global_learning_rate",
-                     "phase_steps", "timeout"):  # fmt: skip
-            if (value := getattr(self, name)) and value != getattr(default, name):
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        return [*words, "--", *self.trainer_arguments] if self.trainer_arguments else words
-
-    def repetition_words(self) -> list[str]:
-        """Return the flags that say how often. Not the seed of the order: who repeats a comparison
-        draws another one."""
-        words, default = [], Plan()
-        if self.measure != default.measure:
-            words += ["--measure", self.measure]
-        if self.full_runs != default.full_runs:
-            words += ["--full-runs", str(self.full_runs)]
-        if self.blocks is not None:
-            words += ["--blocks", str(self.blocks)]
-        else:
-            words += ["--until-interval", percentage(self.until_interval)]
-            words += ["--minutes", f"{self.minutes:g}"]
-        if self.margin != default.margin:
-            words += ["--margin", percentage(self.margin)]
-        return words
+    @property
+    def end(self) -> tuple[Any, ...]:
+        """What ends the measuring: a number of blocks, or else the rule."""
+        return (self.until_interval, self.minutes) if self.blocks is None else (self.blocks,)
 
     @property
     def run_blocks(self) -> int:
@@ -192,6 +391,10 @@ class Plan:
         if self.measure == "turns":
             return self.full_runs
         return self.blocks or max(1, self.blocks_there)
+
+    def in_whole_runs(self) -> "Plan":
+        """Return the plan as it is carried out where nothing can be measured by turns."""
+        return replace(self, measure="runs", full_runs=1, blocks_there=self.full_runs)
 
     def runs(self) -> list[Run]:
         """Return all whole runs, block by block."""
@@ -258,12 +461,6 @@ class Plan:
             flags += ["--warmup-method", "linear"]
         return flags
 
-    @property
-    def warm_up_timeout(self) -> int:
-        """Return the time limit of a warm-up, in seconds: it reads the data first, and may list
-        them for the first time."""
-        return max(600, self.timeout)
-
     def warm_up_runs(self) -> list[Run]:
         """Return one run for each engine and case, at its most workers; its figures are thrown
         away.
@@ -271,14 +468,11 @@ class Plan:
         It pays for cold file caches and for the embedded data's one-time writing, which would
         otherwise fall on whichever engine comes first, and it finds a broken set-up in seconds.
         """
-        first_of_engine: dict[str, Configuration] = {}
-        for configuration in self.members():
-            first_of_engine.setdefault(configuration.engine, configuration)
-        return [
-            self.run(0, case, configuration, max(self.workers))
-            for case in self.cases
-            for configuration in first_of_engine.values()
-        ]
+        firsts = dict[str, Configuration]()
+        for one in self.members():
+            firsts.setdefault(one.engine, one)
+        most = max(self.workers)
+        return [self.run(0, case, one, most) for case in self.cases for one in firsts.values()]
 
     def phase_runs(self) -> list[Run]:
         """Return one short run of each cell, in which stretches of steps with and without the
@@ -286,25 +480,34 @@ class Plan:
 
         They end no later than the measured runs do.
         """
-        if not self.phase_steps:
-            return []
         runs = []
-        for case in self.cases:
-            for configuration in self.members():
-                for workers in self.workers:
-                    run = self.run(0, case, configuration, workers)
-                    if "--use-adasum" in map(flag_name, run.arguments):
-                        continue  # it combines updates, and has no gradients to leave unexchanged
-                    steps = self.phase_steps
-                    if own := last_value(run.arguments, "--max-steps"):
-                        # Below two stretches nothing would be measured.
-                        steps = min(steps, max(int(own), 2 * ABLATION_STEPS))
-                    arguments = (
-                        *without_flag(run.arguments, "--max-steps"),
-                        "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
-                    )  # fmt: skip
-                    runs.append(replace(run, arguments=arguments))
+        cells = [(c, m, w) for c in self.cases for m in self.members() for w in self.workers]
+        for case, configuration, workers in cells if self.phase_steps else ():
+            run = self.run(0, case, configuration, workers)
+            if "--use-adasum" in map(flag_name, run.arguments):
+                continue  # it combines updates, and has no gradients to leave unexchanged
+            steps = self.phase_steps
+            if own := last_value(run.arguments, "--max-steps"):
+                # Below two stretches nothing would be measured.
+                steps = min(steps, max(int(own), 2 * ABLATION_STEPS))
+            arguments = (
+                *without_flag(run.arguments, "--max-steps"),
+                "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
+            )  # fmt: skip
+            runs.append(dataclasses.replace(run, arguments=arguments))
         return runs
+
+
+FIELDS = msgspec.structs.fields(Plan)
+NOT_WRITTEN = ("plan_file", "left_out", "allocation", "blocks_there")
+# The keys of a plan file.
+KEYS = [field.encode_name for field in FIELDS if field.name not in NOT_WRITTEN]
+
+
+def meta_of(kind: Any) -> Meta:
+    """Return what stands on a field, its help among it."""
+    found = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
+    return found[-1] if found else Meta()
 
 
 def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
@@ -312,10 +515,6 @@ def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
     flags = [flag_name(word) for c in configurations for word in c.flags]
     names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
     return list(dict.fromkeys(name for name in names if name))
-
-
-def percentage(share: float) -> str:
-    return f"{100 * share:g}%"
 
 
 def knobs_files(plan: Plan) -> list[str]:

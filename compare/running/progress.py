@@ -2,8 +2,9 @@
 
 import datetime
 from collections.abc import Hashable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from compare.evidence.run_folder import read_object, read_record
 from compare.plan.plan import Plan, Run
@@ -52,15 +53,10 @@ def resumed(plan: Plan, folder: Path) -> Plan:
     if not path.exists():
         return plan
     old = read_plan(path)
-    if any(line.startswith(NO_TURNS) for line in read_object(path).get("warnings", [])):
-        plan = in_whole_runs(plan)
+    if any(line.startswith(NO_TURNS) for line in old.warnings):
+        plan = plan.in_whole_runs()
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
     return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
-
-
-def in_whole_runs(plan: Plan) -> Plan:
-    """Return the plan as it is carried out where nothing can be measured by turns."""
-    return replace(plan, measure="runs", full_runs=1, blocks_there=plan.full_runs)
 
 
 def check_sources(sources: str) -> None:

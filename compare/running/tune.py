@@ -17,7 +17,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+from msgspec import structs
 
 from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import ENGINES
@@ -27,8 +28,9 @@ from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.hosts import is_only_here
 from compare.plan.options import TUNING_ROUNDS, command_words, script_path
-from compare.plan.plan import Plan, Run
-from compare.plan.record import plan_differences, plan_record
+from compare.plan.plan import Plan, Run, Words
+from compare.plan.plan_file import plan_words
+from compare.plan.record import PlanRecord, plan_differences, plan_record, read_plan, write_plan
 from compare.plan.sources import trainers_sha256
 from compare.running import preflight
 from compare.running.knobs_found import (
@@ -69,11 +71,14 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         raise UserError(
             f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}"
         )
-    cleared = [replace(c, flags=tuple(without_flag(c.flags, "--knobs"))) for c in plan.defined]
-    return replace(
+    cleared = {
+        name: structs.replace(own, flags=Words(without_flag(own.flags, "--knobs")))
+        for name, own in plan.configuration.items()
+    }
+    return structs.replace(
         plan,
         configurations=tuple(dict.fromkeys(order)),
-        defined=tuple(cleared),
+        configuration=cleared,
         workers=(max(plan.workers),),
         judged_pairs=(),
         blocks=1,
@@ -84,7 +89,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
 
 def check_tuning(plan: Plan, options: argparse.Namespace) -> None:
     """Raise UserError about what a search cannot do."""
-    for name in ("slurm", "block", "measure", "until_interval", "minutes", "null"):
+    for name in ("block", "measure", "until_interval", "minutes", "null"):
         if value := getattr(options, name):
             raise UserError(
                 f"--{name.replace('_', '-')} {value}: does not go together with --tune, which runs "
@@ -208,7 +213,7 @@ def tune_folder(options: argparse.Namespace) -> Path:
 def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Search for each engine's knobs and write the file; return the exit code. `plan` is of
     `tuning_plan`."""
-    write_json(folder / "plan.json", checked_record(plan, folder, options.new))
+    write_plan(folder / "plan.json", checked_record(plan, folder, options.new))
     preflight.warn(plan, folder, options.strict)
     sources = trainers_sha256()
     print(f"what makes the exchange of gradients faster here, into {options.tune}; runs: {folder}")
@@ -246,14 +251,14 @@ def dry_tune_lines(plan: Plan, rounds: int) -> list[str]:
     return lines
 
 
-def checked_record(plan: Plan, folder: Path, afresh: bool) -> dict[str, Any]:
+def checked_record(plan: Plan, folder: Path, afresh: bool) -> PlanRecord:
     """Return what plan.json is to hold; UserError if the folder holds something else. With
     `afresh` what an earlier search left there is deleted."""
-    record = {"is_search": True, **plan_record(plan, utc_now())}
+    record = structs.replace(plan_record(plan, utc_now()), is_search=True)
     path = folder / "plan.json"
-    old = read_object(path) if path.exists() else {}
+    old = read_plan(path) if path.exists() else None
     left = [child for child in folder.iterdir() if child.name != "lock"]
-    if left and not old.get("is_search"):
+    if left and not (old and old.is_search):
         raise UserError(f"{folder} holds something else than a search: take another --out DIR")
     if afresh:
         for child in left:
@@ -264,7 +269,7 @@ def checked_record(plan: Plan, folder: Path, afresh: bool) -> dict[str, Any]:
         return record
     if old and (differences := plan_differences(old, record)):
         raise another_plan(folder, [*differences, "(or start afresh with --new)"])
-    return {**record, "created_utc": old.get("created_utc", record["created_utc"])}
+    return structs.replace(record, created_utc=(old or record).created_utc)
 
 
 def tune_engine(
@@ -338,15 +343,15 @@ def check_against_defaults(
 
 def comparison_command(plan: Plan, path: Path) -> str:
     """Return the command that compares the tuned engines on the training they were tuned for."""
-    arguments = (*plan.trainer_arguments, *plan.cases[0].flags, "--knobs", str(path))
+    arguments = Words((*plan.trainer_arguments, *plan.cases[0].flags, "--knobs", str(path)))
     default = Plan()
-    plan = replace(
+    plan = structs.replace(
         plan,
         measure=default.measure,
         blocks=default.blocks,
         full_runs=0,
-        cases=default.cases,
+        case={},
         phase_steps=default.phase_steps,
         trainer_arguments=arguments,
     )
-    return shlex.join(["python", script_path(), *plan.words()])
+    return shlex.join(["python", script_path(), *plan_words(plan)])
