@@ -17,7 +17,7 @@ from compare.evidence.verdicts import judge
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import parse_options
 from compare.plan.plan import OwnCase, Plan
-from compare.plan.record import plan_record, write_plan
+from compare.plan.record import write_plan
 from compare.running import measurement, progress
 from compare.running.measurement import block_line, is_finished, measured, minutes_for_more
 from compare.running.progress import resumed
@@ -134,6 +134,10 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
                          "turns/b/1-workers/block-1", "turns/b/2-workers/block-1",
                          "turns/a/1-workers/block-2"]  # fmt: skip
     assert all(group.blocks >= 3 for group in measured(plan, tmp_path))
+    bench.blocks.clear()
+    (tmp_path / "alone").mkdir()
+    measure(replace(PLAN, configurations=(FIRST,)), tmp_path / "alone")  # nothing to compare
+    assert not bench.blocks
 
 
 def test_an_interruption_loses_the_block_that_was_under_way_alone(bench, tmp_path):
@@ -148,10 +152,15 @@ def test_an_interruption_loses_the_block_that_was_under_way_alone(bench, tmp_pat
     assert bench.orders[0] == bench.orders[2] != bench.orders[1]
 
 
-def test_a_side_that_fails_ends_the_blocks(bench, tmp_path, capsys):
-    bench.error = MeasurementError("horovod-mpi ended with exit code 1")
-    _, is_measured = measure(PLAN, tmp_path)
-    assert not is_measured and "ended with exit code 1" in capsys.readouterr().out
+@pytest.mark.parametrize("error", [MeasurementError, NoTurns])
+def test_a_block_that_fails_ends_the_blocks_and_those_that_are_there_stay(
+    error, bench, tmp_path, capsys
+):
+    measure(replace(PLAN, blocks=1), tmp_path)
+    bench.error = error("horovod-mpi ended with exit code 1")
+    plan, is_measured = measure(replace(PLAN, blocks=2), tmp_path)
+    assert plan.measure == resumed(PLAN, tmp_path).measure == "turns" and not is_measured
+    assert "a block of turns failed: horovod-mpi ended with" in capsys.readouterr().out
 
 
 def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
@@ -170,19 +179,6 @@ def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
     assert resumed(PLAN, tmp_path).measure == "runs"  # the same command goes on
 
 
-def test_blocks_of_turns_that_are_there_are_not_thrown_away(bench, tmp_path, capsys):
-    measure(replace(PLAN, blocks=1), tmp_path)
-    bench.error = NoTurns("the sides do not fit into the GPU's memory at once")
-    plan, is_measured = measure(replace(PLAN, blocks=2), tmp_path)
-    assert plan.measure == resumed(PLAN, tmp_path).measure == "turns" and not is_measured
-    assert "a block of turns failed: the sides do not fit" in capsys.readouterr().out
-
-
-def test_one_configuration_alone_takes_no_turns(bench, tmp_path):
-    measure(replace(PLAN, configurations=(FIRST,)), tmp_path)
-    assert not bench.blocks
-
-
 @pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
     (0, [], "square", None), (0, ["--workers", "4"], "square", ["4"]), (1, [], None, ["1"]),
     (8, [], None, ["2"]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
@@ -197,12 +193,6 @@ def test_without_a_plan_the_engines_are_compared_over_each_transport(
     options = parse_options(words, "")
     run_module.take_default_plan(options)
     assert (options.plan, options.workers) == (plan, workers)
-
-
-def test_plan_json_says_how_it_is_measured():
-    record = plan_record(replace(PLAN, minutes=8.0), "now")
-    names = ("measure", "full_runs", "blocks", "until_interval", "minutes", "margin", "order_seed")
-    assert [getattr(record, name) for name in names] == ["turns", 0, None, 0.03, 8.0, 0.03, 1]
 
 
 TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4")

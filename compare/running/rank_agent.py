@@ -53,6 +53,7 @@ KEEPALIVE = {  # for a host that has vanished to be missed within a minute or so
 }
 RANK_END_SECONDS = 3.0  # that a rank may take to end
 MOST_BYTES = 1 << 16  # of a message
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts that share a kernel share its cores, too
 
 
 class State(enum.Enum):
@@ -88,11 +89,13 @@ def start_agent(side: str, copy: int) -> Connection:
     if os.fork() == 0:
         here.close()
         try:
-            leave_the_ranks_session()
-            host = socket.gethostname()
+            os.setsid()  # no part of what launchers signal, and none of their pipes kept open
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for output in range(3):
+                os.dup2(nowhere, output)
             send(
                 scheduler, State.STARTING, side=side, copy=copy, number=read_world().rank,
-                host=host, machine=machine_id() or host, cores=os.cpu_count() or 1,
+                host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
             )  # fmt: skip
             serve(scheduler, there, rank)
         finally:
@@ -124,23 +127,6 @@ def connect(place: str) -> Connection:
     sys.exit(f"{socket.gethostname()}: {UNREACHABLE} at port {port} ({'; '.join(problems)})")
 
 
-def leave_the_ranks_session() -> None:
-    """Be no part of what launchers signal, and keep none of their pipes open."""
-    os.setsid()
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for output in range(3):
-        os.dup2(nowhere, output)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def machine_id() -> str:
-    """Return what tells this kernel from others: hosts that share one share its cores, too."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
 def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> None:
     """Serve until the rank or the scheduler has ended; then leave nothing of the rank."""
     tree, busy, began = [rank], 0.0, 0.0
@@ -150,7 +136,12 @@ def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> No
                 state, values = receive(sender)  # type: ignore[arg-type]
                 if state is State.ENDED:
                     tree = tree_of(rank) or tree
-                    return end(scheduler, client, rank, tree)
+                    send_signal(tree, signal.SIGCONT)
+                    send(client, State.ENDED)
+                    deadline = time.monotonic() + RANK_END_SECONDS  # to end by itself
+                    while os.getppid() == rank.pid and time.monotonic() < deadline:
+                        time.sleep(0.005)
+                    return
                 if sender is client:
                     if "busy" in values:
                         values["busy"] -= busy
@@ -166,19 +157,6 @@ def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> No
                     send(client, state, **values)
     finally:
         send_signal(tree, signal.SIGKILL)
-
-
-def end(
-    scheduler: Connection, client: Connection, rank: psutil.Process, tree: list[psutil.Process]
-) -> None:
-    """Let the rank end itself, and kill what it leaves; say when it is done."""
-    send_signal(tree, signal.SIGCONT)
-    send(client, State.ENDED)
-    deadline = time.monotonic() + RANK_END_SECONDS
-    while os.getppid() == rank.pid and time.monotonic() < deadline:
-        time.sleep(0.005)
-    send_signal(tree, signal.SIGKILL)
-    send(scheduler, State.ENDED)
 
 
 def tree_of(process: psutil.Process) -> list[psutil.Process]:

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import struct
 import subprocess
@@ -47,7 +46,6 @@ from compare.running.launch import (
     kill_marked,
     new_mark,
     shown_tail,
-    signal_group,
     start_process,
     start_watchdog,
 )
@@ -179,7 +177,13 @@ class Scheduler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.end(*{name for name, _ in self.launchers})
+        for rank in self.ranks:
+            send(rank.connection, State.ENDED)
+        # Launchers that see their ranks end tidy up after them; what is left is killed.
+        deadline = time.monotonic() + END_SECONDS
+        for launcher in self.launchers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(max(0.1, deadline - time.monotonic()))
         kill_marked(self.mark)
         self.listener.close()
         self.watchdog.communicate()
@@ -199,39 +203,23 @@ class Scheduler:
         The next one is started as soon as all ranks of the one before are there: with all at once,
         those that wait for each other poll, and keep the others from getting ahead.
         """
-        self.on_turn, waiting, started = "", list(sides), list[Side]()
-        while waiting or not all(self.are(State.PAUSED, side) for side in sides):
-            if waiting and all(len(self.of(side)) == side.processes for side in started):
-                started.append(waiting.pop(0))
-                self.launch(started[-1])
+        place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
+        started = list[Side]()
+        while not all(self.are(State.PAUSED, side) for side in sides):
+            if all(len(self.of(side)) == side.processes for side in started) and started != [
+                *sides
+            ]:
+                started.append(side := sides[len(started)])
+                for copy in range(side.copies):
+                    folder = self.folder / side.name / str(copy)
+                    command = side.command(folder.resolve(), copy, by_turns=True)
+                    process = start_side(side, command, folder, self.mark, place)
+                    self.launchers[side.name, copy] = process
                 deadline = time.monotonic() + self.timeout
             self.receive(deadline)
             for side in started:
                 if self.are(State.READY, side):
                     self.send(side, State.PAUSED)
-
-    def launch(self, side: Side) -> None:
-        """Start a side's copies."""
-        place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
-        for copy in range(side.copies):
-            folder = self.folder / side.name / str(copy)
-            command = side.command(folder.resolve(), copy, by_turns=True)
-            self.launchers[side.name, copy] = start_side(side, command, folder, self.mark, place)
-
-    def end(self, *names: str) -> None:
-        """End the sides of these names, while the others are paused."""
-        for rank in self.ranks:
-            if rank.side in names:
-                send(rank.connection, State.ENDED)
-        # Launchers that see their ranks end tidy up after them; what is left is killed.
-        deadline = time.monotonic() + END_SECONDS
-        for key in [key for key in self.launchers if key[0] in names]:
-            launcher = self.launchers.pop(key)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.1, deadline - time.monotonic()))
-            signal_group(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        self.ranks = [rank for rank in self.ranks if rank.side not in names]
 
     def take_rounds(
         self, sides: Sequence[Side], rounds: int, patience: float, report: Callable[[str], None]
