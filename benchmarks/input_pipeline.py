@@ -34,8 +34,9 @@ from compare.plan.blocks import drawn
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
 from recipe.config import Config
-from recipe.data.batches import TrainImages
+from recipe.data.batches import Images
 from recipe.data.image_folder import Listing, list_images
+from recipe.data.images import SuspectImages, TrainTransform
 from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
 from recipe.files import write_json
@@ -95,7 +96,8 @@ def measure(options: Options) -> Measured:
 def contenders(listing: Listing, config: Config) -> dict[str, Contender]:
     """What takes turns, by name; all but the first end in a batch."""
     paths = [listing.path(index) for index in range(len(listing))]
-    images, size = TrainImages(listing, config), config.train_crop_size
+    images = Images(listing, config, TrainTransform(config), SuspectImages(listing))
+    size = config.train_crop_size
     by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
     by_pillow = transforms.Compose(
         [

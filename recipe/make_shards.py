@@ -143,7 +143,10 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
         return shards
     work.mkdir(parents=True, exist_ok=True)
     sizes = written["shard_bytes"].tolist()
-    whole = [_size(folder / name) == size for name, size in zip(names, sizes, strict=False)]
+    whole = [
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in zip(names, sizes, strict=False)
+    ]
     count = (*whole, False).index(False)
     measured = {name: [written[name][: count * images_per_shard]] for name in MEASURED}
     measured["shard_bytes"] = [written["shard_bytes"][:count]]
@@ -191,10 +194,6 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
-
-
-def _size(file: Path) -> int | None:
-    return file.stat().st_size if file.exists() else None
 
 
 def read_ahead(listing: Listing, indices: range) -> Iterator[bytes]:

@@ -29,7 +29,6 @@ from recipe.data.batches import (
     _one_ahead,
     data_order_sha256,
     open_data,
-    open_input_meter,
     samples_per_step,
     to_device,
     training_batches,
@@ -113,13 +112,13 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
 ) -> None:
     """In which each file is decoded whole, to look for damage."""
     keys: list[tuple[int, int]] = []
-    original = data_module.TrainImages.__getitems__
+    original = data_module.Images.__getitems__
 
-    def read(self: data_module.TrainImages, wanted: list[tuple[int, int]]) -> Batch:
+    def read(self: data_module.Images, wanted: list[tuple[int, int]]) -> Batch:
         keys.extend(wanted)
         return original(self, wanted)
 
-    monkeypatch.setattr(data_module.TrainImages, "__getitems__", read)
+    monkeypatch.setattr(data_module.Images, "__getitems__", read)
     data = open_data(folders, epoch_images=1000)
     assert data.num_train == 1000
     read_training(data, folders, 1, 0, 36)
@@ -213,8 +212,7 @@ def test_input_meter(folders: Config, tmp_path: Path, workers: int) -> None:
         file.write_bytes(file.read_bytes() + bytes(10 * index**2))
     data = open_data(replace(folders, train_dir=str(tmp_path)))
     sizes = sizes_of(data, folders, 4, 24)
-    meter = open_input_meter(data, workers)
-    assert meter is not None
+    meter = InputMeter(workers)
     assert (meter.files, meter.bytes) == (0, 0)
     batches = training_batches(data, folders, a_world(), CPU, workers, 4, 24, meter)
     next(batches)
@@ -235,10 +233,6 @@ def test_input_meter_changes_no_pixel(data: Data, folders: Config) -> None:
     for (images, labels), (others, other_labels) in zip(plain, counted, strict=True):
         assert torch.equal(images, others)
         assert torch.equal(labels, other_labels)
-
-
-def test_no_input_meter_for_synthetic_data() -> None:
-    assert open_input_meter(open_data(a_config(data="synthetic")), 2) is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

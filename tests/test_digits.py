@@ -95,7 +95,7 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(work: Path) -> None:
-        (work / "train").mkdir()
+        (work / "train").mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(digits, "_write_images", broken)

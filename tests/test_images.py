@@ -28,13 +28,13 @@ from recipe.data.images import (
     Draw,
     Key,
     TrainTransform,
+    ValTransform,
     _decode_jpeg,
     decode,
     decode_and_look,
     empty_batch,
     image_size,
     resize,
-    validation_image,
 )
 from recipe.errors import UserError
 
@@ -74,8 +74,8 @@ def augment(image: Image.Image, transform: TrainTransform, *key: int) -> Tensor:
 
 def validate(content: bytes, resize_size: int, crop: int) -> tuple[Tensor, int]:
     out = empty_batch(1, crop, crop)[0]
-    config = Config(val_resize_size=resize_size, val_crop_size=crop)
-    return out, validation_image(content, "a.jpg", config, out)
+    transform = ValTransform(Config(val_resize_size=resize_size, val_crop_size=crop))
+    return out, transform(content, "a.jpg", (0, 0, 0), out)
 
 
 # ---- decoding ----

@@ -6,8 +6,7 @@ import pytest
 import torch
 from making import CPU, a_config, a_world, folder_config, write_images
 
-from recipe.data.batches import open_data, to_device, training_batches
-from recipe.data.mixing import mixed
+from recipe.data.batches import mixed, open_data, to_device, training_batches
 
 KINDS = {"mixup": {"mixup_alpha": 0.7}, "cutmix": {"cutmix_alpha": 1.0}}
 BOTH = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.data.order import Sample, SampleStream, permutation, validation_indices
+from recipe.data.order import Sample, SampleStream, permutation
 
 images = st.integers(1, 200)
 small = st.integers(1, 8)
@@ -123,11 +123,3 @@ def test_samples_across_an_epoch_end() -> None:
     expected = [(0, i) for i in permutation(4, 9, 0)[3:]] + [(1, i) for i in permutation(4, 9, 1)]
     expected += [(2, i) for i in permutation(4, 9, 2)[:2]]
     assert stream.samples(np.arange(3, 10)) == expected
-
-
-@quick
-@given(st.integers(0, 300), st.integers(1, 40))
-def test_each_validation_image_once(num_images: int, size: int) -> None:
-    shares = [validation_indices(num_images, rank, size) for rank in range(size)]
-    assert sorted(i for share in shares for i in share) == list(range(num_images))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -8,12 +8,13 @@ expensive to read and decode as photographs of 500 x 375 pixels. (ImageNet's 1.2
 training take 138 GB: 108 KB each.)
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
+import tyro
 from PIL import Image
+from tyro.conf import Positional
 
 WIDTH, HEIGHT = 500, 375
 NOISE = 21.0  # standard deviation, of 255 levels: makes the file as large as a photograph's
@@ -21,41 +22,28 @@ QUALITY = 90
 VALIDATION_SHARE = 10  # one image in ten
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the folder that the command line names and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python tools/make_jpegs.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("folder", type=Path, help="will be created; must not exist")
-    add("--images", type=int, default=640, metavar="N", help="for training (default: 640)")
-    add("--classes", type=int, default=10, metavar="N", help="sub-folders (default: 10)")
-    options = parser.parse_args(argv)
-    if options.classes < 1 or options.images < options.classes:
-        parser.error(f"--images {options.images} --classes {options.classes}: at least one a class")
+def main(folder: Positional[Path], images: int = 640, classes: int = 10) -> None:
+    """Write the folder, or say why not.
+
+    Args:
+        folder: Will be created; must not exist.
+        images: For training.
+        classes: Sub-folders.
+    """
+    if classes < 1 or images < classes:
+        sys.exit(f"--images {images} --classes {classes}: at least one a class")
     try:
-        options.folder.mkdir(parents=True)
+        folder.mkdir(parents=True)
     except OSError as error:
-        print(f"tools/make_jpegs.py: {options.folder}: {error.strerror}", file=sys.stderr)
-        return 1
-    total_bytes = 0
-    parts = {
-        "train": options.images,
-        "val": max(options.classes, options.images // VALIDATION_SHARE),
-    }
-    for part, images in parts.items():
-        for index in range(images):
-            file = options.folder / part / f"{index % options.classes:03d}" / f"{index:06d}.jpg"
+        sys.exit(f"tools/make_jpegs.py: {folder}: {error.strerror}")
+    sizes = []
+    for part, count in (("train", images), ("val", max(classes, images // VALIDATION_SHARE))):
+        for index in range(count):
+            file = folder / part / f"{index % classes:03d}" / f"{index:06d}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             picture(seed=(len(part), index)).save(file, quality=QUALITY)
-            total_bytes += file.stat().st_size
-    images = sum(parts.values())
-    print(
-        f"{images:,} JPEG files, {total_bytes / images / 1000:.0f} KB on average: {options.folder}"
-    )
-    return 0
+            sizes.append(file.stat().st_size)
+    print(f"{len(sizes):,} JPEG files, {np.mean(sizes) / 1000:.0f} KB on average: {folder}")
 
 
 def picture(seed: tuple[int, int]) -> Image.Image:
@@ -68,4 +56,4 @@ def picture(seed: tuple[int, int]) -> Image.Image:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    tyro.cli(main, prog="python tools/make_jpegs.py", description=__doc__)

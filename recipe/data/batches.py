@@ -2,12 +2,14 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
@@ -22,9 +24,8 @@ from recipe.config import Config
 from recipe.data.dali import EncodedImages, check_dali, dali_batches
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
-from recipe.data.images import SuspectImages, TrainTransform, empty_batch, validation_image
-from recipe.data.mixing import mixed
-from recipe.data.order import Sample, SampleStream, permutation, validation_indices
+from recipe.data.images import SuspectImages, TrainTransform, ValTransform, empty_batch, seeded
+from recipe.data.order import Sample, SampleStream, permutation
 from recipe.data.shards import holds_shards, open_shards
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
@@ -56,13 +57,14 @@ class Data:
         """What must be unchanged for a run to resume: the number of images, and a digest of their
         names, labels and classes, the same for files and shards."""
         digest = hashlib.sha256()
-        for listing in (self.train, self.val):
-            if listing is not None:
-                digest.update(os.fsencode("\0".join(listing.classes)))
-                digest.update(listing.paths.tobytes())
-                digest.update(listing.labels.tobytes())
-        counts = {"num_train": self.num_train, "num_val": self.num_val}
-        return {**counts, "sha256": digest.hexdigest()}
+        for listing in filter(None, (self.train, self.val)):
+            digest.update(os.fsencode("\0".join(listing.classes)))
+            digest.update(listing.paths.tobytes() + listing.labels.tobytes())
+        return {
+            "num_train": self.num_train,
+            "num_val": self.num_val,
+            "sha256": digest.hexdigest(),
+        }
 
 
 def open_data(config: Config, world: World | None = None, epoch_images: int = 0) -> Data:
@@ -89,20 +91,17 @@ def open_data(config: Config, world: World | None = None, epoch_images: int = 0)
         train_dir, val_dir = digits / "train", digits / "val"
     train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
-    if world is not None and world.is_first and not config.evaluate:
-        _warn_of_a_large_batch(len(train), samples_per_step(config, world))
-    suspects = SuspectImages(train), SuspectImages(val)
-    return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
-
-
-def _warn_of_a_large_batch(num_train: int, step_samples: int) -> None:
-    if step_samples > num_train:
+    speaks = world is not None and world.is_first and not config.evaluate
+    step_samples = samples_per_step(config, world) if world is not None and speaks else 0
+    if step_samples > len(train):
         print(
             f"warning: a step takes {step_samples:,} images over all workers, and there are "
-            f"{num_train:,}: each step sees images several times, and an epoch has less than one "
-            "step; lower --batch-size",
+            f"{len(train):,}: each step sees images several times, and an epoch has less than "
+            "one step; lower --batch-size",
             file=sys.stderr,
         )
+    suspects = SuspectImages(train), SuspectImages(val)
+    return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
 
 
 def open_images(folder: Path, cache: Path) -> Listing:
@@ -178,58 +177,32 @@ class InputMeter:
         return sum(self._bytes)
 
 
-def open_input_meter(data: Data, workers: int) -> InputMeter | None:
-    """A meter for `training_batches`; None for synthetic data, of which nothing is read."""
-    return None if data.is_synthetic else InputMeter(workers)
-
-
-class TrainImages(Dataset):
-    """Augmented training images, in batches, whose keys are samples (recipe/data/order.py). A key
-    alone decides an image's pixels, but for their number: all of a batch are of the size that its
-    first one has in its epoch."""
+class Images(Dataset):
+    """Images in batches, whose keys are samples (recipe/data/order.py). A key alone decides an
+    image's pixels, but for their number: all of a batch are of the size that its first one has in
+    its epoch."""
 
     def __init__(
         self,
         listing: Listing,
         config: Config,
+        transform: TrainTransform | ValTransform,
+        suspects: SuspectImages,
         meter: InputMeter | None = None,
-        suspects: SuspectImages | None = None,
     ) -> None:
-        self.listing, self.config, self.meter = listing, config, meter
-        self.suspects = suspects or SuspectImages(listing)
-        self.transform = TrainTransform(config)
+        self.listing, self.transform, self.seed = listing, transform, config.seed
+        self.suspects, self.meter = suspects, meter
 
     def __getitems__(self, keys: list[Sample]) -> Batch:
-        size = self.transform.size_in(keys[0][0] // self.config.augment_repeats)
+        size = self.transform.size_in(keys[0][0])
         images = empty_batch(len(keys), size, size)
-        for out, sample in zip(images, keys, strict=True):
-            index = sample[1]
+        for out, (number, index) in zip(images, keys, strict=True):
             content, name = self.listing.read(index), self.listing.name(index)
-            if left_over := self.transform(content, name, (self.config.seed, *sample), out):
+            if left_over := self.transform(content, name, (self.seed, number, index), out):
                 self.suspects.add(index, left_over)
             if self.meter is not None:
                 self.meter.count(len(content))
-        return images, labels_of(self.listing, [index for _, index in keys])
-
-
-class ValImages(Dataset):
-    """Validation images, in batches: resized, and their centre cropped."""
-
-    def __init__(self, listing: Listing, config: Config, suspects: SuspectImages) -> None:
-        self.listing, self.config, self.suspects = listing, config, suspects
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        images = empty_batch(len(indices), self.config.val_crop_size, self.config.val_crop_size)
-        for out, index in zip(images, indices, strict=True):
-            content, name = self.listing.read(index), self.listing.name(index)
-            if left_over := validation_image(content, name, self.config, out):
-                self.suspects.add(index, left_over)
-        return images, labels_of(self.listing, indices)
-
-
-def labels_of(listing: Listing, indices: list[int]) -> torch.Tensor:
-    """The labels of these images: int64 [N]."""
-    return torch.from_numpy(listing.labels[indices])
+        return images, torch.from_numpy(self.listing.labels[[index for _, index in keys]])
 
 
 def training_batches(
@@ -265,7 +238,7 @@ def training_batches(
         # DALI takes plain memory, and works ahead by itself.
         ready = dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
     else:
-        images = TrainImages(data.train, config, meter, data.suspects[0])
+        images = Images(data.train, config, TrainTransform(config), data.suspects[0], meter)
         ready = _on_device(_loaded(images, batches, device, workers), config, device)
     if config.mixup_alpha or config.cutmix_alpha:
         keys = ((config.seed, position, world.rank) for position, _ in places())
@@ -274,18 +247,43 @@ def training_batches(
     yield from ready
 
 
+def mixed(
+    batches: Iterable[Batch], config: Config, num_classes: int, keys: Iterable[tuple[int, ...]]
+) -> Iterator[Batch]:
+    """Normalised `batches` (float [N, 3, H, W], int64 [N]) after Mixup or CutMix, and the
+    shares of classes in each image for labels (float [N, num_classes]).
+
+    What is drawn for a batch depends on its key alone: a resumed run and the other engine mix as
+    this one does.
+    """
+    from torchvision.transforms import v2  # not for the loader's server: it takes two seconds
+
+    kinds: list[v2.Transform] = []
+    if config.mixup_alpha:
+        kinds.append(v2.MixUp(alpha=config.mixup_alpha, num_classes=num_classes))
+    if config.cutmix_alpha:
+        kinds.append(v2.CutMix(alpha=config.cutmix_alpha, num_classes=num_classes))
+    mix = v2.RandomChoice(kinds)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    for (images, labels), key in zip(batches, keys, strict=False):
+        with seeded(zlib.crc32(f"mix {key}".encode())):
+            images, shares = mix(images, labels)
+        yield images.contiguous(memory_format=layout), shares
+
+
 def validation_batches(
     data: Data, config: Config, world: World, device: torch.device, workers: int
 ) -> Iterator[Batch]:
     """This rank's share of the validation images; over all ranks each image comes exactly once."""
-    indices = validation_indices(data.num_val, world.rank, world.size)
+    indices = range(world.rank, data.num_val, world.size)
     size = config.val_batch_size
-    batches = [list(indices[first : first + size]) for first in range(0, len(indices), size)]
+    firsts = range(0, len(indices), size)
+    batches = [[(0, index) for index in indices[first : first + size]] for first in firsts]
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        loaded = _loaded(ValImages(data.val, config, data.suspects[1]), batches, device, workers)
-        yield from _on_device(loaded, config, device)
+        images = Images(data.val, config, ValTransform(config), data.suspects[1])
+        yield from _on_device(_loaded(images, batches, device, workers), config, device)
 
 
 def _loaded(
@@ -308,7 +306,7 @@ def _loaded(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else a session's first step draws other dropout
         multiprocessing_context=context,
-        collate_fn=_in_shared_memory if workers else _as_it_is,
+        collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is a whole one
         worker_init_fn=_begin_worker if workers else None,
     )
     reading = iter(loader)
@@ -336,29 +334,19 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
     """
     side = _copying_stream(device)
     coming: tuple[Batch, torch.cuda.Event] | None = None
-
-    def arrived(batch: Batch, on_device: torch.cuda.Event) -> Batch:
-        current = torch.cuda.current_stream(device)
-        current.wait_event(on_device)
-        for tensor in batch:
-            # Its memory belongs to the side stream, which must not take it again before this
-            # stream, too, is through with it.
-            tensor.record_stream(current)
-        return batch
-
-    for batch in batches:
+    for batch in itertools.chain(batches, [None]):
         with torch.cuda.stream(side):
-            following = to_device(batch, config, device), side.record_event()
+            following = batch and (to_device(batch, config, device), side.record_event())
         if coming is not None:
-            yield arrived(*coming)
+            ready, on_device = coming
+            current = torch.cuda.current_stream(device)
+            current.wait_event(on_device)
+            for tensor in ready:
+                # Its memory belongs to the side stream, which must not take it again before this
+                # stream, too, is through with it.
+                tensor.record_stream(current)
+            yield ready
         coming = following
-    if coming is not None:
-        yield arrived(*coming)
-
-
-def _as_it_is(batch: Any) -> Any:
-    """The data sets above hand out whole batches: there is nothing to collate."""
-    return batch
 
 
 def _in_shared_memory(batch: Any) -> Any:

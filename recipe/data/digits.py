@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -71,20 +70,17 @@ def _is_complete(root: Path) -> bool:
 
 def _write_and_rename(root: Path) -> None:
     prefix = f"{root.name}.{socket.gethostname()}-{os.getpid()}-"
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=root.parent))
-    try:
-        work.chmod(0o755)  # mkdtemp's 0700 would shut out other users of a shared cache
-        _write_images(work)
-        if root.exists() and not _is_complete(root):  # a rename replaces empty folders only
-            os.rename(root, work / "incomplete")
-        os.rename(work, root)
-        shutil.rmtree(root / "incomplete", ignore_errors=True)
-    except OSError:
-        # Where hosts share a file system without locks, another host may have been first.
-        if not _is_complete(root):
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root.parent) as folder:
+        work = Path(folder)
+        _write_images(work / "new")
+        try:
+            if root.exists() and not _is_complete(root):  # a rename replaces empty folders only
+                os.rename(root, work / "incomplete")
+            os.rename(work / "new", root)
+        except OSError:
+            # Where hosts share a file system without locks, another host may have been first.
+            if not _is_complete(root):
+                raise
 
 
 def _write_images(root: Path) -> None:

@@ -76,16 +76,10 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
 
 def missing_folder(root: Path) -> str:
     """The message for a `root` that is not a folder, with a guess at what was meant."""
-    if root.exists():
-        return (
-            f"{root}: a file, not a folder of class folders. If it is an archive, unpack it first."
-        )
-    file = next((folder for folder in root.parents if folder.is_file()), None)
+    file = next((path for path in (root, *root.parents) if path.is_file()), None)
     if file is not None:
-        return (
-            f"{file}: a file, not a folder that holds train/ and val/. If it is an archive, unpack "
-            "it first."
-        )
+        wanted = "of class folders" if file == root else "that holds train/ and val/"
+        return f"{file}: a file, not a folder {wanted}. If it is an archive, unpack it first."
     parent = root.parent
     if not parent.is_dir():
         nearest = next(folder for folder in root.parents if folder.is_dir())
@@ -122,18 +116,14 @@ def missing_folder(root: Path) -> str:
 
 
 def _close_name(folder: Path, name: str) -> str | None:
-    """A folder in `folder` whose name is close to `name`, in another case, or means the same."""
+    """A folder in `folder` whose name is close to `name`, also in another case; so far off that
+    `validation` is close to `val`."""
     try:
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        names = {path.name.lower(): path.name for path in folder.iterdir() if path.is_dir()}
     except OSError:
         return None
-    by_lower = {other.lower(): other for other in names}
-    synonyms = ["val", "valid", "validation"] if name.startswith("val") else [name, "training"]
-    for wanted in [name.lower(), *(s for s in synonyms if s != name)]:
-        if wanted in by_lower:
-            return by_lower[wanted]
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return by_lower[close[0]] if close else None
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.45)
+    return names[close[0]] if close else None
 
 
 def empty_classes(root: Path, folders: list[Path]) -> str:

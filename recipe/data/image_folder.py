@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from recipe.data.folder_errors import (
     SUFFIXES,
@@ -189,7 +190,6 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     """The images of these classes, and what shows that they are out of date: each folder that was
     read, its modification time (ns, taken before it was read), and when the listing began."""
     started_ns = time.time_ns()
-    next_word_s = time.monotonic() + 10
     paths: list[np.ndarray] = []
     folders: list[bytes] = []
     times_ns: list[int] = []
@@ -198,17 +198,12 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     above = frozenset(_identity(os.stat(folder)) for folder in (real_root, *real_root.parents))
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool:
         scans = pool.map(lambda name: _scan_class(root_bytes, name, above), classes)
-        for class_paths, class_folders in scans:
+        # Nothing is shown of what takes less than 10 s.
+        bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
+        for class_paths, class_folders in bar:
             paths.append(class_paths)
             folders += class_folders
             times_ns += class_folders.values()
-            if time.monotonic() > next_word_s:
-                print(
-                    f"listing {root}: {sum(map(len, paths)):,} images in {len(paths):,} of "
-                    f"{len(classes):,} class folders so far (kept in the cache for the next time)",
-                    file=sys.stderr,
-                )
-                next_word_s += 30
     counts = [len(class_paths) for class_paths in paths]
     if 0 in counts:
         empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]

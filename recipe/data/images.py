@@ -92,8 +92,8 @@ def image_size(content: bytes, name: str) -> tuple[int, int]:
     with _named(name, content):
         size = _jpeg_size(content)
         if size is None:
-            with _open_by_pillow(content) as image:
-                size = image.height, image.width
+            image = _open_by_pillow(content)
+            return image.height, image.width
         return size
 
 
@@ -167,26 +167,20 @@ def _height_position(content: bytes) -> int | None:
 
 
 def _decode_by_pillow(content: bytes) -> np.ndarray:
-    with _open_by_pillow(content) as image:
-        return np.array(_to_rgb(image))  # a copy: Pillow's is read-only
+    image = _open_by_pillow(content)
+    image.load()
+    if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips it at 255
+        levels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+        image = Image.fromarray(levels.astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # the same colours, without Pillow's warning
+    return np.array(image.convert("RGB"))  # a copy: Pillow's is read-only
 
 
 def _open_by_pillow(content: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     _check_size(image.height, image.width)
     return image
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    image.load()
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips it at 255
-        levels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the same colours, without Pillow's warning
-    return image.convert("RGB")
 
 
 def _what_is_wrong(content: bytes, error: Exception) -> str:
@@ -273,9 +267,10 @@ class TrainTransform:
         self.config = config
         self.after_crop = tuple(_steps_after_crop(config))  # what torchvision does after the flip
 
-    def size_in(self, epoch: int) -> int:
-        """Side of the images of an epoch, pixels; while it grows, the nearest multiple of 32 (as in
-        FFCV's ImageNet training)."""
+    def size_in(self, number: int) -> int:
+        """Side of the images in this pass, pixels; while it grows, the nearest multiple of 32 (as
+        in FFCV's ImageNet training)."""
+        epoch = number // self.config.augment_repeats
         first, last = self.config.first_crop_size, self.config.train_crop_size
         begin, end = self.config.resize_epochs or (0, 0)
         if first is None or epoch >= end:
@@ -331,11 +326,6 @@ class TrainTransform:
                 _, number, _ = key
                 rows = drawn.top + drawn.height if number else size[0]
                 image, left_over = _decode_jpeg(content, *size, rows)
-        self.apply(image, drawn, out)
-        return left_over
-
-    def apply(self, image: np.ndarray, drawn: Draw, out: Tensor) -> None:
-        """Write what becomes of `image` (uint8 [H, W, 3]) by what was drawn into `out`."""
         bottom, right = drawn.top + drawn.height, drawn.left + drawn.width
         resize(image[drawn.top : bottom, drawn.left : right], out, self.config.interpolation)
         if drawn.flip:
@@ -346,6 +336,7 @@ class TrainTransform:
                 for step in self.after_crop:
                     changed = step(changed)
             out.copy_(changed)
+        return left_over
 
 
 def _steps_after_crop(config: Config) -> Iterator[nn.Module]:
@@ -433,19 +424,27 @@ def seeded(seed: int) -> Iterator[None]:
 # -- Validation images -----------------------------------------------------------------------------
 
 
-def validation_image(content: bytes, name: str, config: Config, out: Tensor) -> int:
-    """Decode an image file's `content`, resize its short side to --val-resize-size, and write the
-    central --val-crop-size pixels into `out` (uint8 [3, crop, crop], in channels-last order).
-    Returns how many bytes were left over; UserError for what else is wrong, as in `decode`."""
-    image, left_over = decode_and_look(content, name)
-    height, width = image.shape[:2]
-    short, crop = min(height, width), config.val_crop_size
-    height, width = (config.val_resize_size * side // short for side in (height, width))
-    resized = empty_batch(1, height, width)[0]
-    resize(image, resized, config.interpolation)
-    top, left = round((height - crop) / 2), round((width - crop) / 2)
-    out.copy_(resized[:, top : top + crop, left : left + crop])
-    return left_over
+class ValTransform:
+    """The validation transform, without any randomness: the short side is resized to
+    --val-resize-size, then the central --val-crop-size pixels are cut out."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def size_in(self, number: int) -> int:
+        """Side of the images, pixels."""
+        return self.config.val_crop_size
+
+    def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
+        """As that of TrainTransform, whatever the key."""
+        image, left_over = decode_and_look(content, name)
+        short, crop = min(image.shape[:2]), self.config.val_crop_size
+        height, width = (self.config.val_resize_size * side // short for side in image.shape[:2])
+        resized = empty_batch(1, height, width)[0]
+        resize(image, resized, self.config.interpolation)
+        top, left = round((height - crop) / 2), round((width - crop) / 2)
+        out.copy_(resized[:, top : top + crop, left : left + crop])
+        return left_over
 
 
 # -- Both ------------------------------------------------------------------------------------------
@@ -465,9 +464,8 @@ def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:
     size = list(out.shape[1:])
     # torch.nn.functional.interpolate has no `out`: a new result costs page faults, half as much
     # time again.
-    if interpolation == "bilinear":
-        torch.ops.aten._upsample_bilinear2d_aa.out(pixels, size, False, None, None, out=out[None])
-    elif interpolation == "bicubic":
-        torch.ops.aten._upsample_bicubic2d_aa.out(pixels, size, False, None, None, out=out[None])
-    else:
+    if interpolation == "nearest":
         torch.ops.aten._upsample_nearest_exact2d.out(pixels, size, None, None, out=out[None])
+    else:
+        smooth = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa")
+        smooth.out(pixels, size, False, None, None, out=out[None])

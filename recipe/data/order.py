@@ -58,9 +58,3 @@ class SampleStream:
         """
         for position, batch_size in places:
             yield self.samples(position + rank + size * np.arange(batch_size))
-
-
-def validation_indices(num_images: int, rank: int, size: int) -> range:
-    """This rank's share of the validation images: all ranks together hold each image exactly
-    once."""
-    return range(rank, num_images, size)

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from recipe.config import Config
-from recipe.data.batches import Data, open_input_meter
+from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds
 from recipe.record.energy import EnergyMeter
 from recipe.training.metrics import Step, Sums
@@ -44,7 +44,7 @@ class StepMeter:
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
-        self.input = open_input_meter(data, workers)
+        self.input = None if data.is_synthetic else InputMeter(workers)
         self.energy = EnergyMeter(device, world.local_rank)
         self.throughput_images = self.throughput_seconds = 0.0
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
