@@ -16,8 +16,8 @@ def partial_name(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file that takes `path`'s place when the body has ended well; `sync` it
-    first, so that it is whole after a power cut, too."""
+    """Open a temporary file that takes `path`'s place when the body has ended well; `sync`: so that
+    it is whole and there after a power cut, too."""
     temporary = partial_name(path)
     try:
         with temporary.open("wb") as file:
@@ -26,8 +26,19 @@ def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+        if sync:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Make what was renamed in there survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_file(path: Path, text: str) -> None:

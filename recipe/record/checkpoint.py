@@ -19,7 +19,7 @@ import torch
 from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import WRITES, UserError
-from recipe.files import partial_name, whole_file
+from recipe.files import partial_name, sync_folder, whole_file
 from recipe.record.weights import first_line
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
@@ -66,7 +66,6 @@ def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
-        _sync(path.parent)
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
@@ -81,15 +80,6 @@ def _reason(error: BaseException) -> str:
         cause = cause.__context__
     error = cause or error
     return getattr(error, "strerror", None) or first_line(error)
-
-
-def _sync(path: Path) -> None:
-    """Make a file's contents, or a rename in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -196,7 +186,7 @@ def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: i
     save_checkpoint(path, contents)
     try:
         if is_best:
-            _mark_best(folder, path)
+            _mark_best(path, folder / "best.pt")
         for file in checkpoints_in(folder)[:-keep]:
             file.unlink()
     except OSError as error:
@@ -205,14 +195,15 @@ def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: i
         ) from error
 
 
-def _mark_best(folder: Path, path: Path) -> None:
-    """Make best.pt a second name of `path`, which costs no space while the original is kept."""
-    temporary = partial_name(folder / "best.pt")
+def _mark_best(path: Path, best: Path) -> None:
+    """Make `best` a second name of `path`, which costs no space while the original is kept."""
+    temporary = partial_name(best)
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)
     except OSError:  # a file system without hard links
-        shutil.copyfile(path, temporary)
-        _sync(temporary)
-    os.replace(temporary, folder / "best.pt")
-    _sync(folder)
+        with path.open("rb") as original, whole_file(best, sync=True) as file:
+            shutil.copyfileobj(original, file)
+    else:
+        temporary.replace(best)
+        sync_folder(best.parent)

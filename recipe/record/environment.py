@@ -5,10 +5,10 @@ import json
 import math
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -81,7 +81,7 @@ def describe(
         torch=torch.__version__,
         torchvision=metadata.version("torchvision"),
         horovod=metadata.version("horovod") if engine == "horovod" else None,
-        mpi=mpi_version() if with_mpi else None,
+        mpi=first_line_of("mpirun", "--version") if with_mpi else None,
         cuda=torch.version.cuda if device.type == "cuda" else None,
         kernel=platform.release(),
         command=[Path(sys.executable).name, *sys.argv],
@@ -114,33 +114,18 @@ def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[
     return {name: value for name, value in sorted(environ.items()) if steers_rank(name)}
 
 
-def mpi_version() -> str | None:
-    """First line of `mpirun --version`."""
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        return None
-    output = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, timeout=30
-    ).stdout
-    return output.splitlines()[0] if output else None
+def first_line_of(*command: str) -> str | None:
+    """What a command prints, its first line; None if it is not there, or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return done.stdout.partition("\n")[0] if done.returncode == 0 else None
+    return None
 
 
 def git_commit() -> str | None:
     """The checkout's commit, with a + if files were changed since; None outside a checkout."""
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--dirty=+",
-    ]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    here = str(Path(__file__).parent)
+    return first_line_of("git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty=+")
 
 
 def fingerprint(

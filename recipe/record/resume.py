@@ -7,7 +7,6 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,23 +63,18 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
     metrics, checkpoints = run_folder / "metrics.jsonl", run_folder / "checkpoints"
     if config.evaluate and metrics.exists():
         return  # the record of the training that is evaluated stays as it is
+    goes_on_here = config.resume == "auto" or (
+        config.resume is not None
+        and Path(config.resume).expanduser().resolve().is_relative_to(run_folder.resolve())
+    )
     with one_sentence(run_folder):
-        holds_run = metrics.exists() or checkpoints_in(checkpoints)
-        if holds_run and not _goes_on_here(config, run_folder):
+        if (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here:
             raise UserError(
                 f"{run_folder}: already holds a run; choose another --name, or go on with it "
                 "by --resume auto"
             )
         if not config.evaluate and set_aside(run_folder, progress.step):
             progress.best_top1 = Progress.best_top1
-
-
-def _goes_on_here(config: Config, run_folder: Path) -> bool:
-    """Whether --resume means a checkpoint of this folder, and not another run's."""
-    if config.resume in ("auto", None):
-        return config.resume == "auto"
-    path = Path(config.resume or "").expanduser().resolve()
-    return path.is_relative_to(run_folder.resolve())
 
 
 def set_aside(run_folder: Path, step: int) -> bool:
@@ -93,7 +87,7 @@ def set_aside(run_folder: Path, step: int) -> bool:
     folder = run_folder / "checkpoints"
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
-    was_later = best.exists() and _step_in(best) > step
+    was_later = best.exists() and _step_of(_glance(best)) > step
     metrics = run_folder / "metrics.jsonl"
     if later or was_later or (step == 0 and metrics.exists()):
         aside = new_folder(folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S"))
@@ -105,11 +99,10 @@ def set_aside(run_folder: Path, step: int) -> bool:
     return was_later
 
 
-def _step_in(path: Path) -> float:
+def _step_of(contents: dict[str, Any]) -> float:
     """The step that a checkpoint is of; infinity if it is damaged."""
-    progress = _glance(path).get("progress")
-    step = progress.get("step") if isinstance(progress, dict) else None
-    return step if isinstance(step, int) else math.inf
+    progress = contents.get("progress")
+    return progress.get("step", math.inf) if isinstance(progress, dict) else math.inf
 
 
 def _glance(path: Path) -> dict[str, Any]:
@@ -131,19 +124,15 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     """
     if config.resume is None:
         return None
-    return _newest(run_folder) if config.resume == "auto" else _named(config.resume)
-
-
-def _named(name: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(f"--resume {name}: there is no such file")
-    if not _is_whole(path):
-        raise UserError(f"--resume {name}: is damaged, or is no checkpoint of this project")
-    return path
-
-
-def _newest(run_folder: Path) -> Path | None:
+    if config.resume != "auto":
+        path = Path(config.resume).expanduser()
+        if not path.is_file():
+            raise UserError(f"--resume {config.resume}: there is no such file")
+        if not _is_whole(path):
+            raise UserError(
+                f"--resume {config.resume}: is damaged, or is no checkpoint of this project"
+            )
+        return path
     folder = run_folder / "checkpoints"
     best, metrics = folder / "best.pt", run_folder / "metrics.jsonl"
     files = checkpoints_in(folder)
@@ -219,7 +208,8 @@ def restore(
             "--weights"
         )
     try:
-        _check_fits(checkpoint, parts, config, world, data, f"--resume {name}")
+        if misfit := _misfit(checkpoint, parts, config, world, data):
+            raise UserError(f"--resume {name}: {misfit}")
         if bad := not_finite(checkpoint):
             instead = _finite_beside(Path(name)) if world.is_first else None
             raise UserError(
@@ -231,9 +221,7 @@ def restore(
         if parts.ema is not None:
             load_state(parts.ema, checkpoint["ema"], f"--resume {name}")
         if not config.evaluate:
-            _load_optimizer(parts.optimizer, checkpoint["optimizer"], f"--resume {name}")
-            if checkpoint.get("momenta"):
-                _load_momentum(parts.optimizer, checkpoint["momenta"][world.rank])
+            _load_optimizer(parts.optimizer, checkpoint, world)
         if checkpoint["scaler"] and parts.scaler.is_enabled():
             _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
             parts.scaler.load_state_dict(checkpoint["scaler"])
@@ -256,101 +244,92 @@ def _check(holds: bool, complaint: str) -> None:
 
 
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
-    """ValueError for what no training comes to."""
-    values = {"skipped_steps": 0, **checkpoint["progress"]}  # which older ones lack
-    _check(values.keys() == asdict(Progress()).keys(), f"progress has the keys {sorted(values)}")
-    progress = Progress(**values)
+    """ValueError or TypeError for what no training comes to."""
+    progress = Progress(**checkpoint["progress"])
     step, seen = progress.step, progress.samples_seen
-    _check(
-        type(step) is int and type(seen) is int and 0 <= step <= seen,
-        f"step {step!r} with {seen!r} images seen",
+    is_sound = (
+        checkpoint["progress"].keys() | {"skipped_steps"} == vars(progress).keys()  # older: without
+        and type(step) is int
+        and type(seen) is int
+        and 0 <= progress.skipped_steps <= step <= seen
+        and -1 <= progress.best_top1 <= 100
+        and 0 <= progress.train_seconds < math.inf
     )
-    _check(0 <= progress.skipped_steps <= step, f"{progress.skipped_steps!r} skipped steps")
-    if checkpoint.get("data"):  # which older ones lack, and today's data may be of another size
+    if is_sound and checkpoint.get("data"):  # which older ones lack, and now it may be another's
         # The last step may go beyond the end, by its images: a mean step's, or more of a warm-up.
         end = (checkpoint["config"]["epochs"] + 1) * checkpoint["data"]["num_train"]
         growth = 1 + checkpoint["config"].get("batch_size_warmup_epochs", 0)
-        _check(
-            seen <= end + growth * seen / max(step, 1),
-            f"{seen:,} images seen in {step:,} steps are more than --epochs allowed",
-        )
-    _check(-1 <= progress.best_top1 <= 100, f"a best top-1 of {progress.best_top1!r} %")
-    _check(0 <= progress.train_seconds < math.inf, f"{progress.train_seconds!r} s of training")
+        is_sound = seen <= end + growth * seen / max(step, 1)
+    _check(is_sound, f"no training comes to {checkpoint['progress']}")
     return progress
 
 
-def _check_fits(
-    checkpoint: dict[str, Any],
-    parts: Trainables,
-    config: Config,
-    world: World,
-    data: Data,
-    name: str,
-) -> None:
-    """UserError where this run cannot go on from it."""
-    saved = checkpoint["config"]
-    if saved["arch"] != config.arch:
-        raise UserError(
-            f"{name}: holds a {saved['arch']}, and this run trains a {config.arch}; add --arch "
-            f"{saved['arch']}"
-        )
-    if saved.get("blur_pool", False) != config.blur_pool:  # which the weights do not show
-        how, remedy = ("without", "leave it out") if config.blur_pool else ("with", "add it")
-        raise UserError(f"{name}: was trained {how} --blur-pool; {remedy}")
-    if config.evaluate:
-        if checkpoint["ema"] is None and parts.ema is not None:
-            raise UserError(
-                f"{name}: holds no moving average of the weights to evaluate; leave out --model-ema"
-            )
-        return
-    if (then := saved.get("optimizer", "sgd")) != config.optimizer:
-        raise UserError(
-            f"{name}: has the state of --optimizer {then}, and this run has {config.optimizer}; "
-            f"add --optimizer {then}, or start from its weights with --weights"
-        )
-    if saved["seed"] != config.seed:
-        raise UserError(
-            f"{name}: was trained with --seed {saved['seed']}; with another seed some images of "
-            "its epoch would come twice and some not at all"
-        )
-    if (checkpoint["ema"] is None) != (parts.ema is None):
-        has = "no" if checkpoint["ema"] is None else "a"
-        raise UserError(
-            f"{name}: holds {has} moving average of the weights; start with --model-ema as that "
-            "run did"
-        )
+def _misfit(
+    checkpoint: dict[str, Any], parts: Trainables, config: Config, world: World, data: Data
+) -> str | None:
+    """Why this run cannot go on from it, and what to do instead; None if it can."""
+    saved, momenta = checkpoint["config"], checkpoint.get("momenta")
+    optimizer, has_ema = saved.get("optimizer", "sgd"), checkpoint["ema"] is not None
+    was_blurred = saved.get("blur_pool", False)  # which the weights do not show
     then, now = checkpoint.get("data") or data.identity, data.identity
-    if then != now and not config.allow_changed_data:
-        counts, here = (
-            f"{images['num_train']:,} training and {images['num_val']:,} validation images"
-            for images in (then, now)
-        )
-        raise UserError(
-            f"{name}: was trained on {counts}, and here are "
+    counts, here = (
+        f"{images['num_train']:,} training and {images['num_val']:,} validation images"
+        for images in (then, now)
+    )
+    always = [
+        (
+            saved["arch"] != config.arch,
+            f"holds a {saved['arch']}, and this run trains a {config.arch}; add --arch "
+            f"{saved['arch']}",
+        ),
+        (
+            was_blurred and not config.blur_pool,
+            "was trained with --blur-pool; add it",
+        ),
+        (
+            config.blur_pool and not was_blurred,
+            "was trained without --blur-pool; leave it out",
+        ),
+        (
+            config.evaluate and parts.ema is not None and not has_ema,
+            "holds no moving average of the weights to evaluate; leave out --model-ema",
+        ),
+    ]
+    to_train = [
+        (
+            optimizer != config.optimizer,
+            f"has the state of --optimizer {optimizer}, and this run has {config.optimizer}; add "
+            f"--optimizer {optimizer}, or start from its weights with --weights",
+        ),
+        (
+            saved["seed"] != config.seed,
+            f"was trained with --seed {saved['seed']}; with another seed some images of its epoch "
+            "would come twice and some not at all",
+        ),
+        (
+            has_ema != (parts.ema is not None),
+            f"holds {'a' if has_ema else 'no'} moving average of the weights; start with "
+            "--model-ema as that run did",
+        ),
+        (
+            then != now and not config.allow_changed_data,
+            f"was trained on {counts}, and here are "
             + (here if here != counts else "as many, of other names or classes")
-            + "; bring the old data back, or add --allow-changed-data"
-        )
-    _check_momenta(checkpoint, config, world, name)
-
-
-def _check_momenta(checkpoint: dict[str, Any], config: Config, world: World, name: str) -> None:
-    """UserError where AdaSum's momentum of each worker cannot be carried on."""
-    momenta = checkpoint.get("momenta")
-    if momenta and (not config.use_adasum or len(momenta) != world.size):
-        raise UserError(
-            f"{name}: holds the momentum of each of {len(momenta)} workers under --use-adasum; go "
-            "on with as many and with that flag, or start from its weights with --weights"
-        )
-    if (
-        checkpoint["config"].get("use_adasum")
-        and world.size > 1
-        and config.momentum
-        and not momenta
-    ):
-        raise UserError(
-            f"{name}: was trained with --use-adasum and holds one worker's momentum only, from "
-            "which others cannot go on exactly; start from its weights with --weights"
-        )
+            + "; bring the old data back, or add --allow-changed-data",
+        ),
+        (
+            momenta and not (config.use_adasum and len(momenta) == world.size),
+            f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; go "
+            "on with as many and with that flag, or start from its weights with --weights",
+        ),
+        (
+            saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta,
+            "was trained with --use-adasum and holds one worker's momentum only, from which "
+            "others cannot go on exactly; start from its weights with --weights",
+        ),
+    ]
+    reasons = always if config.evaluate else always + to_train
+    return next((reason for is_so, reason in reasons if is_so), None)
 
 
 def _finite_beside(path: Path) -> Path | None:
@@ -362,30 +341,21 @@ def _finite_beside(path: Path) -> Path | None:
     return None
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], name: str) -> None:
-    """Take up the momentum of `state`; --momentum, --wd and the like stay what this run's flags
-    say, and what its config.json tells."""
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    try:
-        optimizer.load_state_dict(state)
-    except ValueError as error:
-        raise UserError(
-            f"{name}: its optimizer state does not fit ({first_line(error)}); check --arch"
-        ) from None
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any], world: World
+) -> None:
+    """Take up the optimizer's state; --momentum, --wd and the like stay what this run's flags say,
+    and what its config.json tells."""
+    settings = [dict(group, params=None) for group in optimizer.param_groups]
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values | {"params": group["params"]})
     for weight, values in optimizer.state.items():
         for key, value in values.items():
             fits = value is None or key == "step" or value.shape == weight.shape
             _check(fits, f"{key} of another shape")
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
-
-
-def _load_momentum(optimizer: torch.optim.Optimizer, own: torch.Tensor) -> None:
-    """Take up this rank's part of what `_momentum_of_each` has gathered."""
-    buffers = momentum(optimizer)
-    parts = own.split([buffer.numel() for buffer in buffers])
-    for buffer, part in zip(buffers, parts, strict=True):
-        buffer.copy_(part.view_as(buffer))
+    if checkpoint.get("momenta"):  # of each rank, as `_momentum_of_each` has gathered it
+        buffers = momentum(optimizer)
+        own = checkpoint["momenta"][world.rank].split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, own, strict=True):
+            buffer.copy_(part.view_as(buffer))
