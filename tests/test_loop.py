@@ -6,8 +6,7 @@ import pytest
 from making import a_config, a_world
 
 from recipe.errors import UserError
-from recipe.loop import Rung
-from recipe.record.lines import rung_lines
+from recipe.loop import Rung, rung_lines
 from recipe.record.schema import RungFigures
 
 

@@ -22,7 +22,6 @@ from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
 from recipe.record.checkpoint import finish_checkpoint
-from recipe.record.lines import skipped_line
 from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
@@ -135,9 +134,10 @@ def test_steps_that_were_left_out_are_said(
         recorder.progress.skipped_steps = skipped
         recorder.show_step()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 and re.match("step 9 changed no weight: .* is halved", lines[0])
-    fixed = skipped_line(9, replace(config, loss_scale=128.0))
-    assert fixed.endswith("; choose one below 128")
+    assert len(lines) == 1 and re.match("step 9 changed no weight: .* it is halved", lines[0])
+    recorder.config, recorder.skipped_steps = replace(config, loss_scale=128.0), 0
+    recorder.show_step()
+    assert capsys.readouterr().out.endswith("; choose one below 128\n")
 
 
 def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

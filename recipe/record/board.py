@@ -29,11 +29,16 @@ class Board:
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=points)))
 
-    def describe(self, settings: dict[str, Any], results: dict[str, float]) -> None:
+    def describe(self, settings: dict[str, Any], results: dict[str, float | None]) -> None:
         """Add the hyper-parameters, and the figures that they led to."""
-        for part in hparams(settings, results):
+        plain = {
+            key: value if isinstance(value, (int, float, str, bool)) else str(value)
+            for key, value in settings.items()
+        }
+        figures = {f"hparam/{key}": value for key, value in results.items() if value is not None}
+        for part in hparams(plain, figures):
             self._write(Event(summary=part))
-        self.draw(0, results)
+        self.draw(0, figures)
 
     def _write(self, event: Any) -> None:
         if self.file is None:

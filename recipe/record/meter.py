@@ -48,9 +48,8 @@ class StepMeter:
         self.energy = EnergyMeter(device, world.local_rank)
         self.throughput_images = self.throughput_seconds = 0.0
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
-        self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
         self.sends_for_host = world.local_rank == 0
-        self.network_bytes_before = network_bytes()
+        self.started = time.perf_counter()
 
     def start(self) -> None:
         """Training begins now."""
@@ -76,16 +75,13 @@ class StepMeter:
         ]
         self.pending.clear()
         for step in steps:
-            self._count(step)
+            self.step_seconds += step.seconds
+            is_warm = step.number > self.first_step + WARM_UP_STEPS
+            if is_warm and not begins_stretch(self.config, step.number - 1):
+                self.phases.add(step.phases, step.exchanged)
+                self.throughput_images += step.images * step.exchanged
+                self.throughput_seconds += step.seconds * step.exchanged
         return steps
-
-    def _count(self, step: Step) -> None:
-        self.step_seconds += step.seconds
-        is_warm = step.number > self.first_step + WARM_UP_STEPS
-        if is_warm and not begins_stretch(self.config, step.number - 1):
-            self.phases.add(step.phases, step.exchanged)
-            self.throughput_images += step.images * step.exchanged
-            self.throughput_seconds += step.seconds * step.exchanged
 
     def restart(self) -> None:
         """Keep all since the step out of the next one's duration."""

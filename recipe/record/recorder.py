@@ -24,9 +24,8 @@ import torch
 from tqdm import tqdm
 
 from recipe.config import Config
-from recipe.data.batches import Data
+from recipe.data.batches import Data, samples_per_step
 from recipe.files import replace_file
-from recipe.record import lines
 from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
 from recipe.record.schema import (
     METRICS,
@@ -37,12 +36,14 @@ from recipe.record.schema import (
     StepLine,
     Summary,
 )
-from recipe.training.metrics import Evaluation, Step, means
+from recipe.training.metrics import Evaluation, Step, Sums, means
 from recipe.training.state import Progress
 from recipe.world import World
 
 if TYPE_CHECKING:
     from recipe.record.board import Board
+
+Figures = dict[str, float]  # loss, top1 and top5
 
 
 class Recorder:
@@ -60,13 +61,8 @@ class Recorder:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment = folder, environment
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
-        self.epoch_sums = torch.zeros(4, dtype=torch.float64)
-        self.epoch_seconds = 0.0
-        self.learning_rate = 0.0
+        self.epoch_sums, self.epoch_seconds = torch.zeros(4, dtype=torch.float64), 0.0
         self.earlier_summary: str | None = None
-        self.file: Any = None
-        self.board: Board | None = None  # its x-axis: epochs, counted from 1
-        self.step_board: Board | None = None
         self.bar: tqdm | None = None
         if world.is_first:
             self._open()
@@ -80,10 +76,13 @@ class Recorder:
         metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            kept = lines.lines_until(metrics, step) if step else []
-            self.epoch_sums, self.epoch_seconds = lines.epoch_so_far(kept, epoch)
+            # Of an interrupted run what comes after its checkpoint will be made again.
+            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            whole = [line for line in lines if line.endswith("\n")] if step else []
+            kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
+            self.epoch_sums, self.epoch_seconds = epoch_so_far(kept, epoch)
             replace_file(metrics, "".join(kept))
-            self.file = metrics.open("a", buffering=1)
+            self.file: Any = metrics.open("a", buffering=1)
             replace_file(folder / "config.json", pretty(asdict(self.config)))
             if summary.exists():
                 self.earlier_summary = summary.read_text()
@@ -94,23 +93,41 @@ class Recorder:
         # What an interrupted run drew of the epochs and steps that are to be made again goes.
         self.board = Board(folder / "tensorboard", epoch + 1 if step else None)
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
-        for line in lines.introduction(
-            self.config, self.world, self.data, self.environment, folder
-        ):
-            self.say(line)
+        self._introduce()
         if step:
             self.say(f"going on after step {step}")
         self.event("resume" if step else "start", resumed_from=self.config.resume)
 
-    def _write(self, line: StepLine | EpochLine | EvalLine | EventLine) -> None:
-        if self.file is not None:
-            kind = next(name for name, record in METRICS.items() if isinstance(line, record))
-            with one_sentence(self.folder):
-                self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
+    def _introduce(self) -> None:
+        """Say what is trained, and on what."""
+        config, ran_on, data = self.config, self.environment, self.data
+        batch = samples_per_step(config, self.world)
+        first = samples_per_step(config, self.world, epoch=0)
+        at_first = f", {first} at first" if first < batch else ""
+        self.say(
+            f"{ran_on.engine} {ran_on.version} over {ran_on.transport}, {self.world.size} "
+            f"worker(s) on {len(ran_on.hosts)} host(s) by {self.world.launcher}, "
+            f"{ran_on.device_name}, {ran_on.threads} CPU thread(s) each"
+        )
+        self.say(
+            f"{config.arch} in {config.precision}, {data.num_train:,} training and "
+            f"{data.num_val:,} validation images of {data.num_classes} classes, "
+            f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch{at_first}; "
+            f"run folder {self.folder}"
+        )
 
-    def _draw(self, board: "Board | None", x: int, points: dict[str, float]) -> None:
-        if board is not None:
-            with one_sentence(self.folder):
+    def _write(
+        self,
+        line: StepLine | EpochLine | EvalLine | EventLine,
+        board: "Board | None" = None,
+        x: int = 0,
+        points: Figures | None = None,
+    ) -> None:
+        """Write a line, and draw the `points` at `x` of a board's curves."""
+        kind = next(name for name, record in METRICS.items() if isinstance(line, record))
+        with one_sentence(self.folder):
+            self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
+            if board is not None and points is not None:
                 board.draw(x, points)
 
     def say(self, line: str) -> None:
@@ -137,8 +154,12 @@ class Recorder:
     def show_step(self) -> None:
         """Show on the progress bar that a step has ended, and say so if it was left out."""
         if self.progress.skipped_steps > self.skipped_steps:
-            self.skipped_steps = self.progress.skipped_steps
-            self.say(lines.skipped_line(self.progress.step, self.config))
+            self.skipped_steps, scale = self.progress.skipped_steps, self.config.scales_loss_by
+            then = "it is halved" if scale == "dynamic" else f"choose one below {scale:g}"
+            self.say(
+                f"step {self.progress.step} changed no weight: its gradients overflowed with this "
+                f"loss scale; {then}"
+            )
         if self.bar is not None:
             self.bar.update()
 
@@ -147,20 +168,34 @@ class Recorder:
         if not self.world.is_first:
             return
         finite = list(takewhile(lambda step: math.isfinite(float(step.sums[0])), steps))
-        for step in finite:
-            self._write(lines.step_line(step, self.data.num_train))
-        if len(finite) < len(steps):
-            return
         sums = torch.stack([step.sums for step in steps]).sum(dim=0)
-        seconds = sum(step.seconds for step in steps)
+        seconds, rate = sum(step.seconds for step in steps), steps[-1].learning_rate
+        points = {
+            "Steps/Loss": means(sums)["loss"],
+            "Steps/Top1": means(sums)["top1"],
+            "Steps/Top5": means(sums)["top5"],
+            "Steps/Lr": rate,
+            "Steps/Throughput": float(sums[3]) / seconds,
+        }
+        for step in finite:
+            line = StepLine(
+                epoch=(step.samples_seen - step.images) // self.data.num_train,
+                step=step.number,
+                samples_seen=step.samples_seen,
+                **means(step.sums),
+                learning_rate=step.learning_rate,
+                seconds=step.seconds,
+                **{f"{phase}_seconds": value for phase, value in step.phases.items()},
+                exchanged=step.exchanged,
+                images_per_second=step.images / step.seconds,
+            )
+            is_last = step is steps[-1]
+            self._write(line, self.step_board, step.number, points if is_last else None)
         self.epoch_sums += sums
         self.epoch_seconds += seconds
-        self.learning_rate = steps[-1].learning_rate
-        points = lines.step_points(means(sums), self.learning_rate, float(sums[3]) / seconds)
-        self._draw(self.step_board, self.progress.step, points)
+        self.learning_rate = rate
         if self.bar is not None:
-            loss = means(steps[-1].sums)["loss"]
-            self.bar.set_postfix(loss=f"{loss:.4f}", lr=f"{self.learning_rate:.3g}")
+            self.bar.set_postfix(loss=f"{means(steps[-1].sums)['loss']:.4f}", lr=f"{rate:.3g}")
 
     def write_epoch(self, epoch: int) -> None:
         """Write the training figures of an epoch (0-based) that is complete, and start the next
@@ -169,51 +204,50 @@ class Recorder:
             return
         figures, seconds = means(self.epoch_sums), self.epoch_seconds
         speed = float(self.epoch_sums[3]) / seconds
-        self._write(
-            EpochLine(
-                epoch=epoch,
-                step=self.progress.step,
-                samples_seen=self.progress.samples_seen,
-                **figures,
-                seconds=seconds,
-                images_per_second=speed,
-            )
+        line = EpochLine(
+            epoch=epoch,
+            step=self.progress.step,
+            samples_seen=self.progress.samples_seen,
+            **figures,
+            seconds=seconds,
+            images_per_second=speed,
         )
-        points = lines.epoch_points("train", figures, seconds, speed) | {"Lr": self.learning_rate}
-        self._draw(self.board, epoch + 1, points)
-        line = lines.console_line(epoch, self.config.epochs, "train", figures)
-        self.say(f"{line}  {speed:,.0f} images/s")
-        self.epoch_sums.zero_()
-        self.epoch_seconds = 0.0
+        points = epoch_points("train", figures, seconds, speed) | {"Lr": self.learning_rate}
+        self._write(line, self.board, epoch + 1, points)
+        self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
+        self.epoch_sums, self.epoch_seconds = torch.zeros_like(self.epoch_sums), 0.0
 
-    def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> Figures:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
         the figures of the one with the best top-1; none if there are none."""
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         train_seconds = self.progress.train_seconds - sum(one.seconds for one in evaluations)
-        for one in evaluations:
+        for one in evaluations if self.world.is_first else ():
             figures, count = means(one.sums), int(one.sums[3])
             train_seconds += one.seconds
-            self._write(
-                EvalLine(
-                    epoch=epoch,
-                    step=self.progress.step,
-                    samples_seen=self.progress.samples_seen,
-                    **figures,
-                    num_images=count,
-                    seconds=one.seconds,
-                    train_seconds_so_far=train_seconds,
-                    weights=one.weights,
-                )
+            line = EvalLine(
+                epoch=epoch,
+                step=self.progress.step,
+                samples_seen=self.progress.samples_seen,
+                **figures,
+                num_images=count,
+                seconds=one.seconds,
+                train_seconds_so_far=train_seconds,
+                weights=one.weights,
             )
-            if self._has_trained or self.config.evaluate:  # else it is drawn already
-                part = "val" if one.weights == "model" else f"val_{one.weights}"
-                points = lines.epoch_points(part, figures, one.seconds, count / one.seconds)
-                self._draw(self.board, epoch + 1, points)
-            name = "val" if one.weights == "model" else one.weights
-            self.say(lines.console_line(epoch, self.config.epochs, name, figures))
+            is_new = self._has_trained or self.config.evaluate  # else it is drawn already
+            part = "val" if one.weights == "model" else f"val_{one.weights}"
+            points = epoch_points(part, figures, one.seconds, count / one.seconds)
+            self._write(line, self.board, epoch + 1, points if is_new else None)
+            self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
         best = max(evaluations, key=lambda one: means(one.sums)["top1"], default=None)
         return means(best.sums) if best is not None else {}
+
+    def _figures_line(self, epoch: int, name: str, figures: Figures) -> str:
+        return (
+            f"epoch {epoch + 1:>3}/{self.config.epochs}  {name:<5}  loss {figures['loss']:.4f}  "
+            f"top-1 {figures['top1']:6.2f} %  top-5 {figures['top5']:6.2f} %"
+        )
 
     @property
     def _has_trained(self) -> bool:
@@ -231,10 +265,11 @@ class Recorder:
             # A run that was complete already: its figures of speed are not this short session's.
             text = self.earlier_summary or text
         else:
-            assert self.board is not None
-            settings = lines.hyper_parameters(self.config, self.environment, summary)
+            named = ("engine", "launcher", "transport", "world_size", "threads")
+            settings = asdict(self.config) | {key: getattr(self.environment, key) for key in named}
+            results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
             with one_sentence(self.folder):
-                self.board.describe(*settings)
+                self.board.describe(settings, results)
         self._close_files()
         with one_sentence(self.folder):
             replace_file(self.folder / "summary.json", text)
@@ -260,8 +295,36 @@ class Recorder:
             self.bar = None
         with one_sentence(self.folder):
             for file in (self.file, self.board, self.step_board):
-                if file is not None:
-                    file.close()
+                file.close()
+
+
+def epoch_so_far(lines: list[str], epoch: int) -> tuple[Sums, float]:
+    """Sums and seconds of the steps that metrics.jsonl has of the epoch that a resumed run is in
+    the middle of, so that its figures cover all of it."""
+    sums, seconds = torch.zeros(4, dtype=torch.float64), 0.0
+    samples_before = 0
+    for step in map(json.loads, lines):
+        if step["kind"] != "step":
+            continue
+        if step["epoch"] == epoch:
+            # Not this run's images per step: the world may have had another size.
+            images = step["samples_seen"] - samples_before
+            figures = [step["loss"], step["top1"] / 100, step["top5"] / 100, 1.0]
+            sums += images * torch.tensor(figures, dtype=torch.float64)
+            seconds += step["seconds"]
+        samples_before = step["samples_seen"]
+    return sums, seconds
+
+
+def epoch_points(part: str, figures: Figures, seconds: float, speed: float) -> Figures:
+    """TensorBoard's points of an epoch's training, or of an evaluation."""
+    return {
+        f"Loss/{part}": figures["loss"],
+        f"Top1/{part}": figures["top1"],
+        f"Top5/{part}": figures["top5"],
+        f"Time/{part}": seconds,
+        f"Throughput/{part}": speed,
+    }
 
 
 def pretty(values: dict[str, Any]) -> str:

@@ -75,8 +75,11 @@ def check_same_training(
     Messages of one length first, so that also ranks of different sources understand each other;
     and in the CPU's memory, so that it works where one rank found no GPU.
     """
-    text = json.dumps(facts).encode()
-    head = hashlib.sha256(text).digest() + _gpu(device) + len(text).to_bytes(8, "big")
+    text, gpu = json.dumps(facts).encode(), bytes(DIGEST_BYTES)
+    if device.type == "cuda":
+        uuid = torch.cuda.get_device_properties(device).uuid
+        gpu = hashlib.sha256(str(uuid).encode()).digest()
+    head = hashlib.sha256(text).digest() + gpu + len(text).to_bytes(8, "big")
     rows = gather(head, world, sum_over_ranks)
     heartbeat()  # all ranks have met: from now on none may be late
     if len({row[:DIGEST_BYTES] for row in rows}) > 1:
@@ -86,7 +89,13 @@ def check_same_training(
         raise UserError(differences([json.loads(text) for text in texts], hosts))
     gpus = [row[DIGEST_BYTES:-8] for row in rows if any(row[DIGEST_BYTES:-8])]
     if len(set(gpus)) < len(gpus):
-        raise UserError(shared_gpu(gpus, _hosts(world, sum_over_ranks)))
+        second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
+        raise UserError(
+            f"ranks {gpus.index(gpus[second])} and {second} on "
+            f"{_hosts(world, sum_over_ranks)[second]} have the same GPU: start at most as many "
+            "ranks on a host as it has GPUs, show each rank another one (CUDA_VISIBLE_DEVICES), or "
+            "pass --no-cuda to train on the CPU"
+        )
 
 
 def check_same_weights(
@@ -134,24 +143,6 @@ def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
         f"the ranks would not train the same thing: {'; '.join(told[:MOST_FIELDS])}{more}. Start "
         "all ranks by one command, and give all hosts the same data, sources and packages"
     )
-
-
-def shared_gpu(gpus: list[bytes], hosts: list[str]) -> str:
-    """The message for ranks of which two have the same of `gpus`."""
-    second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
-    return (
-        f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
-        "start at most as many ranks on a host as it has GPUs, show each rank another one "
-        "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
-    )
-
-
-def _gpu(device: torch.device) -> bytes:
-    """A digest of the UUID of this rank's GPU; zeros without one."""
-    if device.type != "cuda":
-        return bytes(DIGEST_BYTES)
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return hashlib.sha256(str(uuid).encode()).digest()
 
 
 def _hosts(world: World, sum_over_ranks: SumOverRanks) -> list[str]:

@@ -8,38 +8,27 @@ unless --keep-batchnorm-fp32 False asks for a fp16 copy.
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from recipe.config import Config
 
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
 
 def make_half(network: nn.Module, config: Config) -> None:
     """Cast the weights and buffers of `network` to fp16, and have it take fp32 images and return
     fp32 outputs. BatchNorm stays fp32 where --keep-batchnorm-fp32 says so."""
     for module in network.modules():
-        if not (config.keeps_batch_norm_fp32 and _is_batch_norm(module)):
+        if not (config.keeps_batch_norm_fp32 and isinstance(module, BatchNorm)):
             for weight in module.parameters(recurse=False):
                 weight.data = weight.data.half()
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.half())
-    network.register_forward_pre_hook(_images_to_half)
-    network.register_forward_hook(_outputs_to_float)
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def _images_to_half(network: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (arguments[0].half(),)
-
-
-def _outputs_to_float(network: nn.Module, arguments: Any, outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.float()
+    network.register_forward_pre_hook(lambda _, arguments: (arguments[0].half(),))
+    network.register_forward_hook(lambda _, __, outputs: outputs.float())
 
 
 def working_copy(model: nn.Module, config: Config) -> nn.Module:
@@ -52,7 +41,7 @@ def working_copy(model: nn.Module, config: Config) -> nn.Module:
         return model
     shared = {}
     if config.keeps_batch_norm_fp32:
-        shared = {id(module): module for module in model.modules() if _is_batch_norm(module)}
+        shared = {id(module): module for module in model.modules() if isinstance(module, BatchNorm)}
     fp16_model = copy.deepcopy(model, shared)
     make_half(fp16_model, config)
     if not config.keeps_batch_norm_fp32:

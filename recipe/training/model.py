@@ -1,10 +1,10 @@
 """The network, what optimizes it, and its moving average; nothing here knows other ranks."""
 
-import contextlib
 import difflib
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -222,13 +222,15 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
         sizes = {"--train-crop-size": config.train_crop_size, **sizes}
         if config.first_crop_size is not None:
             sizes["--first-crop-size"] = config.first_crop_size
+
+    def forward(size: int) -> None:
+        with torch.no_grad(), suppress(NotImplementedError):  # of an operation without shapes alone
+            images = torch.empty(1, 3, size, size, device="meta")
+            torch.func.functional_call(model, state, (images,))
+
     for option, size in sizes.items():
         try:
-            with torch.no_grad():
-                images = torch.empty(1, 3, size, size, device="meta")
-                torch.func.functional_call(model, state, (images,))
-        except NotImplementedError:  # an operation that has no shapes alone: nothing is known
-            pass
+            forward(size)
         except (RuntimeError, AssertionError) as error:  # the latter from timm
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -237,18 +239,13 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
             ) from None
     model.train()
     if config.batch_size == 1 and config.batch_norm != "sync" and not config.evaluate:
-        size = config.train_crop_size
         try:
-            with torch.no_grad():
-                images = torch.empty(1, 3, size, size, device="meta")
-                torch.func.functional_call(model, state, (images,))
-        except NotImplementedError:
-            pass
+            forward(config.train_crop_size)
         except ValueError as error:  # from BatchNorm
             raise UserError(
                 f"--batch-size 1: --arch {config.arch} leaves one value a channel of an image of "
-                f"{size} pixels, which has no variance to normalise by; choose a larger "
-                "--batch-size or --train-crop-size"
+                f"{config.train_crop_size} pixels, which has no variance to normalise by; choose a "
+                "larger --batch-size or --train-crop-size"
             ) from error
 
 
@@ -260,7 +257,13 @@ def _settings(config: Config) -> dict[str, Any]:
     if config.arch in ("googlenet", "inception_v3"):
         # Their published weights came from TensorFlow, and with it another normalisation.
         return {"aux_logits": False, "transform_input": True, "init_weights": True}
-    if not config.arch.startswith(("vit_", "maxvit")) and not _is_fixed_in_size(config.arch):
+    is_fixed_in_size = config.arch.startswith(("vit_", "maxvit"))
+    if config.arch.startswith("timm:"):
+        import timm
+
+        published = timm.get_pretrained_cfg(config.arch.removeprefix("timm:"))
+        is_fixed_in_size = bool(published and published.fixed_input_size)
+    if not is_fixed_in_size:
         return {}
     if size != config.val_crop_size or config.first_crop_size not in (None, size):
         raise UserError(
@@ -270,16 +273,6 @@ def _settings(config: Config) -> dict[str, Any]:
     if config.arch.startswith("timm:"):
         return {"img_size": size}
     return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
-
-
-def _is_fixed_in_size(arch: str) -> bool:
-    """Whether this is a network of timm's that is built for one image size."""
-    if not arch.startswith("timm:"):
-        return False
-    import timm
-
-    published = timm.get_pretrained_cfg(arch.removeprefix("timm:"))
-    return bool(published and published.fixed_input_size)
 
 
 def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -351,7 +344,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         ) from None
 
 
-def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager:
+def autocast(config: Config, device: torch.device) -> AbstractContextManager:
     """The number format of forward passes."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
@@ -421,7 +414,7 @@ def batch_norm_buffers(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-@contextlib.contextmanager
+@contextmanager
 def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
     """All BatchNorm statistics as one vector, for the ranks to exchange in one message; written
     back at the end."""
