@@ -6,12 +6,13 @@ What Horovod takes longer over MPI than this, is Horovod's. compare/collectives.
 its like, and compares them.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
 
-from recipe.allreduce import Backend, Options, measure, parse_options
+from recipe.allreduce import Backend, measure, parse_options
 from recipe.errors import UserError, one_message
 from recipe.watch import start_watchdog
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
@@ -37,7 +38,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def main(options: Options, world: World) -> None:
+def main(options: argparse.Namespace, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     torch.set_num_threads(options.threads)
     if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):

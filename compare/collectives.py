@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.errors import run_main
-from compare.evidence.collectives import Measurement, read_measurement
-from compare.page.collectives import as_csv, as_json, heading, plot, sentences, table
+from compare.page.collectives import as_json, plot, read_measurement, text_report
 from compare.plan.blocks import drawn, seconds_left
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import set_variables, shell_lines
+from compare.plan.environment import set_variables
 from compare.plan.hosts import most_on_a_host, read_hosts
 from compare.plan.options import positive
 from compare.plan.sources import ROOT
@@ -67,8 +66,7 @@ class Backend:
             script = script.relative_to(Path.cwd())
         words += [str(script), "--sizes", *map(str, options.sizes), "--wires", *options.wires]
         words += ["--seconds", f"{options.seconds:g}", "--threads", str(options.threads)]
-        if options.model != "none":
-            words += ["--model", options.model]
+        words += ["--model", options.model]
         if not options.cuda or self.module == "mpi4py":  # whose MPI may know no GPU's memory
             words.append("--no-cuda")
         return [*words, *configuration.arguments, "--out", str(out)]
@@ -103,21 +101,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_or_show(options: argparse.Namespace) -> int:
-    if options.show is not None:
-        return report(read_measurement(options.show), options)
-    options.backends, missing = installed(options.backends)
-    folder = options.out or Path("runs") / f"collectives-{utc_stamp()}"
-    if options.dry_run:
-        print("\n".join(dry_run_lines(options, folder)))
-        return 0
-    check_logins(options.workers, options.hosts, ["mpirun"])
-    for line in missing:
-        print(line)
-    print(flush=True)
-    measure(options, folder, missing)
-    status = report(read_measurement(folder), options)
-    print(f"\nraw figures and commands: {folder}")
-    return status
+    folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
+    if options.show is None:
+        options.backends, missing = installed(options.backends)
+        if options.dry_run:
+            for name in options.backends:
+                place = folder / "block-1" / name
+                command = BACKENDS[name].command(options, place / "measurements.jsonl")
+                print(f"mkdir -p {shlex.quote(str(place))}\n{shlex.join(command)}")
+            return 0
+        check_logins(options.workers, options.hosts, ["mpirun"])
+        print("\n".join([*missing, ""]), flush=True)
+        measure(options, folder, missing)
+    measurement = read_measurement(folder)
+    print(f"\n{text_report(measurement)}")
+    if options.json is not None:
+        write_json(options.json, as_json(measurement))
+    if options.svg is not None:
+        replace_file(options.svg, plot(measurement))
+    if options.show is None:
+        print(f"\nraw figures and commands: {folder}")
+    return 1 if measurement.failed else 0
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -159,7 +163,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="a launch that takes longer is ended and counts as failed (default: 300)")  # fmt: skip
     add("--out", type=Path, metavar="DIR",
         help="folder for raw figures (default: runs/collectives-<UTC time>)")  # fmt: skip
-    for kind in ("json", "csv", "svg"):
+    for kind in ("json", "svg"):
         add(f"--{kind}", type=Path, metavar="FILE", help=f"write the figures as {kind.upper()}")
     add("--show", type=Path, metavar="DIR", help="measure nothing: show an earlier folder")
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
@@ -173,7 +177,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         raise UserError(
             f"--hosts {options.hosts}: has fewer slots than --workers {options.workers}"
         )
-    for path in (options.json, options.csv, options.svg):
+    for path in (options.json, options.svg):
         if path is not None and not path.parent.is_dir():  # told before minutes are spent
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
@@ -215,8 +219,14 @@ def installed(chosen: list[str] | None) -> tuple[list[str], list[str]]:
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
-    warnings = [*missing, *load_warnings(options)]
-    for line in warnings[len(missing) :]:
+    warnings = other_load_warnings(busy_cores(seconds=1.0))
+    here, cores = most_on_a_host(options.workers, options.hosts), len(os.sched_getaffinity(0))
+    if here * options.threads > cores:
+        warnings.append(
+            f"{here} workers with {options.threads} thread(s) on {cores} core(s): they wait for "
+            "each other's turn, and small messages show the scheduler"
+        )
+    for line in warnings:
         print(f"warning: {line}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     launches = [
@@ -224,23 +234,16 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         for block in range(1, options.blocks + 1)
         for name in drawn(options.backends, options.seed, block)
     ]
+    names = (
+        "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",
+        "seconds", "threads", "cuda", "seed",
+    )  # fmt: skip
     plan = {
         "created_utc": utc_now(),
-        "backends": options.backends,
-        "workers": options.workers,
-        "hosts": options.hosts,
-        "network_interface": options.network_interface,
-        "blocks": options.blocks,
-        "sizes": options.sizes,
-        "wires": options.wires,
-        "model": None if options.model == "none" else options.model,
-        "seconds": options.seconds,
-        "threads": options.threads,
-        "cuda": options.cuda,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in names},
         "cores": os.cpu_count() or 1,
         "order": launches,
-        "warnings": warnings,
+        "warnings": [*missing, *warnings],
     }
     write_json(folder / "collectives.json", plan)
     failed: set[str] = set()
@@ -265,19 +268,6 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
             print_tail(place / "output.log")
 
 
-def load_warnings(options: argparse.Namespace) -> list[str]:
-    """Return what would make the figures worthless."""
-    lines = []
-    cores = len(os.sched_getaffinity(0))
-    here = most_on_a_host(options.workers, options.hosts)
-    if here * options.threads > cores:
-        lines.append(
-            f"{here} workers with {options.threads} thread(s) on {cores} core(s): they wait for "
-            "each other's turn, and small messages show the scheduler"
-        )
-    return [*lines, *other_load_warnings(busy_cores(seconds=1.0))]
-
-
 def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """Start a backend once, wait for its end, leave no process of it, write how it ended."""
     folder.mkdir(parents=True)
@@ -289,29 +279,6 @@ def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
         outcome = replace(outcome, status="completed" if is_good else "failed")
     write_outcome(folder, outcome)
     return outcome
-
-
-def dry_run_lines(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return shell lines that make one block; they can be pasted as they are."""
-    lines = shell_lines()
-    for name in drawn(options.backends, options.seed, 1):
-        place = folder / "block-1" / name
-        lines.append(f"mkdir -p {shlex.quote(str(place))}")
-        lines.append(shlex.join(BACKENDS[name].command(options, place / "measurements.jsonl")))
-    return lines
-
-
-def report(measurement: Measurement, options: argparse.Namespace) -> int:
-    """Print the table and the sentences, write the files asked for; 1 if a backend failed."""
-    print()
-    print("\n".join([heading(measurement), "", *table(measurement), "", *sentences(measurement)]))
-    if options.json is not None:
-        write_json(options.json, as_json(measurement))
-    if options.csv is not None:
-        replace_file(options.csv, as_csv(measurement))
-    if options.svg is not None:
-        replace_file(options.svg, plot(measurement))
-    return 1 if measurement.failed else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 compare/collectives.py starts this and its like, and compares them.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_train.rendezvous import meeting_point
 from ddp_train.transport import choose_transport
-from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
+from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
 from recipe.config import Config
 from recipe.errors import one_message
 from recipe.watch import start_watchdog
@@ -38,7 +39,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
     return reduce
 
 
-def main(options: Options, world: World) -> None:
+def main(options: argparse.Namespace, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     device = pick_device(options, world)
     config = Config(cuda=options.cuda, transport=options.transport)

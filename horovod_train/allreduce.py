@@ -5,13 +5,14 @@
 compare/collectives.py starts this and its like, and compares them.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
 
 from horovod_train.engine import hvd, refuse_lone_copies
-from recipe.allreduce import WIRES, Backend, Options, measure, parse_options, pick_device
+from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
 from recipe.errors import one_message
 from recipe.watch import start_watchdog
 from recipe.world import World, prepare_mpi, read_world
@@ -35,7 +36,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
     return reduce
 
 
-def main(options: Options, world: World) -> None:
+def main(options: argparse.Namespace, world: World) -> None:
     """Measure as `options` says. Every rank calls this."""
     device = pick_device(options, world)
     prepare_mpi(world)

@@ -9,10 +9,10 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,20 +30,6 @@ COPY_REPETITIONS = 3
 FP16_EXACT_INTEGERS = 2048  # fp16 holds each whole number up to here
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 CHUNK_ELEMENTS = PATTERN_LENGTH << 17  # of filling and checking: 3.7 MB
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is measured, and for how long."""
-
-    sizes: tuple[int, ...]  # bytes of fp32
-    wires: tuple[str, ...]
-    model: str | None
-    seconds: float  # that the repetitions of one message may take, about
-    threads: int
-    cuda: bool
-    out: Path | None
-    transport: Literal["auto", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -75,17 +61,19 @@ class Backend:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # for figures; CPU tensors
 
 
-def parse_options(description: str | None, transports: Sequence[str] = ("auto",)) -> Options:
+def parse_options(
+    description: str | None, transports: Sequence[str] = ("auto",)
+) -> argparse.Namespace:
     """Read the flags of an engine's script, which has these transports to choose from."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sizes", type=int, nargs="*", default=[4096, 1 << 20, 64 << 20], metavar="BYTES",
+    add("--sizes", type=fp32_size, nargs="*", default=[4096, 1 << 20, 64 << 20], metavar="BYTES",
         help="message sizes: bytes of fp32 (default: 4096 1048576 67108864)")  # fmt: skip
     add("--wires", nargs="+", choices=WIRES, default=list(WIRES),
-        help="number formats on the wire (default: fp32 fp16)")  # fmt: skip
-    add("--model", metavar="NAME",
+        help=f"number formats on the wire (default: {' '.join(WIRES)})")  # fmt: skip
+    add("--model", default="none", metavar="NAME",
         help="any torchvision classification model: its gradients as one message, and as one "
         "tensor per parameter, last first")  # fmt: skip
     add("--seconds", type=float, default=0.3, metavar="S",
@@ -97,23 +85,17 @@ def parse_options(description: str | None, transports: Sequence[str] = ("auto",)
     add("--out", type=Path, metavar="FILE", help="JSON lines (default: standard output)")
     add("--transport", choices=transports, default="auto",
         help="what carries the messages (default: auto)")  # fmt: skip
-    flags = parser.parse_args()
-    for size in flags.sizes:
-        if size < FP32_BYTES or size % FP32_BYTES:
-            parser.error(f"--sizes {size}: must be a positive multiple of {FP32_BYTES}")
-    return Options(
-        tuple(flags.sizes),
-        tuple(flags.wires),
-        flags.model,
-        flags.seconds,
-        flags.threads,
-        flags.cuda,
-        flags.out,
-        flags.transport,
-    )
+    return parser.parse_args()
 
 
-def pick_device(options: Options, world: World) -> torch.device:
+def fp32_size(text: str) -> int:
+    """Bytes of whole fp32 numbers."""
+    if not text.isdecimal() or int(text) < FP32_BYTES or int(text) % FP32_BYTES:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive multiple of {FP32_BYTES}")
+    return int(text)
+
+
+def pick_device(options: argparse.Namespace, world: World) -> torch.device:
     """The device by the trainers' rule; also sets this rank's threads."""
     torch.set_num_threads(options.threads)
     return choose_device(Config(cuda=options.cuda), world)
@@ -136,13 +118,13 @@ def model_messages(name: str) -> list[Message]:
     return [Message("model fused", (sum(layers),)), Message("model layers", layers)]
 
 
-def measure(backend: Backend, world: World, options: Options) -> None:
+def measure(backend: Backend, world: World, options: argparse.Namespace) -> None:
     """Measure every message on every wire, and the rate of copying memory; rank 0 writes.
 
     Raises UserError where a sum is wrong, naming backend, message, wire and rank.
     """
     messages = [Message(str(size), (size // FP32_BYTES,)) for size in options.sizes]
-    if options.model is not None:
+    if options.model != "none":
         messages += model_messages(options.model)
     hosts = host_names(backend.sum_over_ranks(own_row(world, core_row(world))))
     lines: list[dict[str, Any]] = [{
@@ -172,7 +154,11 @@ def measure(backend: Backend, world: World, options: Options) -> None:
 
         gpu = backend.device.type == "cuda"
         lines[0]["device_name"] = torch.cuda.get_device_name(backend.device) if gpu else cpu_model()
-        write_lines(lines, options.out)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if options.out is None:
+            print(text, end="", flush=True)
+        else:
+            replace_file(options.out, text)
 
 
 def time_message(
@@ -184,8 +170,8 @@ def time_message(
     cache as far as they fit, as gradients do. A repetition takes as long as its slowest rank.
     """
     tensors = [torch.empty(n, dtype=torch.float32, device=backend.device) for n in message.elements]
-    own, expected = own_pattern(world), sum_pattern(world)
-    own, expected = own.to(backend.device), expected.to(backend.device)
+    own = pattern_of(world, [world.rank]).to(backend.device)
+    expected = pattern_of(world, range(world.size)).to(backend.device)
     reduce = backend.prepare(tensors, wire)
 
     def repeat(times: int) -> torch.Tensor:
@@ -207,7 +193,15 @@ def time_message(
         warm = repeat(1).amax().item()
     repetitions = min(max(int(seconds / warm), MIN_REPETITIONS), MAX_REPETITIONS)
     times = repeat(repetitions).amax(dim=0)
-    check(backend, world, message, wire, tensors, expected)
+    for index, tensor in enumerate(tensors):
+        if wrong := first_difference(tensor, expected):
+            element, value, right = wrong
+            raise UserError(
+                f"{backend.name}: the allreduce of {message.name} ({message.bytes} bytes, {wire} "
+                f"wire) is wrong on rank {world.rank}: element {element} of tensor {index} is "
+                f"{value:g} and must be {right:g}. Nothing measured with this build can be "
+                "trusted: rebuild it, or leave it out"
+            )
     return {
         "kind": "allreduce",
         "message": message.name,
@@ -218,26 +212,6 @@ def time_message(
         "seconds_median": times.median().item(),
         "seconds": [float(f"{value:.4g}") for value in times.tolist()],
     }
-
-
-def check(
-    backend: Backend,
-    world: World,
-    message: Message,
-    wire: str,
-    tensors: Sequence[torch.Tensor],
-    expected: torch.Tensor,
-) -> None:
-    """Raise UserError unless each tensor holds the expected pattern."""
-    for index, tensor in enumerate(tensors):
-        if wrong := first_difference(tensor, expected):
-            element, value, right = wrong
-            raise UserError(
-                f"{backend.name}: the allreduce of {message.name} ({message.bytes} bytes, {wire} "
-                f"wire) is wrong on rank {world.rank}: element {element} of tensor {index} is "
-                f"{value:g} and must be {right:g}. Nothing measured with this build can be "
-                "trusted: rebuild it, or leave it out"
-            )
 
 
 def time_copies(backend: Backend, world: World, size: int) -> dict[str, Any]:
@@ -278,29 +252,17 @@ def synchronize(device: torch.device) -> None:
 # -- Values whose sum is known, and exact in fp32 and in fp16, in whatever order it is formed ------
 
 
-def modulus(world: World) -> int:
-    """Rank r holds (i + r) mod this at position i: all partial sums are whole and exact in fp16."""
+def pattern_of(world: World, ranks: Iterable[int]) -> torch.Tensor:
+    """What the sum over these ranks is, repeated along a message: fp32 [CHUNK_ELEMENTS]. Rank r
+    brings (i + r) mod n at position i, so that all partial sums are whole and exact in fp16."""
     values = min(PATTERN_LENGTH, FP16_EXACT_INTEGERS // world.size + 1)
     if values < 2:
         raise UserError(
             f"{world.size} ranks: sums over more than {FP16_EXACT_INTEGERS} are not exact in fp16 "
             "and could not be checked; start fewer"
         )
-    return values
-
-
-def own_pattern(world: World) -> torch.Tensor:
-    """What this rank brings to the sum, repeated along a message: fp32 [CHUNK_ELEMENTS]."""
-    return _pattern([world.rank], modulus(world))
-
-
-def sum_pattern(world: World) -> torch.Tensor:
-    """What each rank must have afterwards, repeated along a message: fp32 [CHUNK_ELEMENTS]."""
-    return _pattern(range(world.size), modulus(world))
-
-
-def _pattern(ranks: Sequence[int], values: int) -> torch.Tensor:
-    period = [sum((position + rank) % values for rank in ranks) for position in range(values)]
+    members = list(ranks)
+    period = [sum((position + rank) % values for rank in members) for position in range(values)]
     length = CHUNK_ELEMENTS // PATTERN_LENGTH * PATTERN_LENGTH
     return torch.tensor(period, dtype=torch.float32).repeat(length // values + 1)[:length]
 
@@ -322,12 +284,3 @@ def first_difference(
             element = number * len(pattern) + position
             return element, piece[position].item(), right[position].item()
     return None
-
-
-def write_lines(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """Write JSON lines, all or none."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if out is None:
-        print(text, end="", flush=True)
-        return
-    replace_file(out, text)
