@@ -10,8 +10,9 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from kubeflow_trainer_api.models import (
@@ -20,7 +21,6 @@ from kubeflow_trainer_api.models import (
     TrainerV1alpha1TrainingRuntime,
     TrainerV1alpha1TrainJob,
 )
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.run import get_args_parser
 
 from recipe.config import Config, parse_args
@@ -49,63 +49,45 @@ def of_kind(name: str, kind: str) -> Document:
 # ---- schemas
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def fields(required: str = "", **properties: Document) -> Document:
+    """The schema of an object that has these fields and no other."""
+    known = {"type": "object", "properties": properties, "additionalProperties": False}
+    return known | {"required": required.split()}
 
 
-class MetaData(Strict):
-    name: str
-
-
-class ReplicaSpec(Strict):
-    replicas: int
-    restartPolicy: Literal["Never", "OnFailure"]  # of those in its schema the operator takes these
-    template: Document  # a core v1 PodTemplateSpec
-
-
-class ReplicaSpecs(Strict):
-    Launcher: ReplicaSpec
-    Worker: ReplicaSpec
-
-
-class SchedulingPolicy(Strict):
-    minAvailable: int | None = None
-    minResources: Document | None = None
-    priorityClass: str | None = None
-    queue: str | None = None
-    scheduleTimeoutSeconds: int | None = None
-
-
-class RunPolicy(Strict):
-    activeDeadlineSeconds: int | None = None
-    backoffLimit: int | None = None
-    cleanPodPolicy: Literal["None", "Running", "All"] | None = None
-    managedBy: str | None = None
-    schedulingPolicy: SchedulingPolicy | None = None
-    suspend: bool | None = None
-    ttlSecondsAfterFinished: int | None = None
-
-
-class MPIJobSpec(Strict):
-    launcherCreationPolicy: Literal["AtStartup", "WaitForWorkersReady"] = "AtStartup"
-    mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"] = "OpenMPI"
-    mpiReplicaSpecs: ReplicaSpecs
-    runLauncherAsWorker: bool = False
-    runPolicy: RunPolicy
-    slotsPerWorker: int = 1
-    sshAuthMountPath: str = "/root/.ssh"
-
-
-class MPIJob(Strict):
-    """MPIJob v2beta1, as of MPI Operator 0.8: no package has its schema, so its few own fields are
-    described here. What is in it of Kubernetes itself, the pods, has one (see `check`)."""
-
-    apiVersion: Literal["kubeflow.org/v2beta1"]
-    kind: Literal["MPIJob"]
-    metadata: MetaData
-    spec: MPIJobSpec
-
-
+TEXT, NUMBER, FLAG, OBJECT = ({"type": t} for t in ("string", "integer", "boolean", "object"))
+REPLICAS = fields(
+    "replicas restartPolicy template",
+    replicas=NUMBER,
+    restartPolicy={"enum": ["Never", "OnFailure"]},  # of its schema's the operator takes these
+    template=OBJECT,  # a core v1 PodTemplateSpec
+)
+# MPIJob v2beta1, as of MPI Operator 0.8: no package has its schema, so its few own fields are
+# described here. What is in it of Kubernetes itself, the pods, has one (see `check`).
+MPIJOB = fields(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "kubeflow.org/v2beta1"},
+    kind={"const": "MPIJob"},
+    metadata=fields("name", name=TEXT),
+    spec=fields(
+        "mpiReplicaSpecs runPolicy",
+        launcherCreationPolicy={"enum": ["AtStartup", "WaitForWorkersReady"]},
+        mpiImplementation={"enum": ["OpenMPI", "Intel", "MPICH"]},
+        mpiReplicaSpecs=fields("Launcher Worker", Launcher=REPLICAS, Worker=REPLICAS),
+        runLauncherAsWorker=FLAG,
+        runPolicy=fields(
+            activeDeadlineSeconds=NUMBER,
+            backoffLimit=NUMBER,
+            cleanPodPolicy={"enum": ["None", "Running", "All"]},
+            managedBy=TEXT,
+            schedulingPolicy=OBJECT,
+            suspend=FLAG,
+            ttlSecondsAfterFinished=NUMBER,
+        ),
+        slotsPerWorker=NUMBER,
+        sshAuthMountPath=TEXT,
+    ),
+)
 # The models that Kubeflow generates from the schemas of its CRDs and of Kubernetes.
 MODELS: dict[tuple[str, str], Any] = {
     ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): TrainerV1alpha1TrainingRuntime,
@@ -115,11 +97,11 @@ MODELS: dict[tuple[str, str], Any] = {
 
 
 def check(document: Document) -> None:
-    """Raise ValueError (pydantic's is one) if `document` does not fit the schema of its kind."""
+    """Raise an error if `document` does not fit the schema of its kind."""
     if document["kind"] == "MPIJob":
-        job = MPIJob.model_validate(document)
-        for role, replicas in job.spec.mpiReplicaSpecs:
-            check_model(IoK8sApiCoreV1PodTemplateSpec, replicas.template, role)
+        jsonschema.validate(document, MPIJOB)
+        for role, replicas in document["spec"]["mpiReplicaSpecs"].items():
+            check_model(IoK8sApiCoreV1PodTemplateSpec, replicas["template"], role)
     else:
         kind = document["kind"]
         check_model(MODELS[document["apiVersion"], kind], document, kind)
@@ -151,10 +133,6 @@ def differences(ours: Any, known: Any, path: str) -> Iterator[str]:
 def test_each_document_fits_its_schema(name: str) -> None:
     for document in documents(name):
         check(document)
-
-
-def test_no_file_is_left_out() -> None:
-    assert {file.name for file in FOLDER.iterdir()} == {*JOBS, "volumes.yaml"}
 
 
 MISTAKES = [
@@ -204,41 +182,8 @@ def test_a_mistyped_field_is_refused(
     for step in path.split("."):
         inner = inner[int(step) if step.isdecimal() else step]
     inner[key] = value
-    with pytest.raises((ValueError, ValidationError)):
+    with pytest.raises((ValueError, jsonschema.ValidationError)):
         check(document)
-
-
-@pytest.mark.skipif("MPIJOB_CRD" not in os.environ, reason="MPIJOB_CRD names no CRD of MPIJob")
-def test_the_described_fields_are_those_of_the_crd() -> None:
-    """For a new release of the operator: MPIJOB_CRD names manifests/base/kubeflow.org_mpijobs.yaml
-    of its repository, of which no copy is kept here."""
-    crd = yaml.safe_load(Path(os.environ["MPIJOB_CRD"]).read_text())
-    [version] = [each for each in crd["spec"]["versions"] if each["name"] == "v2beta1"]
-    job = version["schema"]["openAPIV3Schema"]["properties"]
-    spec = job["spec"]["properties"]
-    policy = spec["runPolicy"]["properties"]
-    replicas = spec["mpiReplicaSpecs"]["additionalProperties"]["properties"]
-    for model, properties in (
-        (MPIJob, {key: value for key, value in job.items() if key != "status"}),
-        (MPIJobSpec, spec),
-        (RunPolicy, policy),
-        (SchedulingPolicy, policy["schedulingPolicy"]["properties"]),
-        (ReplicaSpec, replicas),
-    ):
-        assert set(model.model_fields) == set(properties)
-    for role in ("Launcher", "Worker"):
-        pod = of_kind("horovod-mpijob.yaml", "MPIJob")["spec"]["mpiReplicaSpecs"][role]["template"]
-        check_properties(pod, replicas["template"], role)
-
-
-def check_properties(value: Any, schema: Document, path: str) -> None:
-    if isinstance(value, dict) and "properties" in schema:
-        for key, inner in value.items():
-            assert key in schema["properties"], f"{path}.{key}"
-            check_properties(inner, schema["properties"][key], f"{path}.{key}")
-    elif isinstance(value, list):
-        for inner in value:
-            check_properties(inner, schema["items"], path)
 
 
 # ---- what is started
@@ -492,7 +437,6 @@ def test_the_image_is_meant(name: str) -> None:
 
 def test_the_page_names_every_file() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
-    for file in FOLDER.iterdir():
-        assert file.name in page
-    for name in re.findall(r"docker/k8s/([\w-]+\.yaml)", page):
-        assert (FOLDER / name).exists(), name
+    files = {file.name for file in FOLDER.iterdir()}
+    assert files == {*JOBS, "volumes.yaml"} and all(name in page for name in files)
+    assert set(re.findall(r"docker/k8s/([\w-]+\.yaml)", page)) <= files
