@@ -4,6 +4,8 @@ import ctypes
 import math
 import os
 import resource
+from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -31,21 +33,18 @@ def choose_device(config: Config, world: World) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
         torch.use_deterministic_algorithms(True)
     if not config.cuda or not torch.cuda.is_available():
-        if config.precision == "tf32":
-            raise UserError(
-                "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 "
-                "or bf16"
-            )
-        if config.transport == "nccl":
-            raise UserError(
-                "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
-                "gloo or mpi"
-            )
-        if config.batch_norm == "sync" and config.compile:
-            raise UserError(
-                "--batch-norm sync: cannot be combined with --compile on the CPU, where it "
-                "exchanges sums in the midst of a block; leave --compile out"
-            )
+        refusals = {
+            "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 or "
+            "bf16": config.precision == "tf32",
+            "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
+            "gloo or mpi": config.transport == "nccl",
+            "--batch-norm sync: cannot be combined with --compile on the CPU, where it exchanges "
+            "sums in the midst of a block; leave --compile out": config.batch_norm == "sync"
+            and config.compile,
+        }
+        for refusal, holds in refusals.items():
+            if holds:
+                raise UserError(refusal)
         keep_freed_memory()
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -104,14 +103,9 @@ def core_ranges(rows: torch.Tensor) -> list[str]:
     told = []
     for row in rows[:, NAME_BYTES:]:
         cores = row.nonzero().flatten().tolist()
-        first_ones = [core for core in cores if core - 1 not in cores]
-        last_ones = [core for core in cores if core + 1 not in cores]
-        told.append(
-            ",".join(
-                str(first) if first == last else f"{first}-{last}"
-                for first, last in zip(first_ones, last_ones, strict=True)
-            )
-        )
+        runs = groupby(enumerate(cores), lambda pair: pair[1] - pair[0])  # both grow by one
+        ranges = [[core for _, core in run] for _, run in runs]
+        told.append(",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ranges))
     return told
 
 
@@ -173,8 +167,6 @@ def cpu_seconds() -> float:
     own = psutil.Process()
     total = 0.0
     for process in [own, *own.children(recursive=True)]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])  # user, system, and both of ended children
-        except psutil.NoSuchProcess:
-            pass
     return total

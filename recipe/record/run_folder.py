@@ -13,8 +13,9 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -100,36 +101,33 @@ def new_folder(path: Path) -> Path:
     """Make the folder `path`, or `path`-2, -3, ... where others have it: of several that ask at
     once each gets its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
+    for number in count(1):
         folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
+            break
+    return folder
 
 
 def _lock(folder: Path, world: World) -> bool:
     """Take the lock and write down who holds it; its file is never closed, so that the process's
     end gives it back. False where the file system has no locks."""
-    is_held, is_waiting = False, False
     file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    deadline = time.monotonic() + LOST_HOST_WAIT_S
-    while not is_held:
+    started, is_held = time.monotonic(), True
+    while True:
         try:
             # Of this process alone, while its forks, loader workers say, would share a `flock`.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = True
+            break
         except (BlockingIOError, PermissionError):
             holder = (folder / LOCK_FILE).read_text(errors="replace").strip()
             message = f"{folder}: another run writes there: {holder}"
-            if f" on {world.host} " in holder or time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if f" on {world.host} " in holder or waited > LOST_HOST_WAIT_S:
                 raise UserError(f"{message}; wait for its end, or choose another --name") from None
-            if not is_waiting:
+            if waited < 1:
                 wait = f"waiting for {LOST_HOST_WAIT_S:.0f} s, in case that host is lost"
                 print(f"{message}; {wait}", flush=True)
-            is_waiting = True
             time.sleep(1)
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -139,6 +137,7 @@ def _lock(folder: Path, world: World) -> bool:
                 "keeps a second run of this --name from damaging this one",
                 flush=True,
             )
+            is_held = False
             break
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)

@@ -24,22 +24,22 @@ HARMLESS: list[Any] = [
 ]
 
 
+STATE_KEYS = ("model", "state_dict", "model_state_dict")
+
+
 def load_weights(model: nn.Module, path: str) -> None:
     """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
     example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"--weights {path}: there is no such file")
-    state: Any
     if file.suffix == ".safetensors":
         state = _read_safetensors(file, f"--weights {path}")
     else:
         with file.open("rb") as content:
             state = read_file(content, f"--weights {path}")
-    for key in ("model", "state_dict", "model_state_dict"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-            break
+    inner = [state.get(key) for key in STATE_KEYS] if isinstance(state, dict) else []
+    state = next((one for one in inner if isinstance(one, dict)), state)
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
     ):
@@ -68,7 +68,7 @@ def read_file(content: BinaryIO, name: str) -> Any:
         raise UserError(f"{name}: is damaged, or is no file that torch.save wrote") from None
 
 
-def _read_safetensors(file: Path, name: str) -> dict[str, torch.Tensor]:
+def _read_safetensors(file: Path, name: str) -> Any:
     from safetensors import SafetensorError  # few read such files
     from safetensors.torch import load_file
 
@@ -82,24 +82,18 @@ def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> N
     expected = model.state_dict()
     # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
     # not need it.
-    missing = [
-        key for key in expected if key not in state and not key.endswith("num_batches_tracked")
+    needed = [key for key in expected if not key.endswith("num_batches_tracked")]
+    problems = [f"lacks {key}" for key in needed if key not in state]
+    problems += [f"has {key}, which the model lacks" for key in state if key not in expected]
+    problems += [
+        f"{key} is {list(state[key].shape)}, not {list(value.shape)}"
+        for key, value in expected.items()
+        if key in state and state[key].shape != value.shape
     ]
-    unexpected = [key for key in state if key not in expected]
-    shapes = [key for key in expected if key in state and expected[key].shape != state[key].shape]
-    problems = []
-    if missing:
-        problems.append(f"lacks {missing[0]} (and {len(missing) - 1} more)")
-    if unexpected:
-        problems.append(
-            f"has {unexpected[0]} (and {len(unexpected) - 1} more), which the model lacks"
-        )
-    for key in shapes[:2]:
-        problems.append(f"{key} is {list(state[key].shape)}, not {list(expected[key].shape)}")
     if problems:
         raise UserError(
-            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
-            "of classes"
+            f"{name}: does not fit the model ({len(problems)} problems): {'; '.join(problems[:3])};"
+            " check --arch and the number of classes"
         )
     model.load_state_dict(state, strict=False)
 
