@@ -95,7 +95,7 @@ def measure(options: Options) -> Measured:
 
 def contenders(listing: Listing, config: Config) -> dict[str, Contender]:
     """What takes turns, by name; all but the first end in a batch."""
-    paths = [listing.path(index) for index in range(len(listing))]
+    paths = [listing.name(index) for index in range(len(listing))]
     images = Images(listing, config, TrainTransform(config), SuspectImages(listing))
     size = config.train_crop_size
     by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
@@ -155,7 +155,7 @@ def take_turns(
         chosen = batches(round_ * BATCHES, BATCHES)
         for batch in chosen:
             for index in batch:
-                Path(listing.path(index)).read_bytes()  # so that none pays for the disk
+                Path(listing.name(index)).read_bytes()  # so that none pays for the disk
         wait_for_quiet(patience)
         for name in order if round_ % 2 == 0 else reversed(order):
             turns.append(take_turn(name, found[name], chosen, round_))

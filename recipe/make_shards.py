@@ -35,7 +35,7 @@ from recipe.data.image_folder import (
     locked,
     read_arrays,
 )
-from recipe.data.images import SuspectImages, decode_and_look, image_size
+from recipe.data.images import SuspectImages, decode, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
 from recipe.errors import UserError, run_command
 from recipe.files import whole_file
@@ -98,7 +98,7 @@ def verify_shards(root: Path) -> list[str]:
         with tqdm(total=len(shards), unit="image", desc=f"verifying {part}", disable=None) as bar:
             for index, data in enumerate(read_ahead(shards, range(len(shards)))):
                 try:
-                    _, left_over = decode_and_look(data, shards.name(index))
+                    _, left_over = decode(data, shards.name(index))
                     if left_over:
                         suspects.add(index, left_over)
                 except UserError as error:

@@ -202,7 +202,7 @@ def sizes_of(data: Data, config: Config, start: int, stop: int) -> list[int]:
     """Bytes of each file that stream positions `start` to `stop` want, in order."""
     assert data.train is not None
     keys = SampleStream(data.num_train, config.seed).samples(np.arange(start, stop))
-    return [os.path.getsize(data.train.path(index)) for _, index in keys]
+    return [os.path.getsize(data.train.name(index)) for _, index in keys]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

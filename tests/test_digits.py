@@ -36,7 +36,7 @@ def test_layout_is_an_image_folder_with_a_stratified_split(cache: Path) -> None:
     assert len(train) + len(val) == 1797
     num_train, num_val = np.bincount(train.labels), np.bincount(val.labels)
     assert (abs(num_val / (num_train + num_val) - 0.2) < 0.004).all()
-    names = [Path(part.path(i)).name for part in (train, val) for i in range(len(part))]
+    names = [Path(part.name(i)).name for part in (train, val) for i in range(len(part))]
     assert len(set(names)) == 1797  # no image is in both parts
 
 

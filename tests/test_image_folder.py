@@ -80,7 +80,7 @@ def test_suffixes_hidden_and_stray_files(tmp_path: Path, cache: Path) -> None:
     assert names(listing) == ["a/z.jpeg", "b/1.JPEG", "b/2.jpg", "b/3.Png", "b/4.WEBP"]
     assert listing.labels.tolist() == [0, 1, 1, 1, 1]
     assert listing.labels.dtype == np.int64
-    assert listing.path(1) == str(root / "b" / "1.JPEG")
+    assert listing.name(1) == str(root / "b" / "1.JPEG")
     assert len(listing) == 5
 
 
@@ -104,7 +104,7 @@ def test_relative_root(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     listing = list_images(Path("train"), cache)
     monkeypatch.chdir("/")
-    assert os.path.exists(listing.path(0))
+    assert os.path.exists(listing.name(0))
 
 
 def test_names_that_are_not_utf8(tmp_path: Path, cache: Path) -> None:
@@ -113,7 +113,7 @@ def test_names_that_are_not_utf8(tmp_path: Path, cache: Path) -> None:
     open(folder + b"/\xff.jpg", "wb").close()
     for _ in range(2):
         listing = list_images(tmp_path / "train", cache)
-        assert os.path.exists(listing.path(0))
+        assert os.path.exists(listing.name(0))
         assert os.fsencode(listing.classes[0]) == b"na\xefve"
 
 

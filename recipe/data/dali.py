@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from recipe.config import Config
 from recipe.data.image_folder import Listing
-from recipe.data.images import TrainTransform, decode, image_size
+from recipe.data.images import TrainTransform, decode, image_size, suspect
 from recipe.data.order import Sample
 from recipe.errors import UserError
 
@@ -167,7 +167,9 @@ def _about_an_image(under_way: Iterable[Encoded], listing: Listing, error: Excep
     """What to raise for an error of DALI, which does not say which image it is about."""
     indices = [int(index) for encoded in under_way for index in encoded[5]]
     for index in indices:
-        decode(listing.read(index), listing.name(index))  # raises an error that names it
+        _, left_over = decode(listing.read(index), listing.name(index))  # or an error that names it
+        if left_over:
+            raise suspect(listing.name(index), left_over)
     text = str(error).rpartition("encountered:")[2]  # after where in the pipeline it happened
     reason = next((line for line in text.splitlines() if line.strip()), "no reason given")
     return RuntimeError(

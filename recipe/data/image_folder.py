@@ -64,17 +64,13 @@ class Listing:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def path(self, index: int) -> str:
-        """The full path of image `index`."""
-        return os.path.join(self.root, os.fsdecode(self.paths[index]))
-
     def name(self, index: int) -> str:
-        """What messages call image `index`."""
-        return self.path(index)
+        """What messages call image `index`: here its full path."""
+        return os.path.join(self.root, os.fsdecode(self.paths[index]))
 
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
-        path = self.path(index)
+        path = self.name(index)
         try:
             with open(path, "rb", buffering=0) as file:
                 return file.read()

@@ -50,8 +50,10 @@ Key = tuple[int, int, int]
 # -- Decoding --------------------------------------------------------------------------------------
 
 
-def decode(content: bytes, name: str) -> np.ndarray:
-    """Decode an image of any format that Pillow reads into RGB: uint8 [height, width, 3].
+def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarray, int]:
+    """Decode at least the upper `rows` rows of an image of any format that Pillow reads into RGB:
+    uint8 [at least rows, width, 3]. And how many bytes are left over behind a JPEG's last row,
+    where all were decoded: most damage leaves some, but so do some programs.
 
     Grey becomes equal channels, 16-bit grey keeps its upper 8 bits (16-bit colour does so in
     Pillow), transparency is dropped and the colour below it kept, of an animation the first frame
@@ -61,22 +63,13 @@ def decode(content: bytes, name: str) -> np.ndarray:
     GPUs by default.
 
     UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, or a
-    JPEG with damaged data, which Pillow would silently fill with grey; also if there is
-    more data than the image needs, as most damage leaves it.
+    JPEG with damaged data, which Pillow would silently fill with grey.
     """
-    image, left_over = decode_and_look(content, name)
-    if left_over:
-        raise suspect(name, left_over)
-    return image
-
-
-def decode_and_look(content: bytes, name: str) -> tuple[np.ndarray, int]:
-    """As `decode`, but leftover bytes are no error: the image, and their number."""
     with _named(name, content):
         size = _jpeg_size(content)
-        if size is None:
-            return _decode_by_pillow(content), 0
-        return _decode_jpeg(content, *size, rows=size[0])
+        return (
+            (_decode_by_pillow(content), 0) if size is None else _decode_jpeg(content, *size, rows)
+        )
 
 
 def suspect(name: str, left_over: int, note: str = "") -> UserError:
@@ -90,11 +83,7 @@ def suspect(name: str, left_over: int, note: str = "") -> UserError:
 def image_size(content: bytes, name: str) -> tuple[int, int]:
     """Height and width of an image in pixels, from its head; UserError as in `decode`."""
     with _named(name, content):
-        size = _jpeg_size(content)
-        if size is None:
-            image = _open_by_pillow(content)
-            return image.height, image.width
-        return size
+        return _jpeg_size(content) or _open_by_pillow(content).size[::-1]
 
 
 @contextmanager
@@ -130,8 +119,6 @@ def _check_size(height: int, width: int) -> None:
 
 
 def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np.ndarray, int]:
-    """Decode at least the upper `rows` rows: uint8 [at least rows, width, 3]. And how many bytes
-    are left over behind the last row, where all were decoded."""
     shorter, is_shortened = min(height, rows + ROWS_BELOW), False
     if shorter < height and (position := _height_position(content)) is not None:
         # Of a JPEG that claims to be less high libjpeg-turbo decodes less, since its rows come one
@@ -184,17 +171,17 @@ def _open_by_pillow(content: bytes) -> Image.Image:
 
 
 def _what_is_wrong(content: bytes, error: Exception) -> str:
+    head = content[:256].lstrip().lower()
     if not content:
         return "is empty. Copy it again, or remove it."
-    if content.startswith(b"version https://git-lfs"):
+    if head.startswith(b"version https://git-lfs"):
         return "is a pointer of git-lfs, not the image. Fetch the images with: git lfs pull"
-    if content[:256].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "is a page of text (HTML, XML), no image. Download it again, or remove it."
     if isinstance(error, _TooLarge):
         return f"{error}. Make it smaller, or remove it."
-    reason = str(error)
-    if isinstance(error, UnidentifiedImageError):  # speaks of an object at an address
-        reason = "of no known format"
+    # Pillow's own words on an unknown format speak of an object at an address.
+    reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
     return f"cannot be read as an image ({reason}). Replace the file by a good copy, or remove it."
 
 
@@ -314,18 +301,10 @@ class TrainTransform:
         """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, size,
         size], in channels-last order). Returns how many bytes were left over; UserError for what
         else is wrong, as in `decode`."""
-        left_over = 0
-        with _named(name, content):
-            size = _jpeg_size(content)
-            if size is None:
-                image = _decode_by_pillow(content)
-                drawn = self.draw(image.shape[0], image.shape[1], key)
-            else:
-                drawn = self.draw(*size, key)
-                # In the first pass all of each file is decoded, and so looked at for damage.
-                _, number, _ = key
-                rows = drawn.top + drawn.height if number else size[0]
-                image, left_over = _decode_jpeg(content, *size, rows)
+        height, width = image_size(content, name)
+        drawn = self.draw(height, width, key)
+        # In the first pass all of each file is decoded, and so looked at for damage.
+        image, left_over = decode(content, name, drawn.top + drawn.height if key[1] else height)
         bottom, right = drawn.top + drawn.height, drawn.left + drawn.width
         resize(image[drawn.top : bottom, drawn.left : right], out, self.config.interpolation)
         if drawn.flip:
@@ -437,7 +416,7 @@ class ValTransform:
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """As that of TrainTransform, whatever the key."""
-        image, left_over = decode_and_look(content, name)
+        image, left_over = decode(content, name)
         short, crop = min(image.shape[:2]), self.config.val_crop_size
         height, width = (self.config.val_resize_size * side // short for side in image.shape[:2])
         resized = empty_batch(1, height, width)[0]
