@@ -29,14 +29,12 @@ from recipe.data.batches import (
     _one_ahead,
     data_order_sha256,
     open_data,
-    samples_per_step,
     to_device,
     training_batches,
     validation_batches,
 )
 from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
-from recipe.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +51,9 @@ def data(folders: Config) -> Data:
     return open_data(folders)
 
 
-def test_open_folders(data: Data) -> None:
+def test_open_data(data: Data, folders: Config) -> None:
     assert (data.num_train, data.num_val, data.num_classes) == (9, 6, 3)
     assert not data.is_synthetic
-
-
-def test_open_synthetic(folders: Config) -> None:
     made_up = open_data(a_config(data="synthetic", synthetic_images=5000))
     assert made_up.is_synthetic
     assert (made_up.num_train, made_up.num_val, made_up.num_classes) == (5000, 1000, 1000)
@@ -79,15 +74,6 @@ def test_batch_that_is_larger_than_the_data_set(
         open_data(config, world)
         text = capsys.readouterr().err
         assert ("warning: a step takes 10 images over all workers, and there are 9" in text) == said
-
-
-def test_missing_folder(folders: Config) -> None:
-    with pytest.raises(UserError, match="nowhere"):
-        open_data(replace(folders, train_dir="/nowhere"))
-
-
-def test_samples_per_step() -> None:
-    assert samples_per_step(a_config(batch_size=4, batches_per_allreduce=3), a_world(0, 5)) == 60
 
 
 def read_training(
@@ -174,20 +160,12 @@ def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
         assert grown.index(True) == -(-data.num_train // config.batch_size)
 
 
-def test_growth_is_that_of_ffcv() -> None:
+@pytest.mark.parametrize("epochs", [(11, 13), (65, 76)])
+def test_growth_is_that_of_ffcv(epochs: tuple[int, int]) -> None:
     """numpy's interpolation, divided by 32, rounded (to even) and multiplied again."""
-    config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(11, 13))
-    assert [TrainTransform(config).size_in(epoch) for epoch in (0, 11, 12, 13, 15)] == [
-        160,
-        160,
-        192,
-        192,
-        192,
-    ]
-    config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=(65, 76))
-    for epoch in range(88):
-        between = np.interp(epoch, (65, 76), (160, 192))
-        assert TrainTransform(config).size_in(epoch) == int(np.round(between / 32)) * 32
+    config = a_config(first_crop_size=160, train_crop_size=192, resize_epochs=epochs)
+    sizes = [TrainTransform(config).size_in(epoch) for epoch in range(88)]
+    assert sizes == (np.round(np.interp(range(88), epochs, (160, 192)) / 32) * 32).tolist()
 
 
 def test_workers_change_nothing(data: Data, folders: Config) -> None:
@@ -198,20 +176,15 @@ def test_workers_change_nothing(data: Data, folders: Config) -> None:
         assert torch.equal(labels, other_labels)
 
 
-def sizes_of(data: Data, config: Config, start: int, stop: int) -> list[int]:
-    """Bytes of each file that stream positions `start` to `stop` want, in order."""
-    assert data.train is not None
-    keys = SampleStream(data.num_train, config.seed).samples(np.arange(start, stop))
-    return [os.path.getsize(data.train.name(index)) for _, index in keys]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_input_meter(folders: Config, tmp_path: Path, workers: int) -> None:
     files = sorted(write_images(tmp_path, 3).glob("*/*.png"))
     for index, file in enumerate(files):  # random images are all of one size
         file.write_bytes(file.read_bytes() + bytes(10 * index**2))
     data = open_data(replace(folders, train_dir=str(tmp_path)))
-    sizes = sizes_of(data, folders, 4, 24)
+    keys = SampleStream(data.num_train, folders.seed).samples(np.arange(4, 24))
+    assert data.train is not None
+    sizes = [os.path.getsize(data.train.name(index)) for _, index in keys]
     meter = InputMeter(workers)
     assert (meter.files, meter.bytes) == (0, 0)
     batches = training_batches(data, folders, a_world(), CPU, workers, 4, 24, meter)
@@ -225,14 +198,6 @@ def test_input_meter(folders: Config, tmp_path: Path, workers: int) -> None:
     list(validation_batches(data, folders, a_world(), CPU, workers))
     list(training_batches(data, folders, a_world(), CPU, 0, 0, 4, InputMeter(0)))
     assert meter.files == 20
-
-
-def test_input_meter_changes_no_pixel(data: Data, folders: Config) -> None:
-    (plain,) = read_training(data, folders, 1, 0, 20)
-    counted = training_batches(data, folders, a_world(), CPU, 0, 0, 20, InputMeter(0))
-    for (images, labels), (others, other_labels) in zip(plain, counted, strict=True):
-        assert torch.equal(images, others)
-        assert torch.equal(labels, other_labels)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

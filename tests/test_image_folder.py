@@ -8,11 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 
 from recipe.data import image_folder
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
@@ -43,66 +45,54 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Grows by one with each true listing, so that a test can tell it from a cached one."""
-    calls: list[Path] = []
-    scan = image_folder._scan
-
-    def counted(root: Path, classes: list[bytes]) -> dict[str, Any]:
-        calls.append(root)
-        return scan(root, classes)
-
-    monkeypatch.setattr(image_folder, "_scan", counted)
-    return calls
+def scans(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Counts true listings, so that a test can tell them from a cached one."""
+    scan = MagicMock(side_effect=image_folder._scan)
+    monkeypatch.setattr(image_folder, "_scan", scan)
+    return scan
 
 
 # ---- what is listed ----
 
 
-def test_suffixes_hidden_and_stray_files(tmp_path: Path, cache: Path) -> None:
-    root = make(
-        tmp_path / "train",
-        "b/1.JPEG",
-        "b/2.jpg",
-        "b/3.Png",
-        "b/4.WEBP",
-        "b/notes.txt",
-        "b/.5.jpg",
-        "b/jpg",
-        "a/z.jpeg",
-        ".hidden/1.jpg",
-        "a/.thumbs/1.jpg",
-        "stray.jpg",
-    )
+TREES = {
+    "suffixes, hidden and stray files": (
+        "b/1.JPEG b/2.jpg b/3.Png b/4.WEBP b/notes.txt b/.5.jpg b/jpg a/z.jpeg .hidden/1.jpg "
+        "a/.thumbs/1.jpg stray.jpg",
+        "a/z.jpeg b/1.JPEG b/2.jpg b/3.Png b/4.WEBP",
+    ),
+    "sub-folders of a class": (
+        "a/2.jpg a/10/1.jpg a/10/deep/1.jpg b/only/below/1.jpg",
+        "a/10/1.jpg a/10/deep/1.jpg a/2.jpg b/only/below/1.jpg",
+    ),
+    "an unpacked archive that was kept": ("n01440764.tar n01440764/1.JPEG", "n01440764/1.JPEG"),
+    "train as a class": ("train/1.jpg val/1.jpg bus/1.jpg", "bus/1.jpg train/1.jpg val/1.jpg"),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_what_is_listed(tmp_path: Path, cache: Path, tree: str) -> None:
+    files, expected = (words.split() for words in TREES[tree])
+    root = make(tmp_path / "train", *files)
     listing = list_images(root, cache)
-    assert listing.root == root
-    assert listing.classes == ("a", "b")
-    assert names(listing) == ["a/z.jpeg", "b/1.JPEG", "b/2.jpg", "b/3.Png", "b/4.WEBP"]
-    assert listing.labels.tolist() == [0, 1, 1, 1, 1]
+    assert (listing.root, len(listing), names(listing)) == (root, len(expected), expected)
+    assert [listing.classes[label] for label in listing.labels] == [
+        name.partition("/")[0] for name in expected
+    ]
     assert listing.labels.dtype == np.int64
-    assert listing.name(1) == str(root / "b" / "1.JPEG")
-    assert len(listing) == 5
+    assert listing.name(0) == str(root / expected[0])
 
 
-def test_sub_folders_of_a_class_belong_to_it(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path, "a/2.jpg", "a/10/1.jpg", "a/10/deep/1.jpg", "b/only/below/1.jpg")
-    listing = list_images(root, cache)
-    assert names(listing) == ["a/10/1.jpg", "a/10/deep/1.jpg", "a/2.jpg", "b/only/below/1.jpg"]
-    assert listing.labels.tolist() == [0, 0, 0, 1]
-
-
-def test_links_to_folders_and_files_are_followed(tmp_path: Path, cache: Path) -> None:
+def test_links_to_folders_and_files_are_followed_from_a_relative_root(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(tmp_path / "store", "one/1.jpg", "two/x.jpg")
     root = make(tmp_path / "train", "b/0.jpg")
     (root / "a").symlink_to(store / "one")
     (root / "b" / "1.jpg").symlink_to(store / "two" / "x.jpg")
-    assert names(list_images(root, cache)) == ["a/1.jpg", "b/0.jpg", "b/1.jpg"]
-
-
-def test_relative_root(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "train", "a/1.jpg")
     monkeypatch.chdir(tmp_path)
     listing = list_images(Path("train"), cache)
+    assert names(listing) == ["a/1.jpg", "b/0.jpg", "b/1.jpg"]
     monkeypatch.chdir("/")
     assert os.path.exists(listing.name(0))
 
@@ -146,7 +136,7 @@ def test_order_and_content_for_any_names(tree: dict[str, set[str]]) -> None:
 
 
 def test_order_does_not_depend_on_the_file_system_or_the_locale(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path
 ) -> None:
     root = make(tmp_path / "train", *(f"{c}/{i}.jpg" for c in "bAaÄ_" for i in (10, 9, 1)))
     expected = list_images(root, cache)
@@ -158,7 +148,7 @@ def test_order_does_not_depend_on_the_file_system_or_the_locale(
     )
     output = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-c", program, str(root), str(tmp_path / "other")],
-        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(REPOSITORY)},
+        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
@@ -166,24 +156,7 @@ def test_order_does_not_depend_on_the_file_system_or_the_locale(
     assert output.strip() == str(expected.paths.tolist())
 
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
 # ---- the cache ----
-
-
-def test_second_listing_comes_from_the_cache(
-    tmp_path: Path, cache: Path, scans: list[Path]
-) -> None:
-    root = make(tmp_path / "train", "a/1.jpg", "b/sub/2.jpg", "b/3.jpg")
-    age(root)
-    first = list_images(root, cache)
-    second = list_images(root, cache)
-    assert len(scans) == 1
-    assert second.classes == first.classes
-    assert second.paths.tolist() == first.paths.tolist()
-    assert second.labels.tolist() == first.labels.tolist()
-    assert second.labels.dtype == np.int64
 
 
 CHANGES = {
@@ -198,10 +171,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_change_is_noticed(tmp_path: Path, cache: Path, change: str) -> None:
+def test_change_is_noticed(tmp_path: Path, cache: Path, scans: MagicMock, change: str) -> None:
     root = make(tmp_path / "train", "a/1.jpg", "b/sub/2.jpg", "b/3.jpg")
     age(root)
-    list_images(root, cache)
+    first, second = list_images(root, cache), list_images(root, cache)
+    assert scans.call_count == 1, "the second came from the cache"
+    assert (second.classes, names(second)) == (first.classes, names(first))
+    assert second.labels.tolist() == first.labels.tolist() and second.labels.dtype == np.int64
     CHANGES[change](root)
     expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
     assert names(list_images(root, cache)) == expected
@@ -221,7 +197,7 @@ def test_change_without_a_new_folder_time_is_noticed_just_after_a_listing(
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"not a zip", None])
 def test_damaged_cache_is_listed_anew(
-    tmp_path: Path, cache: Path, scans: list[Path], damage: bytes | None
+    tmp_path: Path, cache: Path, scans: MagicMock, damage: bytes | None
 ) -> None:
     root = make(tmp_path / "train", "a/1.jpg")
     age(root)
@@ -230,7 +206,7 @@ def test_damaged_cache_is_listed_anew(
     file.write_bytes(file.read_bytes()[:-30] if damage is None else damage)
     assert names(list_images(root, cache)) == ["a/1.jpg"]
     list_images(root, cache)
-    assert len(scans) == 2  # and the damaged file was replaced
+    assert scans.call_count == 2  # and the damaged file was replaced
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -238,11 +214,9 @@ def test_cache_that_cannot_be_written_gives_a_warning(
     tmp_path: Path, cache: Path, is_full: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     if is_full:
-        monkeypatch.setattr(np, "savez", full)
+        error = OSError(28, "No space left on device")
+        monkeypatch.setattr(np, "savez", MagicMock(side_effect=error))
     else:
         cache.touch()
     root = make(tmp_path / "train", "a/1.jpg")
@@ -257,7 +231,7 @@ def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path)
     root = make(tmp_path / "train", *(f"{c}/{i}.jpg" for c in range(20) for i in range(20)))
     age(root)
     context = multiprocessing.get_context("fork")
-    start, num_scans, results = context.Barrier(4), context.Value("i", 0), context.SimpleQueue()
+    start, num_scans = context.Barrier(4), context.Value("i", 0)
     scan = image_folder._scan
 
     def counted(root: Path, classes: list[bytes]) -> dict[str, Any]:
@@ -268,14 +242,14 @@ def test_of_processes_that_start_together_one_lists(tmp_path: Path, cache: Path)
     def worker() -> None:
         image_folder._scan = counted
         start.wait()
-        results.put(len(list_images(root, cache)))
+        sys.exit(len(list_images(root, cache)) != 400)
 
     workers = [context.Process(target=worker) for _ in range(4)]
     for process in workers:
         process.start()
     for process in workers:
         process.join(60)
-    assert [results.get() for _ in workers] == [400] * 4
+    assert [process.exitcode for process in workers] == [0] * 4
     assert num_scans.value == 1
 
 
@@ -310,46 +284,80 @@ def test_folder_missing(tmp_path: Path, cache: Path, there: str, asked: str, sai
     assert said.format(tmp_path) in refused(tmp_path / asked, cache)
 
 
-def test_archives_not_unpacked(tmp_path: Path, cache: Path) -> None:
-    make(tmp_path, "ILSVRC2012_img_train.tar")
-    assert f"recipe.prepare_imagenet {tmp_path} OUT" in refused(tmp_path / "train", cache)
-    archive = tmp_path / "ILSVRC2012_img_train.tar"
-    assert "unpack" in refused(archive, cache)
-    # As --data ARCHIVE asks for it.
-    with pytest.raises(UserError, match=rf"{archive}: a file, not a folder .* unpack"):
-        list_images(archive / "train", cache)
+# Files, links, and what is said of them.
+TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "nothing": ("train/.keep", {}, ["{train}: no class folders (it holds no folders)"]),
+    "images only": ("train/1.jpg train/2.jpg", {}, ["(2 images are directly in it)"]),
+    "a file": ("train", {}, ["{train}: a file, not a folder of class folders.", "unpack it first"]),
+    "archives beside": ("ILSVRC2012_img_train.tar", {}, ["recipe.prepare_imagenet {root} OUT"]),
+    "empty classes": (
+        "train/a/1.jpg train/bare/.keep train/c/sub/.keep train/other/1.txt",
+        {},
+        ["3 of its classes without images: bare, c, other"],
+    ),
+    "other files": (
+        "train/a/1.jpg train/b/1.txt", {}, ["1 of its classes without images: b", ".txt"]
+    ),
+    "the flat validation folder": (
+        "train/ILSVRC2012_val_00000001.JPEG train/ILSVRC2012_val_00000002.JPEG",
+        {},
+        ["2 images", "python -m recipe.prepare_val {train} --labels"],
+    ),
+    "half of it sorted": (
+        "train/ILSVRC2012_val_00000001.JPEG train/n01440764/ILSVRC2012_val_00000004.JPEG",
+        {},
+        ["1 images", "python -m recipe.prepare_val {train} --labels"],
+    ),
+    "train and val inside": ("train/train/a/1.jpg train/val/a/1.jpg", {}, ["--data {train}"]),
+    "a broken link": ("train/a/1.jpg", {"train/a/2.jpg": "/no/2.jpg"}, ["2.jpg: a link to /no/2"]),
+    "and to a folder": ("train/a/1.jpg", {"train/b": "/no/such"}, ["train/b: a link to /no/such"]),
+    **{
+        f"a link to {target}": (
+            "train/ant/1.jpg train/bee/1.jpg",
+            {"train/ant/loop": target},
+            ["{train}/ant/loop: a link to ", "above itself"],
+        )
+        for target in ("{train}/ant", "{train}", "{root}", "/")
+    },
+    "a link upwards behind another link": (
+        "train/bee/1.jpg disk/ant/1.jpg",
+        {"train/ant": "{root}/disk/ant", "disk/ant/up": ".."},
+        ["{train}/ant/up: a link to {root}/disk"],
+    ),
+    **{
+        f"a link {name} to itself": (
+            "train/a/1.jpg",
+            {f"train/{name}": f"{{train}}/{name}"},
+            [f"{{train}}/{name}: a link to ", "leads back to it"],
+        )
+        for name in ("a/2.jpg", "a/sub", "c")
+    },
+    "a named pipe": ("train/a/1.jpg train/a/2.pipe", {}, ["a/2.jpg: cannot be read as a file"]),
+    "a link to one": (
+        "train/a/1.jpg 2.pipe",
+        {"train/a/2.jpg": "{root}/2.jpg"},
+        ["{train}/a/2.jpg: cannot be read as a file: it is a named pipe"],
+    ),
+}  # fmt: skip
 
 
-def test_empty_classes_are_named(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "a/1.jpg", "bare/.keep", "other/1.txt")
-    (root / "c" / "sub").mkdir(parents=True)
-    message = refused(root, cache)
-    assert "3 of its classes without images: bare, c, other" in message
-    (root / "a" / "1.jpg").rename(root / "bare" / "1.jpg")
-    (root / "c" / "sub").rmdir()
-    (root / "c").rmdir()
-    (root / "a").rmdir()
-    message = refused(root, cache)
-    assert "1 of its classes without images: other" in message
-    assert ".txt" in message
-
-
-def test_no_classes(tmp_path: Path, cache: Path) -> None:
-    assert "holds no folders" in refused(tmp_path, cache)
-    make(tmp_path, "1.jpg", "2.jpg")
-    assert "2 images are directly in it" in refused(tmp_path, cache)
-
-
-def test_flat_validation_folder(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "my val", *(f"ILSVRC2012_val_{i:08}.JPEG" for i in range(1, 4)))
-    message = refused(root, cache)
-    assert f"python -m recipe.prepare_val '{root}' --labels" in message
-    make(root, "n01440764/ILSVRC2012_val_00000004.JPEG")  # half prepared is no better
-    assert "3 images" in refused(root, cache)
+@pytest.mark.parametrize("tree", TREES_REFUSED)
+def test_trees_that_are_refused(tmp_path: Path, cache: Path, tree: str) -> None:
+    files, links, words = TREES_REFUSED[tree]
+    where = {"root": tmp_path, "train": tmp_path / "train"}
+    for file in files.split():
+        if file.endswith(".pipe"):  # to read it would wait for ever
+            os.mkfifo((tmp_path / file).with_suffix(".jpg"))
+        else:
+            make(tmp_path, file)
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(target.format(**where))
+    message = refused(tmp_path / "train", cache)
+    assert all(word.format(**where) in message for word in words), message
 
 
 def test_class_archives_and_the_command_that_unpacks_them(tmp_path: Path, cache: Path) -> None:
-    root = tmp_path / "train"
+    root = tmp_path / "my train"
     for name in ("n01440764", "n01443537"):
         make(tmp_path / "in", f"{name}_1.JPEG")
         root.mkdir(exist_ok=True)
@@ -359,66 +367,10 @@ def test_class_archives_and_the_command_that_unpacks_them(tmp_path: Path, cache:
     assert "2 classes are still packed" in message
     command = message[message.index("cd ") :]
     subprocess.run(["bash", "-c", command], check=True)
-    (root / "n01440764.tar").touch()  # one that is kept does no harm
     assert names(list_images(root, cache)) == [
         "n01440764/n01440764_1.JPEG",
         "n01443537/n01443537_1.JPEG",
     ]
-
-
-def test_folder_that_holds_train_and_val(tmp_path: Path, cache: Path) -> None:
-    make(tmp_path, "train/a/1.jpg", "val/a/1.jpg")
-    assert f"--data {tmp_path}" in refused(tmp_path, cache)
-    make(tmp_path, "bus/1.jpg")  # then train may well be a class
-    assert list_images(tmp_path, cache).classes == ("bus", "train", "val")
-
-
-def test_broken_links(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "a/1.jpg")
-    (root / "a" / "2.jpg").symlink_to("/no/such/2.jpg")
-    assert "/no/such/2.jpg" in refused(root, cache)
-    (root / "a" / "2.jpg").unlink()
-    (root / "b").symlink_to("/no/such/folder")
-    assert "/no/such/folder" in refused(root, cache)
-
-
-@pytest.mark.parametrize("target", ["train/ant", "train", ".", "/"])
-def test_link_to_a_folder_above_is_named(tmp_path: Path, cache: Path, target: str) -> None:
-    """And not the real folder that is found behind it."""
-    root = make(tmp_path / "train", "ant/1.jpg", "bee/1.jpg")
-    (root / "ant" / "loop").symlink_to(tmp_path / target)
-    message = refused(root, cache)
-    assert message.startswith(f"{root / 'ant' / 'loop'}: a link to ")
-    assert "above itself" in message
-
-
-def test_link_to_a_folder_above_behind_another_link(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "bee/1.jpg")
-    make(tmp_path / "disk", "ant/1.jpg")
-    (root / "ant").symlink_to(tmp_path / "disk" / "ant")
-    (tmp_path / "disk" / "ant" / "up").symlink_to("..")
-    assert refused(root, cache).startswith(f"{root / 'ant' / 'up'}: a link to {tmp_path / 'disk'}")
-
-
-def test_links_to_themselves(tmp_path: Path, cache: Path) -> None:
-    root = make(tmp_path / "train", "a/1.jpg", "b/1.jpg")
-    for name in ("a/2.jpg", "a/sub", "c"):
-        (root / name).symlink_to(root / name)
-        message = refused(root, cache)
-        assert message.startswith(f"{root / name}: a link to ")
-        assert "leads back to it" in message
-        (root / name).unlink()
-
-
-@pytest.mark.parametrize("through_a_link", [False, True])
-def test_named_pipe_is_refused(tmp_path: Path, cache: Path, through_a_link: bool) -> None:
-    """Reading it would wait for ever."""
-    root = make(tmp_path / "train", "a/1.jpg")
-    pipe = root / "a" / "2.jpg"
-    os.mkfifo(tmp_path / "pipe" if through_a_link else pipe)
-    if through_a_link:
-        pipe.symlink_to(tmp_path / "pipe")
-    assert refused(root, cache).startswith(f"{pipe}: cannot be read as a file: it is a named pipe")
 
 
 def test_folder_without_rights() -> None:
