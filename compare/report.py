@@ -11,21 +11,18 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 """
 
 import argparse
-import contextlib
 import math
 import sys
-import traceback
 from pathlib import Path
 
 from compare.errors import run_main
 from compare.evidence.records import (
-    Comparison,
     find_comparison,
     load_comparison,
     newest_comparison,
     recorded_comparison,
 )
-from compare.evidence.references import Reference, load_references
+from compare.evidence.references import load_references
 from compare.evidence.run_folder import RecordError
 from recipe.errors import UserError
 from recipe.files import replace_file
@@ -59,42 +56,21 @@ def guarded_report(options: argparse.Namespace) -> int:
             f"this needs {error.name}: pip install msgspec tabulate jinja2 (--no-html does without "
             "jinja2)"
         ) from None
-    except UserError:
+    except (UserError, BrokenPipeError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # records.py checks what it reads, field by field; this is what it did not think of.
-        raise UserError(damage_text(options.comparisons, error)) from None
-    except BrokenPipeError:
-        raise
+        # Records are checked when they are read; this is what no check thought of.
+        where = " ".join(map(str, options.comparisons)) or "the newest comparison"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{where}: a record there is damaged, or of another version of this project ({reason})"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, --no-html "
             "none"
         ) from None
     return 0
-
-
-def damage_text(comparisons: list[Path], error: Exception) -> str:
-    """Say that a record is not as it should be, and where the report stumbled over it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "compare")]
-    at = "unknown"
-    if ours:
-        at = f"{Path(ours[-1].filename).relative_to(ROOT)}, line {ours[-1].lineno}"
-    where = " ".join(map(str, comparisons)) or "the newest comparison"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
-        f"{where}: a record there is damaged, or of another version of this project: a value is "
-        f"not what it should be ({reason}; {at})"
-    )
-
-
-def price(text: str) -> float:
-    """Read a price; argparse shows the message of what is none."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(value := float(text)) and value >= 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no price: write a number, such as 3.06")
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -124,9 +100,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         add(f"--{name}", type=Path, nargs="?", const=const, metavar=metavar, help=text)
     add("--no-html", action="store_true", help="no page")
     add(
-        "--price-per-hour", type=price, metavar="PRICE",
-        help="of all workers together: adds what 90 epochs of ImageNet take and cost at the "
-        "measured speed",
+        "--price-per-hour", type=float, metavar="PRICE",
+        help="of all workers together: adds what 90 epochs cost at the measured speed, where "
+        "images have ImageNet's size and number of classes",
     )  # fmt: skip
     add(
         "--reference", type=Path, metavar="FILE",
@@ -149,90 +125,81 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
                 f"--{name} takes a file, and {path} is a folder: write the comparison before "
                 f"--{name}"
             )
+    if options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf:
+        parser.error("--price-per-hour is no price: write a number, such as 3.06")
     options.asked, options.to_terminal = asked, bool(to_terminal)
     return options
 
 
 def report(options: argparse.Namespace) -> None:
     """Print and write what is asked for."""
-    comparisons, note = load_comparisons(options.comparisons)
-    price = options.price_per_hour
-    single = comparisons[0] if len(comparisons) == 1 else None
-    page = page_path(options, comparisons, is_recorded=bool(note))
+    from compare.page import text
+    from compare.page.report import Report
+
+    folders, note = find_comparisons(options.comparisons)
     references = load_references(options.reference) if options.reference else []
+    reports = [
+        Report(load_comparison(folder), references, options.price_per_hour) for folder in folders
+    ]
+    single = reports[0] if len(reports) == 1 else None
+    wants_page = options.html is not None or not (options.asked or options.no_html or note)
+    page = options.html
+    if wants_page and page in (None, DEFAULT) and single:
+        page = folders[0] / "report.html"
+    elif page == DEFAULT:
+        raise RecordError("several comparisons have no folder in common: give --html a FILE")
     if references and not (single and (page or options.svg)):
         raise UserError(
             "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
             "or --svg"
         )
     if not options.to_terminal:
-        from compare.page.text import side_by_side_report, terminal_report
-
-        text = terminal_report(single, price) if single else side_by_side_report(comparisons)
-        print("\n\n".join(filter(None, [note, text])), flush=True)
+        told = text.terminal_report(single) if single else text.side_by_side_text(reports)
+        print("\n\n".join(filter(None, [note, told])), flush=True)
     elif note:
         print(note, file=sys.stderr)
-
-    for name in TEXT_FORMATS:
+    writers = {"markdown": text.as_markdown, "csv": text.as_csv, "json": text.as_json}
+    for name, writer in writers.items():
         if (path := getattr(options, name)) is not None:
-            write(path, format_text(name, comparisons, price), options)
-
+            write(path, writer(reports), options)
     if page:
         from compare.page.html import render_page, render_side_by_side
 
-        text = (
-            render_page(single, price, references) if single else render_side_by_side(comparisons)
-        )
-        write(page, text, options)
-    elif single and note and (single.folder / "report.html").exists():
-        say(f"the whole report: {single.folder / 'report.html'}", options)
-    if options.svg is not None:
-        say(write_plots(options.svg, comparisons, references), options)
+        write(page, render_page(single) if single else render_side_by_side(reports), options)
+    elif single and note and (folders[0] / "report.html").exists():
+        say(f"the whole report: {folders[0] / 'report.html'}", options)
+    if options.svg is not None and single is None:
+        raise RecordError("--svg takes one comparison: several have no plots in common")
+    if options.svg is not None and single:
+        from compare.page.chart import standalone
+        from compare.page.plots import all_plots
+
+        folder = folders[0] / "plots" if options.svg == DEFAULT else options.svg
+        folder.mkdir(parents=True, exist_ok=True)
+        for plot in (plots := all_plots(single)):
+            replace_file(folder / f"{plot.name}.svg", standalone(plot.svg))
+        say(f"{len(plots)} plots: {folder}", options)
 
 
-def load_comparisons(paths: list[Path]) -> tuple[list[Comparison], str]:
-    """Load the comparisons, and say it if there is none of the user's own to load."""
+def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
+    """Find the comparisons, and say it if there is none of the user's own: then it is the recorded
+    one, which is left as it is."""
     if paths:
-        return [load_comparison(find_comparison(path)) for path in paths], ""
+        return [find_comparison(path) for path in paths], ""
     try:
-        return [load_comparison(newest_comparison(Path("runs")))], ""
+        return [newest_comparison(Path("runs"))], ""
     except RecordError:
         recorded = recorded_comparison(ROOT / "results")
-        if recorded is None or any(Path("runs").glob("compare-*/plan.json")):
+        if recorded is None:
             raise
-        shown = (
-            recorded.relative_to(Path.cwd()) if recorded.is_relative_to(Path.cwd()) else recorded
-        )
-        comparison = load_comparison(shown)
-        machine = comparison.written[0].environment
-        return [comparison], (
-            f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
-            f"{machine.device_name or machine.cpu_model} and lies in {shown}.\n"
-            "Your own: make compare"
-        )
-
-
-def page_path(
-    options: argparse.Namespace, comparisons: list[Comparison], is_recorded: bool
-) -> Path | None:
-    """Return where the page is to be written; None for none. A record is left as it is."""
-    wanted = options.html is not None or not (options.asked or options.no_html or is_recorded)
-    if len(comparisons) > 1:
-        if options.html == DEFAULT:
-            raise RecordError("several comparisons have no folder in common: give --html a FILE")
-        return options.html if wanted else None
-    if not wanted:
-        return None
-    given = options.html not in (None, DEFAULT)
-    return options.html if given else comparisons[0].folder / "report.html"
-
-
-def format_text(name: str, comparisons: list[Comparison], price: float | None) -> str:
-    from compare.page import text
-
-    if name == "markdown":
-        return text.as_markdown(comparisons, price)
-    return text.as_csv(comparisons) if name == "csv" else text.as_json(comparisons)
+    if recorded.is_relative_to(Path.cwd()):
+        recorded = recorded.relative_to(Path.cwd())
+    machine = load_comparison(recorded).written[0].environment
+    return [recorded], (
+        f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
+        f"{machine.device_name or machine.cpu_model} and lies in {recorded}.\n"
+        "Your own: make compare"
+    )
 
 
 def write(path: Path, content: str, options: argparse.Namespace) -> None:
@@ -248,21 +215,6 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
 def say(text: str, options: argparse.Namespace) -> None:
     """Report what was written, on stderr if a report goes to the terminal."""
     print(f"\n{text}", file=sys.stderr if options.to_terminal else sys.stdout)
-
-
-def write_plots(folder: Path, comparisons: list[Comparison], references: list[Reference]) -> str:
-    """Write every plot as a file that opens by itself, and return what is to be said of it."""
-    from compare.page.chart import standalone
-    from compare.page.plots import all_plots
-
-    if len(comparisons) > 1:
-        raise RecordError("--svg takes one comparison: several have no plots in common")
-    folder = comparisons[0].folder / "plots" if folder == DEFAULT else folder
-    plots = all_plots(comparisons[0], references)
-    folder.mkdir(parents=True, exist_ok=True)
-    for plot in plots:
-        replace_file(folder / f"{plot.name}.svg", standalone(plot.svg))
-    return f"{len(plots)} plots: {folder}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 from compare.errors import run_main
 from compare.evidence.exchange import read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
-from compare.evidence.words import told_apart
+from compare.evidence.words import shortest_unique_names
 from compare.page.chart import standalone
 from compare.page.exchange import plot_exchanges
 from recipe.errors import UserError
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
 def merge_runs(options: argparse.Namespace) -> int:
     if len({run.resolve() for run in options.runs}) < len(options.runs):
         raise UserError("a run folder is given twice")
-    names = told_apart(options.runs)
+    names = shortest_unique_names(options.runs)
     profiles = [read_run(run, name) for run, name in zip(options.runs, names, strict=True)]
     for profile in profiles:
         if not any(lane.events for lane in profile.lanes):

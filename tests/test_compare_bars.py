@@ -13,6 +13,7 @@ from compare.evidence.references import COLUMNS, load_references
 from compare.evidence.rows import speed_rows
 from compare.evidence.words import three_digits
 from compare.page.plots import all_plots
+from compare.page.report import Report
 from recipe.errors import UserError
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "compare/references/resnet50-v100.csv"
@@ -29,7 +30,7 @@ def folder(tmp_path, template):
 
 
 def plot_named(name, comparison, references=()):
-    return next(plot for plot in all_plots(comparison, references) if plot.name == name)
+    return next(plot for plot in all_plots(Report(comparison, references)) if plot.name == name)
 
 
 def test_bars_show_the_time_of_90_epochs_and_the_range_of_the_blocks(folder):
@@ -42,7 +43,7 @@ def test_bars_show_the_time_of_90_epochs_and_the_range_of_the_blocks(folder):
 
 
 def test_bars_show_the_wait_for_input_where_it_came_from_files(folder):
-    assert not any(plot.name == "input" for plot in all_plots(load_comparison(folder)))
+    assert not any(plot.name == "input" for plot in all_plots(Report(load_comparison(folder))))
     summaries = sorted(folder.glob("block-*/ddp-torchrun-2/summary.json"))
     for share, path in zip((0.1, 0.2, 0.6), summaries, strict=True):
         edit(path, input={"wait_share": share, "files_per_second": 1000 * share})

@@ -214,7 +214,7 @@ def test_what_slows_one_engine_alone_is_no_noise_that_an_interval_knows():
 def test_intervals_lean_on_all_pairs_and_are_narrower_than_by_their_own_blocks_alone():
     values = block_values(turns(10, 4, 5))
     both = [measure(values, 4, Goal(blocks=5)), measure(values, 2, Goal(blocks=5))]
-    shared, alone = (median(pairs[0].reach for pairs in found) for found in both)
+    shared, alone = (median(pairs[0].relative_half_width for pairs in found) for found in both)
     assert shared < 0.93 * alone
 
 

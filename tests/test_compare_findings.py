@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, a_config, a_world
+from msgspec import structs
 from records import a_plan
 from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
 
@@ -23,16 +24,16 @@ from compare.evidence.equality import (
     compare_facts,
 )
 from compare.evidence.notices import ASIDE, MISSING, WARNINGS, notices
-from compare.evidence.phases import PhaseRow, phase_differences, phase_rows
+from compare.evidence.phases import PhaseRow, phase_rows
 from compare.evidence.records import Comparison, RunRecord, load_comparison
-from compare.evidence.rows import input_rows, resource_rows, speed_rows, training_rows
+from compare.evidence.rows import speed_rows, training_rows
 from compare.evidence.run_folder import RunFolder
 from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import label_of
-from compare.page.context import page_title
 from compare.page.html import render_page
 from compare.page.plot import Selection
 from compare.page.plots import plot_phases
+from compare.page.report import Report
 from compare.page.tables import phase_table
 from compare.page.text import terminal_report
 from compare.plan.configurations import Configuration
@@ -202,15 +203,15 @@ def test_a_wire_format_that_the_plan_varies_may_differ(tmp_path):
     assert verdicts[0].second_label == "DDP (torchrun, Gloo) with --fp16-allreduce"
     facts = {fact.field: fact for fact in compare_facts(comparison, comparison.complete)}
     for field in ("wire_format", "fp16_allreduce"):
-        assert facts[field].is_varied and not facts[field].is_equal
-        assert not facts[field].forbids_verdict
+        assert facts[field].is_varied and facts[field].unequal_blocks
+        assert not facts[field].is_confounder
 
 
 def test_between_two_that_set_it_alike_it_may_not_differ(tmp_path):
     """The plan varies the wire format, but not within this pair."""
     pair = ("ddp-fp16", "horovod-fp16")
     comparison = compare(tmp_path, configurations=pair, defined=(DDP_FP16, HOROVOD_FP16))
-    assert comparison.plan["varied"] == ["fp16_allreduce"]
+    assert comparison.plan.varied == ["fp16_allreduce"]
     edit_fingerprint(comparison.folder / "block-2/horovod-fp16-2", "wire_format", "fp32")
     [verdict] = judge(load_comparison(comparison.folder))
     assert differing(verdict) == ["wire_format"]
@@ -343,8 +344,8 @@ def test_configurations_that_used_the_same_have_different_labels(tmp_path):
 def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: str = "") -> None:
     """Set the throughputs of the plan's first pair, block by block."""
     for block, speeds in enumerate(pairs, start=1):
-        for name, speed in zip(comparison.plan["pairs"][0], speeds, strict=True):
-            for workers in comparison.plan["workers"]:
+        for name, speed in zip(comparison.pairs[0], speeds, strict=True):
+            for workers in comparison.plan.workers:
                 run = comparison.find(block, name, workers, case)
                 change(run.summary, images_per_second=speed)
 
@@ -427,7 +428,7 @@ def test_a_run_that_failed_is_missed_in_its_own_case_alone(tmp_path):
     outcome = comparison.folder / "block-1/VGG-16/horovod-mpi-2/outcome.json"
     edit(outcome, status="failed", exit_code=3)
     comparison = load_comparison(comparison.folder)
-    assert [verdict.missing_blocks for verdict in judge(comparison)] == [(), (1,)]
+    assert [len(verdict.speed.ratios) for verdict in judge(comparison)] == [3, 2]
     assert (
         "block 1, VGG-16, horovod-mpi, 2 workers: failed with exit code 3"
         in dict(notices(comparison))[MISSING][0]
@@ -489,7 +490,7 @@ def test_phases_that_were_not_measured_have_no_row(tmp_path):
 
 def explained(comparison: Comparison) -> list[PhaseRow]:
     """Return in which phases the verdicts' differences are."""
-    return phase_differences(phase_rows(comparison), judge(comparison))
+    return Report(comparison).phase_differences
 
 
 def milliseconds(row: PhaseRow) -> dict[str, float]:
@@ -510,16 +511,17 @@ def test_a_difference_is_told_by_phase_with_its_sign(tmp_path):
         "data": 0, "forward": 2, "backward": 0, "exposed communication": -31, "optimizer": 0,
     }  # fmt: skip
     assert round(1000 * row.step_seconds, 6) == -29
-    text = terminal_report(comparison)
+    text = terminal_report(Report(comparison))
     assert re.search(r"ddp-torchrun − horovod-mpi .* \+2\.0 .* −31\.0 .* −29\.0", text)
     # Where one of the two did not measure the exchange apart, both are told with it.
     change(slow.phases, exposed_communication_seconds=None, backward_seconds=0.091)
     [row] = explained(comparison)
     assert milliseconds(row) == {"data": 0, "forward": 2, "backward": -31, "optimizer": 0}
     # Runs that contradict the verdict do not explain it.
-    assert "do not show the verdict's difference" not in " ".join(render_page(comparison).split())
+    page = " ".join(render_page(Report(comparison)).split())
+    assert "do not show the verdict" not in page
     change(slow.phases, step_seconds=0.090)
-    page = " ".join(render_page(comparison).split())
+    page = " ".join(render_page(Report(comparison)).split())
     assert "do not show the verdict&#39;s difference: ddp-torchrun − horovod-mpi" in page
 
 
@@ -536,7 +538,7 @@ def test_phases_are_held_against_the_verdict_of_their_own_place(tmp_path):
         change(other, images_per_second=speed, phases=phases)
     verdicts = judge(comparison)
     assert [verdict.decision for verdict in verdicts] == ["slower", "faster"]
-    assert "do not show the verdict" not in phase_table(comparison, verdicts).note
+    assert "do not show the verdict" not in phase_table(Report(comparison)).note
 
 
 def test_with_one_worker_no_communication_is_to_blame(tmp_path):
@@ -549,7 +551,7 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
     change(slow, phases=Phases(steps=50, step_seconds=0.110, **parts))
     [row] = explained(comparison)
     assert milliseconds(row)["the engine's own work"] == -15
-    plot = plot_phases(Selection(comparison, "", comparison.complete))
+    plot = plot_phases(Selection(Report(comparison), "", comparison.complete))
     assert plot is not None and "there is no exchange" in plot.caption
     assert "exposed communication 15" not in plot.svg
 
@@ -563,7 +565,7 @@ def test_what_was_sent_stands_beside_the_time_that_it_cost(tmp_path):
     assert (alone.sent_bytes, alone.exposed_bandwidth) == (None, None)
     assert four.sent_bytes == 60_000_000  # 2 (n - 1) / n of the gradients
     assert four.exposed_bandwidth == pytest.approx(2e9)
-    assert "sent / exposed" in render_page(comparison)
+    assert "sent / exposed" in render_page(Report(comparison))
 
 
 def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
@@ -573,10 +575,10 @@ def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     horovod, mpi4py = dict(notices(comparison))[MISSING]
     assert "horovod-mpi: Horovod is not installed there" in horovod
     assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
-    assert page_title(comparison) == "The training under PyTorch DDP alone"
+    assert Report(comparison).title == "The training under PyTorch DDP alone"
     rung = compare(tmp_path / "rung", configurations=("fsdp",))
-    assert page_title(rung) == "The training under fsdp alone"
-    for text in (terminal_report(comparison), render_page(comparison)):
+    assert Report(rung).title == "The training under fsdp alone"
+    for text in (terminal_report(Report(comparison)), render_page(Report(comparison))):
         assert "Horovod is not installed there" in text
 
 
@@ -605,12 +607,12 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
     for block, (watts, memory) in enumerate([(300, 5e9), (100, 7e9), (200, 6e9)], start=1):
         summary = comparison.find(block, "ddp-torchrun", 2).summary
         change(summary, energy=Energy(gpu_watts=watts), peak_memory_bytes=memory)
-    ddp, horovod = resource_rows(comparison)
-    assert (ddp.gpu_watts, round(ddp.peak_memory_bytes.ratio, -8)) == (200, 5.9e9)
-    assert ddp.peak_memory_bytes.low < 5e9 < 7e9 < ddp.peak_memory_bytes.high
+    ddp, horovod = training_rows(comparison)
+    assert (ddp.gpu_watts, round(ddp.peak_memory.ratio, -8)) == (200, 5.9e9)
+    assert ddp.peak_memory.low < 5e9 < 7e9 < ddp.peak_memory.high
     assert (ddp.gpu_joules_per_image, horovod.gpu_watts) == (None, None)
     change(comparison.find(2, "ddp-torchrun", 2).summary, energy=Energy())
-    assert resource_rows(comparison)[0].gpu_watts is None  # of two runs alone it is not told
+    assert training_rows(comparison)[0].gpu_watts is None  # of two runs alone it is not told
 
 
 def set_ranks(summary: Summary, *ranks: tuple[float, float, float | None, float]) -> None:
@@ -631,21 +633,21 @@ def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
     ablated, run = comparison.phase_runs[0].summary, comparison.find(1, "ddp-torchrun", 3).summary
     set_ranks(ablated, (1.0, 1.0, 0.1, 0), (1.0, 1.2, 0.1, 0), (1.0, 2.3, 0.1, 9.0))
     set_ranks(run, (1.0, 5.0, None, 1.0), (1.0, 5.0, None, 1.5), (1.0, 9.0, None, 1.0))
-    row = resource_rows(comparison)[0]
+    row = training_rows(comparison)[0]
     assert row.straggler_ratio == pytest.approx(3.3 / 2.2)
     assert row.straggler_phases == "forward and backward"
     # Without ablation the fast ranks wait for the slow in their backward: it is left out.
     set_ranks(ablated, (1.0, 1.0, None, 0), (1.0, 1.2, None, 0), (1.0, 2.3, None, 9.0))
-    row = resource_rows(comparison)[0]
+    row = training_rows(comparison)[0]
     assert row.straggler_ratio == pytest.approx(2.5 / 2.0)
     assert row.straggler_phases == "data and forward"
     change(run, ranks=[])
-    assert resource_rows(comparison)[0].straggler_ratio is None
+    assert training_rows(comparison)[0].straggler_ratio is None
 
 
 def test_a_single_rank_has_no_straggler(tmp_path):
     comparison = compare(tmp_path, workers=(1,), blocks=1)
-    assert [row.straggler_ratio for row in resource_rows(comparison)] == [None, None]
+    assert [row.straggler_ratio for row in training_rows(comparison)] == [None, None]
 
 
 def test_input_is_told_where_it_was_measured(tmp_path):
@@ -654,14 +656,15 @@ def test_input_is_told_where_it_was_measured(tmp_path):
         record = comparison.find(block, "ddp-torchrun", 2).summary.input
         change(record, files_per_second=100.0 * block, wait_share=share)
     change(comparison.find(1, "horovod-mpi", 2).summary, input=Input())
-    ddp, horovod = input_rows(comparison)
+    ddp, horovod = training_rows(comparison)
     assert (ddp.files_per_second, ddp.megabytes_per_second, ddp.wait_share) == (200.0, None, 0.2)
     assert (horovod.images_per_second, horovod.wait_share) == (None, None)
 
 
 def test_other_load_is_told_with_the_run_that_it_disturbed(tmp_path):
     comparison = compare(tmp_path, cases=(Case("A"),))
-    comparison.plan["warnings"] = ["Horovod was built without NCCL"]
+    warnings = ("Horovod was built without NCCL",)
+    comparison.plan = structs.replace(comparison.plan, warnings=warnings)
     comparison.find(2, "ddp-torchrun", 2, "A").other_load = 0.9  # of two cores
     comparison.find(3, "ddp-torchrun", 2, "A").other_load = 0.19
     comparison.find(1, "ddp-torchrun", 2, "A").other_load = None

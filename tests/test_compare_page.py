@@ -17,6 +17,7 @@ from compare import report
 from compare.evidence.records import load_comparison
 from compare.page.chart import standalone
 from compare.page.plots import all_plots
+from compare.page.report import Report
 from compare.plan.plan import Case
 
 WIDTHS = (390, 1440)
@@ -328,7 +329,7 @@ def test_print_has_light_colours_and_no_buttons(browser, pages, name):
 
 
 def test_a_plot_opens_by_itself(browser, tmp_path):
-    plots = all_plots(load_comparison(make_comparison(tmp_path / "comparison")))
+    plots = all_plots(Report(load_comparison(make_comparison(tmp_path / "comparison"))))
     paths = [tmp_path / f"{plot.name}.svg" for plot in plots]
     for plot, path in zip(plots, paths, strict=True):
         path.write_text(standalone(plot.svg))

@@ -51,7 +51,7 @@ def test_the_ratio_and_its_interval_by_hand():
     half_width = math.log(estimate.high / estimate.low) / 2
     assert half_width == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
     assert math.log(estimate.ratio) == pytest.approx(3)
-    assert math.log1p(estimate.reach) == pytest.approx(half_width)
+    assert math.log1p(estimate.relative_half_width) == pytest.approx(half_width)
 
 
 def test_the_p_values_by_hand():

@@ -24,6 +24,7 @@ from compare.evidence.records import (
 )
 from compare.evidence.run_folder import check_speed, read_run_folder
 from compare.page.html import render_page
+from compare.page.report import Report
 from compare.plan.plan import Case, Plan, Run
 from compare.plan.record import plan_record, write_plan
 from recipe.record.schema import Input, Phases, Rank, Settings
@@ -235,7 +236,8 @@ def test_a_missing_field_is_named_with_its_file(tmp_path, file, field):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1" / file, **{field: ...})
     assert re.search(
-        f"block-1/ddp-torchrun-1/{file}.*'{field}' is missing", reason_of(folder, "ddp-torchrun-1")
+        f"block-1/ddp-torchrun-1/{file}: {field}: .*missing required field",
+        reason_of(folder, "ddp-torchrun-1"),
     )
 
 
@@ -244,7 +246,7 @@ def test_a_field_of_another_type_is_named_with_its_file(tmp_path, field, value):
     folder = make_comparison(tmp_path / "compare-1")
     edit(folder / "block-1/ddp-torchrun-1/environment.json", **{field: value})
     reason = reason_of(folder, "ddp-torchrun-1")
-    assert re.search(rf"environment\.json: {field} is .*, which is not", reason)
+    assert re.search(rf"environment\.json: {field} = .*must be", reason)
 
 
 def test_more_fields_are_no_error(tmp_path):
@@ -272,7 +274,7 @@ def test_the_records_of_earlier_versions_are_read(folder):
 def test_a_throughput_that_is_none_is_named(tmp_path, value):
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
     edit(folder / "block-1/ddp-torchrun-1/summary.json", images_per_second=value)
-    assert "summary.json: images_per_second is" in reason_of(folder, "ddp-torchrun-1")
+    assert re.search(r"summary\.json: .*images_per_second", reason_of(folder, "ddp-torchrun-1"))
 
 
 @pytest.mark.parametrize(
@@ -285,8 +287,8 @@ def test_a_throughput_that_is_none_is_named(tmp_path, value):
         ("summary.json", {"transport": "MPI\nverdict"}, "which holds a control character"),
         ("config.json", {"arch": "vgg16"}, "arch is 'resnet18' in the fingerprint, and 'vgg16' in"),
         ("config.json", {"seed": 7}, "seed is 7, but the plan has 42 there"),
-        ("outcome.json", {"status": "fine"}, "status is 'fine'"),
-        ("outcome.json", {"other_load": "much"}, "other_load is 'much', which is no number"),
+        ("outcome.json", {"status": "fine"}, "status = 'fine'"),
+        ("outcome.json", {"other_load": "much"}, "other_load = 'much': must be a number"),
     ],
 )
 def test_figures_that_do_not_fit_together_are_named(tmp_path, file, changes, message):
@@ -335,8 +337,8 @@ def reason_of(folder: Path, cell: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: "", "its last line is no JSON: ''"),
-        (lambda text: text + '{"kind": "step", "ep', "its last line is no JSON"),
+        (lambda text: "", "is not of step 72, the last: ''"),
+        (lambda text: text + '{"kind": "step", "ep', "is not of step 72, the last"),
         (lambda text: text[: len(text) // 2].rpartition("\n")[0], "is not of step 72"),
     ],
 )
@@ -359,7 +361,7 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(tmp_path, field
     assert run.is_complete and run.steps == []
     [line] = [line for _, lines in notices(comparison) for line in lines]
     assert f"its steps are unreadable: {path}, line 6: {field} is -1.0, which is below 0" in line
-    assert render_page(comparison)
+    assert render_page(Report(comparison))
 
 
 def test_failed_and_missing_runs_keep_their_place(tmp_path):
@@ -466,20 +468,21 @@ def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
     assert len(comparison.complete) == 4
     assert all(run.steps[0].exchanged for run in comparison.complete)
     assert comparison.cases == [""]
-    assert comparison.plan["pairs"] == [["ddp-torchrun", "horovod-mpi"]]
+    assert comparison.pairs == [("ddp-torchrun", "horovod-mpi")]
     assert comparison.find(1, "horovod-mpi", 2).other_load is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"phases": []}, r"phases is \[\], which is not an object"),
-        ({"phases": {"step_seconds": "long"}}, "phases: step_seconds is 'long'"),
-        ({"ranks": {}}, "ranks is {}, which is not a list"),
-        ({"ranks": [7]}, "ranks is 7, which is not an object"),
-        ({"ranks": [{"forward_seconds": True}]}, "ranks: forward_seconds is True"),
-        ({"input": {"wait_share": "all"}}, "input: wait_share is 'all'"),
-        ({"energy": {"gpu_watts": [1]}}, r"energy: gpu_watts is \[1\]"),
+        ({"phases": []}, r"phases = "),
+        ({"phases": {"step_seconds": "long"}}, r"phases\.step_seconds = "),
+        ({"phases": {"step_seconds": -1.0}}, "phases: step_seconds is -1.0, which is below 0"),
+        ({"ranks": {}}, r"ranks = "),
+        ({"ranks": [7]}, r"ranks\[0\] = "),
+        ({"ranks": [{"forward_seconds": True}]}, r"ranks\[0\]\.forward_seconds = "),
+        ({"input": {"wait_share": "all"}}, r"input\.wait_share = "),
+        ({"energy": {"gpu_watts": [1]}}, r"energy\.gpu_watts = "),
     ],
 )
 def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
@@ -487,7 +490,7 @@ def test_a_measurement_that_is_none_is_named(tmp_path, changes, message):
     summary = folder / "block-1/ddp-torchrun-1/summary.json"
     edit(summary, **changes)
     reason = reason_of(folder, "ddp-torchrun-1")
-    assert re.search(rf"ddp-torchrun-1/summary\.json.{{1,2}}{message}", reason)
+    assert re.search(rf"ddp-torchrun-1/summary\.json.*{message}", reason)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     [group] = groups = measured(plan, tmp_path)
     assert minutes_for_more(plan, groups) == 0 and block_line(plan, groups, groups) == ""
     estimate = group.estimates[FIRST, SECOND]
-    assert estimate.blocks == len(bench.blocks) > 3 and estimate.reach <= 0.03
+    assert estimate.blocks == len(bench.blocks) > 3 and estimate.relative_half_width <= 0.03
     told = capsys.readouterr().out.splitlines()
     assert len(told) == len(bench.blocks) + 1
     assert told[0].startswith(f"block 1: {FIRST} / {SECOND} 1.") and "   60 s" in told[0]

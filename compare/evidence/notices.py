@@ -6,7 +6,6 @@ from statistics import mean
 from compare.evidence import packed
 from compare.evidence.load import most_load
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.rows import by_turns
 from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import estimate
 from compare.evidence.words import count, place_text, run_text
@@ -22,11 +21,11 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     judged = {name for pair in comparison.pairs for name in pair}
 
     def matters(run: RunRecord) -> bool:
-        return not by_turns(comparison) and run.block > 0 and run.configuration in judged
+        return not comparison.is_by_turns and run.block > 0 and run.configuration in judged
 
-    found: dict[str, list[str]] = {WARNINGS: [*comparison.plan["warnings"]], MISSING: [], ASIDE: []}
+    found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
     found[WARNINGS] += filter(None, [unfinished_text(comparison)])
-    found[MISSING] += [left_out_text(name) for name in comparison.plan["left_out"]]
+    found[MISSING] += [left_out_text(name) for name in comparison.plan.left_out]
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(trouble(run))
@@ -56,15 +55,15 @@ def unfinished_text(comparison: Comparison) -> str:
     plan = comparison.plan
     groups = [[one.block for one in blocks] for blocks in comparison.turns.values()]
     readable = [[block for block in blocks if block is not None] for blocks in groups]
-    if not by_turns(comparison) or not comparison.pairs or readable != groups:
+    if not comparison.is_by_turns or not comparison.pairs or readable != groups:
         return ""
     fewest = min(len(blocks) for blocks in readable)
     seconds = [[block.measuring_seconds for block in blocks] for blocks in readable]
     text = "the measurement was not finished, and the same command of run.py continues it: "
-    if plan["blocks"] is not None:
-        done = reason_to_stop([], fewest, 0, 0, Goal(blocks=plan["blocks"]))
-        return "" if done else f"{text}{fewest} of {count(plan['blocks'], 'block')}"
-    if None in (plan["until_interval"], plan["minutes"]) or not all(map(all, seconds)):
+    if plan.blocks is not None:
+        done = reason_to_stop([], fewest, 0, 0, Goal(blocks=plan.blocks))
+        return "" if done else f"{text}{fewest} of {count(plan.blocks, 'block')}"
+    if not all(map(all, seconds)):
         return ""
     estimates = [
         estimate(blocks, *pair, confidence=comparison.confidence)
@@ -73,7 +72,7 @@ def unfinished_text(comparison: Comparison) -> str:
         if blocks
     ]
     used, longest = sum(map(sum, seconds)), max((mean(one) for one in seconds if one), default=0.0)
-    goal = Goal(plan["until_interval"], plan["minutes"])
+    goal = Goal(plan.until_interval, plan.minutes)
     if fewest and reason_to_stop(estimates, fewest, used, longest, goal):
         return ""
     return (

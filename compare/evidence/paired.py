@@ -27,7 +27,7 @@ CONFIDENCE = 0.95
 OWN_SHARE = 2 / 3  # of a pair's own variance; the rest is that of all pairs of its blocks
 # A true difference of the half-width is shown with a probability of one half; one of 1.5 times the
 # half-width with 80 % ((1.96 + 0.84) / 1.96 = 1.43 where the noise is known, more where it is not).
-REACH_OF_80_PERCENT = 1.5
+HALF_WIDTHS_OF_80_PERCENT = 1.5
 
 
 def confidence_after(extensions: int) -> float:
@@ -78,7 +78,7 @@ class Estimate:
         return not self.low <= 1.0 <= self.high
 
     @property
-    def reach(self) -> float:
+    def relative_half_width(self) -> float:
         """The interval's half-width, in proportion: 0.02 is 2 %. It was computed on logarithms,
         and is symmetric there."""
         if self.low is None or self.high is None:
@@ -86,7 +86,7 @@ class Estimate:
         return math.sqrt(self.high / self.low) - 1
 
     def half_width(self, confidence: float) -> float:
-        """What `reach` would be at this confidence."""
+        """What `relative_half_width` would be at this confidence."""
         return math.expm1(student_quantile(confidence, self.degrees) * self.error)
 
     @property
@@ -150,8 +150,8 @@ def estimate_logs(
     if not logs:
         raise ValueError("no blocks: a ratio needs at least one")
     n, ratios = len(logs), tuple(math.exp(value) for value in logs)
-    middle = math.fsum(logs) / n
-    ratio = math.exp(middle)
+    center = math.fsum(logs) / n
+    ratio = math.exp(center)
     if n < MIN_BLOCKS:
         return Estimate(ratio, None, None, ratios, confidence=confidence)
     own, degrees = variance(logs), n - 1
@@ -160,15 +160,15 @@ def estimate_logs(
         own = OWN_SHARE * own + (1 - OWN_SHARE) * pooled
         degrees = shared_degrees(sides, n - 1)
     error = math.sqrt(own / n)
-    reach = student_quantile(confidence, degrees) * error
-    low, high = math.exp(middle - reach), math.exp(middle + reach)
+    half = student_quantile(confidence, degrees) * error
+    low, high = math.exp(center - half), math.exp(center + half)
     return Estimate(ratio, low, high, ratios, error, degrees, confidence, is_shared)
 
 
 def variance(values: Sequence[float]) -> float:
     """Return the variance; statistics.variance is exact to the last bit, and forty times slower."""
-    middle = math.fsum(values) / len(values)
-    return math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1)
+    center = math.fsum(values) / len(values)
+    return math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
 
 
 def shared_degrees(sides: int, degrees: int) -> int:

@@ -18,7 +18,7 @@ from compare.evidence.traces import (
     trace_files,
     trace_pairs,
 )
-from compare.evidence.words import told_apart
+from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError
 
 
@@ -338,7 +338,7 @@ def first_step(a: dict[int, dict[int, Path]], b: dict[int, dict[int, Path]]) -> 
 
 def distinct_names(a: Path, b: Path) -> tuple[str, str]:
     """Return what to call two runs: their folders' names, with what tells them apart."""
-    first, second = told_apart([a, b])
+    first, second = shortest_unique_names([a, b])
     if first != second:
         return first, second
     return f"{a.name} (first)", f"{b.name} (second)"

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import CellRow, places
-from compare.evidence.verdicts import Verdict
+from compare.evidence.verdicts import DIFFERENT, Verdict
+from recipe.record.schema import Phases
 
 # A step's phases: the field of PhaseRow and of summary.json's `phases`, and the words for it.
 PHASES = {
@@ -20,22 +21,16 @@ ALONE = {"exposed_communication_seconds": "the engine's own work"}
 PHASE_TOLERANCE = 0.02  # the phases must add up to the step within so much of it
 
 
-@dataclass(frozen=True)
-class PhaseRow(CellRow):
+@dataclass(frozen=True, kw_only=True)
+class PhaseRow(Phases, CellRow):
     """Where the time of a cell's step goes, on rank 0, in seconds.
 
     Of the cell's run with ablation if there is one, else of that measured run whose step is the
     median one: the phases of one run belong together, medians of each would not add up.
     """
 
-    steps: int  # that were averaged
-    images_per_step: float
     step_seconds: float
-    data_seconds: float
-    forward_seconds: float
-    backward_seconds: float  # holds the exchange of gradients where that was not measured apart
-    exposed_communication_seconds: float | None  # None: not measured; below 0 by noise alone
-    optimizer_seconds: float
+    images_per_step: float
     gradient_bytes: int | None = None  # of a worker, a step, as they travel
     is_difference: bool = False  # of two cells: the first's seconds less the second's
 
@@ -80,8 +75,8 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     """Return the phases of each cell in which they were measured, in the table's order."""
     rows = []
     for cell, place in places(comparison):
-        ablated = [run for run in comparison.complete_phase_runs(cell) if has_phases(run)]
-        runs = ablated or [run for run in comparison.complete_runs(cell) if has_phases(run)]
+        whole = [run for run in comparison.complete_runs(cell) if has_phases(run)]
+        runs = [r for r in comparison.complete_phase_runs(cell) if has_phases(r)] or whole
         if runs:
             runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
             summary = runs[(len(runs) - 1) // 2].summary
@@ -110,22 +105,23 @@ def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> 
     for verdict in verdicts:
         first = found.get((verdict.case, verdict.workers, verdict.first))
         second = found.get((verdict.case, verdict.workers, verdict.second))
-        if verdict.is_null_test or verdict.decision not in ("faster", "slower"):
+        if verdict.is_null_test or verdict.decision not in DIFFERENT:
             continue
         if first and second and first.images_per_step == second.images_per_step:
-            differences.append(less(first, second))
+            differences.append(subtract_phases(first, second))
     return differences
 
 
-def less(first: PhaseRow, second: PhaseRow) -> PhaseRow:
+def subtract_phases(first: PhaseRow, second: PhaseRow) -> PhaseRow:
     """Return one row's seconds less another's; where one of them did not measure the exchange
     apart, it is part of backward in both."""
-    if None in (first.exposed_communication_seconds, second.exposed_communication_seconds):
-        first, second = with_exchange(first), with_exchange(second)
-    seconds = {
-        field: None if (value := getattr(first, field)) is None else value - getattr(second, field)
-        for field in ("step_seconds", *PHASES)
-    }
+    own, other = ({name: getattr(row, name) for name in ("step_seconds", *PHASES)}
+                  for row in (first, second))  # fmt: skip
+    exposed, backward = "exposed_communication_seconds", "backward_seconds"
+    if None in (own[exposed], other[exposed]):
+        for seconds in (own, other):
+            seconds[backward] += seconds[exposed] or 0.0
+            seconds[exposed] = None
     return replace(
         first,
         configuration=f"{first.configuration} − {second.configuration}",
@@ -133,15 +129,5 @@ def less(first: PhaseRow, second: PhaseRow) -> PhaseRow:
         steps=min(first.steps, second.steps),
         gradient_bytes=None,
         is_difference=True,
-        **seconds,  # type: ignore[arg-type]  # None only where both lack it
-    )
-
-
-def with_exchange(row: PhaseRow) -> PhaseRow:
-    """Return the phases with the exchange of gradients as part of backward."""
-    exposed = row.exposed_communication_seconds or 0.0
-    return replace(
-        row,
-        backward_seconds=row.backward_seconds + exposed,
-        exposed_communication_seconds=None,
+        **{name: None if own[name] is None else own[name] - other[name] for name in own},  # type: ignore[arg-type]
     )

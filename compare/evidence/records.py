@@ -1,16 +1,14 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
 import itertools
-import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compare.evidence import packed
 from compare.evidence.paired import confidence_after
-from compare.evidence.plan_record import plan_dict
 from compare.evidence.run_folder import (
     Measured,
     RecordError,
@@ -18,21 +16,31 @@ from compare.evidence.run_folder import (
     check_end,
     read_block,
     read_metrics,
-    read_object,
+    read_record,
     read_run_folder,
-    read_side_folder,
 )
 from compare.evidence.turns import Block
-from compare.plan.record import PlanRecord, read_plan
+from compare.plan.configurations import Configuration
+from compare.plan.record import PlannedRun, PlanRecord, read_plan
 from recipe.errors import UserError
 from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 # What one process trains, whatever --workers: on all its GPUs, or by calls to other ranks.
 ONE_WORKER = {"data_parallel", "rpc_pipeline"}
-STATUSES = ("completed", "failed", "timed out", "not run", "interrupted")
-NUMBERED = re.compile(r"block-[1-9][0-9]*")
-Cell = tuple[str, int, str]  # case, workers, configuration: the runs of a cell repeat each other
+FAILED = re.compile(r".+?\.failed-\d+")
+BLOCK = re.compile(r"block-([1-9][0-9]*)")
+CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """outcome.json: how run.py saw a run end. A trainer started by hand has none."""
+
+    status: Literal["completed", "failed", "timed out", "not run", "interrupted"] = "completed"
+    exit_code: int | None = None
+    other_load: float | None = None  # cores that other processes kept busy; None: not measured
+    seconds: float | None = None  # from its launcher's start to its end; None: not measured
 
 
 @dataclass
@@ -46,12 +54,12 @@ class RunRecord:
     engine: str
     launcher: str
     workers: int
-    status: str  # "completed", "failed", "timed out", "not run", "unreadable"
-    exit_code: int | None
-    other_load: float | None  # cores that other processes kept busy meanwhile; None: not measured
-    seconds: float | None  # from its launcher's start to its end; None: not measured
-    command: str
-    written: RunFolder | None  # None unless it is complete
+    status: str = "not run"  # or of Outcome, or "unreadable"
+    exit_code: int | None = None
+    other_load: float | None = None
+    seconds: float | None = None
+    command: str = ""
+    written: RunFolder | None = None  # None unless it is complete
     reason: str = ""  # why it is unreadable; of a complete run, why its steps are
 
     @property
@@ -77,7 +85,7 @@ class RunRecord:
         return f"{self.configuration}-{self.workers}"
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> CellKey:
         """Which runs this one is a repetition of."""
         return self.case, self.workers, self.configuration
 
@@ -131,12 +139,11 @@ class Comparison:
     """A comparison's folder: its plan and all runs that the plan asks for, in their order."""
 
     folder: Path
-    plan: dict[str, Any]
+    plan: PlanRecord
     runs: list[RunRecord]
     phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
     turns: dict[tuple[str, int], list[TurnBlock]] = field(default_factory=dict)  # by case, workers
-    record: PlanRecord | None = None  # `plan`, typed
 
     @cached_property
     def complete(self) -> list[RunRecord]:
@@ -161,10 +168,15 @@ class Comparison:
         """Return the sides of these blocks."""
         return [side for one in self.turns.get((case, workers), []) for side in one.sides]
 
+    @cached_property
+    def configurations(self) -> dict[str, Configuration]:
+        """The configurations by name, in the plan's order."""
+        return {member.name: member for member in self.plan.members()}
+
     @property
     def cases(self) -> list[str]:
         """The cases' names, in the plan's order; the one name "" in a plan without cases."""
-        return [case["name"] for case in self.plan["cases"]]
+        return [case.name for case in self.plan.cases]
 
     @property
     def workers(self) -> list[int]:
@@ -172,24 +184,28 @@ class Comparison:
         return sorted({run.workers for run in self.runs} | {workers for _, workers in self.turns})
 
     @property
+    def is_by_turns(self) -> bool:
+        """Tell whether speed was measured by turns, not in whole runs."""
+        return self.plan.measure == "turns"
+
+    @property
     def confidence(self) -> float:
         """Of each interval."""
-        return confidence_after(len(self.plan["extensions"]))
+        return confidence_after(len(self.plan.extensions))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs of configurations that are judged against each other."""
-        return [(first, second) for first, second in self.plan["pairs"]]
+        return self.plan.pairs()
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[CellKey]:
         """The planned cells in the order of the tables."""
         planned = {run.cell for run in (*self.runs, *self.sides)}
-        names = self.plan["configurations"]
-        cells = itertools.product(self.cases, self.workers, names)
+        cells = itertools.product(self.cases, self.workers, self.configurations)
         return [cell for cell in cells if cell in planned]
 
-    def complete_runs(self, cell: Cell) -> list[RunRecord]:
+    def complete_runs(self, cell: CellKey) -> list[RunRecord]:
         """Return the complete runs of a cell, that of the phases not among them."""
         return self._complete_by_cell.get(cell, [])
 
@@ -200,14 +216,14 @@ class Comparison:
         has, last. Empty if the plan has no such square."""
         found: dict[tuple[str, str], str] = {}
         for name, runs in self.written_by_configuration.items():
-            own = self.plan["configuration_details"].get(name, {})
+            own = self.configurations[name]
             used = {(run.engine, run.environment.transport) for run in runs}
-            if len(used) == 1 and not own.get("flags") and not own.get("environment"):
+            if len(used) == 1 and not own.flags and not own.environment:
                 found.setdefault(used.pop(), name)
         transports = {transport for _, transport in found}
         for other in sorted(transports - {"Gloo"}):
             places = [(engine, t) for t in (other, "Gloo") for engine in ("ddp", "horovod")]
-            if not self.plan["null"] and all(place in found for place in places):
+            if not self.plan.null and all(place in found for place in places):
                 return {place: found[place] for place in places}
         return {}
 
@@ -219,17 +235,17 @@ class Comparison:
         return names
 
     @cached_property
-    def _complete_by_cell(self) -> dict[Cell, list[RunRecord]]:
-        cells: dict[Cell, list[RunRecord]] = {}
+    def _complete_by_cell(self) -> dict[CellKey, list[RunRecord]]:
+        cells: dict[CellKey, list[RunRecord]] = {}
         for run in self.complete:
             cells.setdefault(run.cell, []).append(run)
         return cells
 
     @cached_property
-    def _by_place(self) -> dict[tuple[int, Cell], RunRecord]:
+    def _by_place(self) -> dict[tuple[int, CellKey], RunRecord]:
         return {(run.block, run.cell): run for run in self.runs}
 
-    def complete_phase_runs(self, cell: Cell) -> list[RunRecord]:
+    def complete_phase_runs(self, cell: CellKey) -> list[RunRecord]:
         """Return the cell's run that measured the phases; none if there is none."""
         return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
 
@@ -250,19 +266,16 @@ def newest_comparison(runs: Path) -> Path:
 
 
 def recorded_comparison(results: Path) -> Path | None:
-    """Return the newest comparison that was recorded as results/MACHINE/DATE-QUESTION/.
+    """Return the newest comparison that was recorded as results/MACHINE/DATE-QUESTION/, None if
+    there is none. Those of the question `engines` come first: whoever asks for none in particular
+    means that one."""
+    dated = re.compile(r"(\d{4})-?(\d{2})-?(\d{2})")
 
-    Those of the question `engines` come first: whoever asks for none in particular means that one.
-    None if there is none.
-    """
-    folders = [path.parent for path in results.glob("*/*/plan.json")]
+    def age(folder: Path) -> tuple[bool, tuple[str, ...], str]:
+        date = dated.match(folder.name)
+        return folder.name.endswith("engines"), date.groups() if date else (), str(folder)
 
-    def age(folder: Path) -> tuple[bool, str, str]:
-        date = re.match(r"\d{4}-?\d{2}-?\d{2}", folder.name)
-        digits = date[0].replace("-", "") if date else ""
-        return folder.name.endswith("engines"), digits, str(folder)
-
-    return max(folders, key=age, default=None)
+    return max((path.parent for path in results.glob("*/*/plan.json")), key=age, default=None)
 
 
 def find_comparison(path: Path) -> Path:
@@ -284,14 +297,10 @@ def find_comparison(path: Path) -> Path:
     if inside:
         names = ", ".join(str(one) for one in inside[-5:])
         raise RecordError(f"{path} holds {len(inside)} comparisons: give one of them, as {names}")
-    if (folder / "config.json").exists():
-        raise RecordError(
-            f"{path} is the folder of a single run: a comparison needs two, which "
-            "`python compare/run.py` starts in turn"
-        )
+    what = "is a single run: a comparison needs two" * (folder / "config.json").exists()
     raise RecordError(
-        f"{path} holds no plan.json, so that it is no comparison: make one with `make compare` or "
-        "`python compare/run.py`"
+        f"{path} {what or 'holds no plan.json, so that it is no comparison'}: make one with "
+        "`make compare` or `python compare/run.py`"
     )
 
 
@@ -303,160 +312,119 @@ def load_comparison(folder: Path) -> Comparison:
             f"{folder} is not a folder: give the path of a comparison, as in "
             "`python compare/report.py runs/compare-...`"
         )
-    plan_path = folder / "plan.json"
     try:
-        record = read_plan(plan_path)
+        plan = read_plan(folder / "plan.json")
     except UserError as error:
         raise RecordError(str(error)) from None
-    plan = plan_dict(record)
-    runs = [load_run(folder / planned["folder"], planned) for planned in plan["runs"]]
-    phase_runs = [load_run(folder / planned["folder"], planned) for planned in plan["phase_runs"]]
-    earlier = {
-        path
-        for pattern in ("block-*/*.failed-*", "block-*/*/*.failed-*", "phases/*.failed-*",
-                        "phases/*/*.failed-*", "turns/*/*.failed-*", "turns/*/*/*.failed-*")
-        for path in folder.glob(pattern)
-    }  # fmt: skip
-    # A failed block of turns has a folder for each of its sides.
-    found = (re.match(r".+?\.failed-\d+", name) for name in packed.folders(folder))
-    earlier |= {folder / match[0] for match in found if match}
+    runs = [load_run(folder, planned) for planned in plan.runs_there]
+    phase_runs = [load_run(folder, planned) for planned in plan.phase_runs_there]
+    # Of a failed block of turns each side has a folder of its own, packed.
+    earlier = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
+    earlier |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
     turns = {
-        (case["name"], workers): load_turns(folder, plan, case["name"], workers)
-        for case in plan["cases"]
-        for workers in plan["workers"]
+        (case.name, workers): load_turns(folder, plan, case.name, workers)
+        for case, workers in plan.groups()
     }
-    comparison = Comparison(folder, plan, runs, phase_runs, sorted(earlier), turns, record)
+    failures = sorted(folder / name for name in earlier)
+    comparison = Comparison(folder, plan, runs, phase_runs, failures, turns)
     if not comparison.written:
         reasons = [run.reason for run in runs]
         reasons += [one.reason for blocks in turns.values() for one in blocks]
         if any(reasons):
             raise RecordError(next(filter(None, reasons)))
         ended = [run for run in runs if run.status != "not run"]
-        reason = f"{len(ended)} failed" if ended else "none was started"
         where = f"; see {ended[0].folder / 'output.log'}" if ended else ""
-        raise RecordError(f"{folder}: none of its {len(runs)} runs is complete ({reason}){where}")
+        raise RecordError(
+            f"{folder}: none of its {len(runs)} runs is complete ({len(ended)} failed){where}"
+        )
     return comparison
 
 
-def load_run(folder: Path, planned: dict[str, Any]) -> RunRecord:
+def load_run(comparison: Path, planned: PlannedRun) -> RunRecord:
     """Read one run folder; if it is broken, or another run than the planned one, its status is
     "unreadable", with the reason."""
     run = RunRecord(
-        folder,
-        planned["block"],
-        planned["case"],
-        planned["configuration"],
-        planned["engine"],
-        planned["launcher"],
-        planned["workers"],
-        "not run",
-        exit_code=None,
-        other_load=None,
-        seconds=None,
-        command="",
-        written=None,
-    )
+        comparison / planned.folder, planned.block, planned.case, planned.configuration,
+        planned.engine, planned.launcher, planned.workers,
+    )  # fmt: skip
     try:
-        read_into(run, planned)
+        outcome_path, summary_path = run.folder / "outcome.json", run.folder / "summary.json"
+        has_outcome, has_summary = packed.exists(outcome_path), packed.exists(summary_path)
+        outcome = read_record(outcome_path, Outcome) if has_outcome else Outcome()
+        if has_outcome and outcome.status == "completed" and not has_summary:
+            raise RecordError(f"{summary_path} is missing, though the run was completed")
+        run.status = outcome.status if has_outcome or has_summary else "not run"
+        run.exit_code, run.other_load = outcome.exit_code, outcome.other_load
+        run.seconds = outcome.seconds
+        command = run.folder / "command.txt"
+        run.command = packed.read_text(command).strip() if packed.exists(command) else ""
+        if run.is_complete:
+            run.written = read_run_folder(run.folder)
+            check_planned(run, planned)
+            check_end(run.folder / "metrics.jsonl", run.summary.steps)
     except RecordError as error:
         run.status, run.written, run.reason = "unreadable", None, str(error)
     return run
 
 
-def read_into(run: RunRecord, planned: dict[str, Any]) -> None:
-    """Read what became of a run; RecordError if that cannot be read."""
-    outcome_path, summary_path = run.folder / "outcome.json", run.folder / "summary.json"
-    # A trainer started by hand, with a pasted command, has no outcome.json.
-    outcome = read_object(outcome_path) if packed.exists(outcome_path) else {}
-    complete = packed.exists(summary_path) and outcome.get("status", "completed") == "completed"
-    run.status = "completed" if complete else outcome.get("status", "not run")
-    if run.status not in STATUSES:
-        raise RecordError(f"{outcome_path}: status is {run.status!r}")
-    if run.status == "completed" and not complete:
-        raise RecordError(f"{summary_path} is missing, though the run was completed")
-    for name in ("exit_code", "other_load", "seconds"):
-        value = outcome.get(name)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise RecordError(f"{outcome_path}: {name} is {value!r}, which is no number")
-        setattr(run, name, value)
-    command_path = run.folder / "command.txt"
-    run.command = packed.read_text(command_path).strip() if packed.exists(command_path) else ""
-    if not complete:
-        return
-    run.written = read_run_folder(run.folder)
+def check_planned(run: RunRecord, planned: PlannedRun) -> None:
+    """Raise RecordError if a folder holds another run than the plan has there."""
     world_size = 1 if run.engine in ONE_WORKER else run.workers
-    for field_, planned_value in (("engine", run.engine), ("world_size", world_size)):
-        if (written := getattr(run.summary, field_)) != planned_value:
+    for file, name, written, wanted in (
+        ("summary.json", "engine", run.summary.engine, run.engine),
+        ("summary.json", "world_size", run.summary.world_size, world_size),
+        ("config.json", "seed", run.config.seed, planned.seed),
+    ):
+        if wanted is not None and written != wanted:
             raise RecordError(
-                f"{summary_path}: {field_} is {written!r}, but the plan has "
-                f"{planned_value!r} there: it is another run's folder"
+                f"{run.folder / file}: {name} is {written!r}, but the plan has {wanted!r} there: "
+                "it is another run's folder"
             )
-    seed = planned.get("seed")
-    if seed is not None and run.config.seed != seed:
+    written_as, parts = Path(run.config.log_dir) / (run.config.name or ""), planned.folder
+    if written_as.parts[-len(Path(parts).parts) :] != Path(parts).parts:
         raise RecordError(
-            f"{run.folder / 'config.json'}: seed is {run.config.seed}, but the plan has {seed} "
-            "there: it is another run's folder"
+            f"{run.folder / 'config.json'}: it was written as {written_as}, but the plan has "
+            f"{parts} there: it is another run's folder"
         )
-    check_place(run.config, planned["folder"], run.folder / "config.json")
-    check_end(run.folder / "metrics.jsonl", run.summary.steps)
 
 
-def load_turns(folder: Path, plan: dict[str, Any], case: str, workers: int) -> list[TurnBlock]:
+def load_turns(folder: Path, plan: PlanRecord, case: str, workers: int) -> list[TurnBlock]:
     """Read the blocks of turns of one case at one number of workers, in their order."""
     place = folder / "turns" / case / f"{workers}-workers"
-    names = {path.parent.name for path in place.glob("block-*/block.json")}
-    within = place.relative_to(folder).as_posix()
-    names |= {
-        Path(name).name
-        for name, files in packed.folders(folder).items()
-        if Path(name).parent.as_posix() == within and "block.json" in files
-    }
-    numbered = sorted((name for name in names if NUMBERED.fullmatch(name)), key=block_number)
-    return [load_block(place / name, plan, case, workers) for name in numbered]
-
-
-def block_number(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
-def load_block(folder: Path, plan: dict[str, Any], case: str, workers: int) -> TurnBlock:
-    """Read one block of turns, and what its sides say of themselves."""
-    try:
-        block = read_block(folder / "block.json", plan["configurations"])
-        if block.number != block_number(folder.name):
-            raise RecordError(f"{folder / 'block.json'}: number is {block.number}")
-        sides = [load_side(folder, plan, block.number, case, workers, name) for name in block.order]
-    except RecordError as error:
-        return TurnBlock(folder, None, [], str(error))
-    return TurnBlock(folder, block, sides)
+    inside = [path.parent for path in place.glob("block-*/block.json")]
+    inside += [folder / name for name, files in packed.folders(folder).items()
+               if "block.json" in files]  # fmt: skip
+    numbers = {int(match[1]) for path in inside
+               if path.parent == place and (match := BLOCK.fullmatch(path.name))}  # fmt: skip
+    blocks = []
+    for number in sorted(numbers):
+        path = place / f"block-{number}"
+        try:
+            block = read_block(path / "block.json", plan.names)
+            if block.number != number:
+                raise RecordError(f"{path / 'block.json'}: number is {block.number}")
+            sides = [load_side(path, plan, number, case, workers, name) for name in block.order]
+            blocks.append(TurnBlock(path, block, sides))
+        except RecordError as error:
+            blocks.append(TurnBlock(path, None, [], str(error)))
+    return blocks
 
 
 def load_side(
-    folder: Path, plan: dict[str, Any], number: int, case: str, workers: int, name: str
+    folder: Path, plan: PlanRecord, number: int, case: str, workers: int, name: str
 ) -> RunRecord:
     """Read what one side of a block says of itself, as a run without a summary."""
-    written = read_side_folder(folder / name / "0" / "run")
-    details = plan["configuration_details"].get(name, {})
+    written = read_run_folder(folder / name / "0" / "run", is_side=True)
+    configuration = next(member for member in plan.members() if member.name == name)
     environment = written.environment
-    for field_, planned in (("engine", details.get("engine")), ("world_size", workers)):
-        if planned is not None and getattr(environment, field_) != planned:
+    for field_, planned in (("engine", configuration.engine), ("world_size", workers)):
+        if getattr(environment, field_) != planned:
             raise RecordError(
                 f"{folder / name / '0/run/environment.json'}: {field_} is "
                 f"{getattr(environment, field_)!r}, but the plan has {planned!r} there"
             )
-    launcher = details.get("launcher", environment.launcher)  # as whole runs have it
     return RunRecord(
-        folder / name, number, case, name, environment.engine, launcher, workers,
-        "completed", exit_code=0, other_load=None, seconds=None, command="", written=written,
+        folder / name, number, case, name, configuration.engine,
+        configuration.launcher, workers,
+        status="completed", exit_code=0, written=written,
     )  # fmt: skip
-
-
-def check_place(config: Settings, planned: str, path: Path) -> None:
-    """Raise RecordError if a run was written for another place of the plan: another case, say."""
-    written = Path(config.log_dir) / (config.name or "")
-    parts = Path(planned).parts
-    if written.parts[-len(parts) :] != parts:
-        raise RecordError(
-            f"{path}: it was written as {written}, but the plan has {planned} there: it is another "
-            "run's folder"
-        )

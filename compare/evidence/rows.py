@@ -1,24 +1,21 @@
 """The rows of the report's tables: a line for each cell that was measured."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.evidence.records import ENGINES, Cell, Comparison, RunRecord
+from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.words import label_of
 from recipe.record.schema import Energy, Input
 
-# A rank's own work: with ablation its backward holds no exchange, without it no clock can tell.
-ABLATED_COMPUTING = ("forward_seconds", "backward_seconds")
-COMPUTING = ("data_seconds", "forward_seconds")
 EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
 BLOCKS_IN_DETAIL = 8  # whose single steps and epochs are read: of hundreds nobody sees more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CellRow:
     """A line of a table; a figure in it that is None was not measured."""
 
@@ -28,7 +25,7 @@ class CellRow:
     label: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SpeedRow(CellRow):
     """How fast a cell trained: by turns, or in whole runs, as the plan measures."""
 
@@ -41,9 +38,9 @@ class SpeedRow(CellRow):
     planned_blocks: int | None  # None: as many as it takes
 
 
-@dataclass(frozen=True)
-class TrainingRow(CellRow):
-    """What whole trainings of a cell show: medians over its complete runs."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow(Energy, Input, CellRow):
+    """What whole trainings of a cell show, used and read: medians over its complete runs."""
 
     startup_seconds: float | None  # and the end: all that is not on the training clock
     train_seconds: float
@@ -54,37 +51,18 @@ class TrainingRow(CellRow):
     weights: str  # are the final weights those of the other configurations?
     runs: int
     planned_runs: int
-
-
-@dataclass(frozen=True)
-class ResourceRow(CellRow):
-    """What a cell used."""
-
-    peak_memory_bytes: Estimate  # of the largest rank
+    peak_memory: Estimate  # bytes of the largest rank
     straggler_ratio: float | None  # slowest rank's computing time a step over the median rank's
     straggler_phases: str  # what that time is of: "forward and backward" or "data and forward"
-    gpu_joules_per_image: float | None  # medians over the runs, as all that follow
-    gpu_watts: float | None
-    gpu_utilization_percent: float | None
-    cpu_joules_per_image: float | None
-
-
-@dataclass(frozen=True)
-class LadderRow(CellRow):
-    """What a way of training costs, and whether it trains the same: medians over the cell's runs.
-    Not a speed: that of a pipeline's two ranks, say, is of other work than two workers'."""
-
     engine: str
-    peak_memory_bytes: float  # of the largest rank
     network_bytes_per_step: float | None
     bubble_share: float | None  # of a pipeline
     staleness: float | None  # of a parameter server, in updates
-    top1: float | None
     # Bit-equal to those of the plan's first configuration in each block? None: a block lacks that.
     has_firsts_weights: bool | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRow(CellRow):
     """How long the single steps of a cell's runs took, in milliseconds."""
 
@@ -96,11 +74,6 @@ class StepRow(CellRow):
 
 
 @dataclass(frozen=True)
-class InputRow(Input, CellRow):
-    """What a cell read: medians over its complete runs."""
-
-
-@dataclass(frozen=True)
 class Speed:
     """What one block measured of a cell."""
 
@@ -108,15 +81,10 @@ class Speed:
     cpu_seconds_per_image: float
 
 
-def by_turns(comparison: Comparison) -> bool:
-    """Tell whether speed was measured by turns, not in whole runs."""
-    return bool(comparison.plan.get("measure") == "turns")
-
-
-def speeds(comparison: Comparison, cell: Cell) -> dict[int, Speed]:
+def speeds(comparison: Comparison, cell: CellKey) -> dict[int, Speed]:
     """Return what each block measured of a cell."""
     case, workers, name = cell
-    if by_turns(comparison):
+    if comparison.is_by_turns:
         return {
             block.number: Speed(
                 block.median(name, throughput), 1 / block.median(name, work_per_cpu_second)
@@ -130,9 +98,9 @@ def speeds(comparison: Comparison, cell: Cell) -> dict[int, Speed]:
     }
 
 
-def places(comparison: Comparison) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def places(comparison: Comparison) -> Iterator[tuple[CellKey, dict[str, Any]]]:
     """Yield each cell in the tables' order, and the fields of its CellRow."""
-    labels = {name: label_of(comparison, name) for name in comparison.plan["configurations"]}
+    labels = {name: label_of(comparison, name) for name in comparison.configurations}
     for cell in comparison.cells:
         case, workers, name = cell
         yield (
@@ -168,7 +136,7 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
                 else None,
                 cpu_ms_per_image=1000 * median(s.cpu_seconds_per_image for s in own.values()),
                 blocks=len(own),
-                planned_blocks=comparison.plan["blocks"] if by_turns(comparison) else planned,
+                planned_blocks=comparison.plan.blocks if comparison.is_by_turns else planned,
             )
         )
     return rows
@@ -181,119 +149,88 @@ def hours(images_per_second: float) -> float:
 
 def training_rows(comparison: Comparison) -> list[TrainingRow]:
     """Return what the whole trainings of each cell show."""
-    digests: dict[tuple[int, str, int], set[str]] = {}
-    configurations: dict[tuple[int, str, int], int] = {}
+    digests: dict[tuple[int, str, int], dict[str, str]] = {}
     for run in comparison.complete:
-        group = (run.block, run.case, run.workers)
-        digests.setdefault(group, set()).add(run.summary.weights_sha256)
-        configurations[group] = configurations.get(group, 0) + 1
+        group = digests.setdefault((run.block, run.case, run.workers), {})
+        group[run.configuration] = run.summary.weights_sha256
     rows = []
     for cell, place in places(comparison):
         if not (runs := comparison.complete_runs(cell)):
             continue
-        groups = [(run.block, run.case, run.workers) for run in runs]
-        equal = [len(digests[group]) == 1 for group in groups if configurations[group] > 1]
+        measured = [figures_of(run) for run in runs]
+        groups = [digests[run.block, run.case, run.workers] for run in runs]
+        equal = [len(set(group.values())) == 1 for group in groups if len(group) > 1]
         weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
-        summaries = [run.summary for run in runs]
+        firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
+        memory = [float(run.summary.peak_memory_bytes) for run in runs]
+        ratio, phases = straggler(comparison.complete_phase_runs(cell), runs)
+        medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
+        own = [run.summary.weights_sha256 for run in runs]
         rows.append(
             TrainingRow(
                 **place,
-                startup_seconds=middle([startup_seconds(run) for run in runs]),
-                train_seconds=median(summary.train_seconds for summary in summaries),
-                evaluation_seconds=median(s.total_seconds - s.train_seconds for s in summaries),
-                top1=middle([summary.top1 for summary in summaries]),
-                top5=middle([summary.top5 for summary in summaries]),
-                loss=middle([summary.loss for summary in summaries]),
+                **medians,  # type: ignore[arg-type]  # None only where that may be
                 weights=weights if equal else "–",
                 runs=len(runs),
                 planned_runs=sum(run.cell == cell for run in comparison.runs),
-            )
-        )
-    return rows
-
-
-def startup_seconds(run: RunRecord) -> float | None:
-    """Return what a run took beside training, from its launcher's start to its end; None for one
-    that was started by hand."""
-    return None if run.seconds is None else run.seconds - run.summary.total_seconds
-
-
-def resource_rows(comparison: Comparison) -> list[ResourceRow]:
-    """Return what each cell with a complete run used, in the table's order."""
-    rows = []
-    for cell, place in places(comparison):
-        if not (runs := comparison.complete_runs(cell)):
-            continue
-        # Without ablation the backward of a rank says nothing of its own speed: in it the fast
-        # ranks wait for the slow.
-        phases = "forward and backward"
-        ablated = [run for run in comparison.complete_phase_runs(cell) if is_ablated(run)]
-        spread = middle([straggler_ratio(run, ABLATED_COMPUTING) for run in ablated])
-        if spread is None:
-            phases = "data and forward"
-            spread = middle([straggler_ratio(run, COMPUTING) for run in runs])
-        memory = [float(run.summary.peak_memory_bytes) for run in runs]
-        rows.append(
-            ResourceRow(
-                **place,
-                peak_memory_bytes=estimate_ratio(
+                peak_memory=estimate_ratio(
                     memory, [1.0] * len(memory), confidence=comparison.confidence
                 ),
-                straggler_ratio=spread,
+                straggler_ratio=ratio,
                 straggler_phases=phases,
-                **medians([run.summary.energy for run in runs]),
-            )
-        )
-    return rows
-
-
-def ladder_rows(comparison: Comparison) -> list[LadderRow]:
-    """Return what the ways of training of a ladder cost; none where only the two engines train."""
-    if all(run.engine in ENGINES for run in comparison.runs):
-        return []
-    first = comparison.plan["configurations"][0]
-    digests = {
-        (run.block, run.case, run.workers): run.summary.weights_sha256
-        for run in comparison.complete
-        if run.configuration == first
-    }
-    rows = []
-    for cell, place in places(comparison):
-        if not (runs := comparison.complete_runs(cell)):
-            continue
-        summaries = [run.summary for run in runs]
-        firsts = [digests.get((run.block, run.case, run.workers)) for run in runs]
-        rows.append(
-            LadderRow(
-                **place,
                 engine=runs[0].engine,
-                peak_memory_bytes=median(summary.peak_memory_bytes for summary in summaries),
-                network_bytes_per_step=middle([s.network_bytes_per_step for s in summaries]),
-                bubble_share=middle([summary.rung.bubble_share for summary in summaries]),
-                staleness=middle([summary.rung.staleness for summary in summaries]),
-                top1=middle([summary.top1 for summary in summaries]),
-                has_firsts_weights=None
-                if None in firsts
-                else firsts == [summary.weights_sha256 for summary in summaries],
+                has_firsts_weights=None if None in firsts else firsts == own,
             )
         )
     return rows
 
 
-def is_ablated(run: RunRecord) -> bool:
-    """Tell whether every rank measured its backward without the exchange of gradients."""
-    ranks = run.summary.ranks
-    return all(rank.exposed_communication_seconds is not None for rank in ranks)
+def figures_of(run: RunRecord) -> dict[str, float | None]:
+    """Return what the table of trainings shows the median of, by the names of its row."""
+    summary = run.summary
+    seconds = run.seconds  # None of one that was started by hand
+    return {
+        "startup_seconds": None if seconds is None else seconds - summary.total_seconds,
+        "train_seconds": summary.train_seconds,
+        "evaluation_seconds": summary.total_seconds - summary.train_seconds,
+        "top1": summary.top1,
+        "top5": summary.top5,
+        "loss": summary.loss,
+        "network_bytes_per_step": summary.network_bytes_per_step,
+        "bubble_share": summary.rung.bubble_share,
+        "staleness": summary.rung.staleness,
+        **vars(summary.input),
+        **vars(summary.energy),
+    }
 
 
-def straggler_ratio(run: RunRecord, fields: tuple[str, ...]) -> float | None:
-    """Return how much longer than the median rank the slowest one computes; None for a single rank,
-    and where the ranks' phases were not measured."""
-    ranks = run.summary.ranks
-    if len(ranks) < 2 or any(getattr(rank, field) is None for rank in ranks for field in fields):
-        return None
-    seconds = [sum(getattr(rank, field) for field in fields) for rank in ranks]
-    return max(seconds) / median(seconds) if median(seconds) > 0 else None
+def straggler(
+    phase_runs: Sequence[RunRecord], runs: Sequence[RunRecord]
+) -> tuple[float | None, str]:
+    """Return how much longer than the median rank the slowest one computes, and in which phases;
+    None for a single rank, and where the ranks' phases were not measured.
+
+    Without ablation the backward of a rank says nothing of its own speed: in it the fast ranks
+    wait for the slow.
+    """
+    ablated = [
+        run
+        for run in phase_runs
+        if all(rank.exposed_communication_seconds is not None for rank in run.summary.ranks)
+    ]
+
+    def ratio(run: RunRecord, fields: tuple[str, str]) -> float | None:
+        times = [[getattr(rank, field) for field in fields] for rank in run.summary.ranks]
+        if len(times) < 2 or any(None in time for time in times):
+            return None
+        seconds = [sum(time) for time in times]
+        return max(seconds) / median(seconds) if median(seconds) > 0 else None
+
+    found = median_or_none([ratio(r, ("forward_seconds", "backward_seconds")) for r in ablated])
+    if found is not None:
+        return found, "forward and backward"
+    own = median_or_none([ratio(run, ("data_seconds", "forward_seconds")) for run in runs])
+    return own, "data and forward"
 
 
 def step_rows(comparison: Comparison) -> list[StepRow]:
@@ -302,16 +239,9 @@ def step_rows(comparison: Comparison) -> list[StepRow]:
     for cell, place in places(comparison):
         runs = in_detail(comparison.complete_runs(cell))
         if times := sorted(1000 * line.seconds for run in runs for line in run.steps):
-            rows.append(
-                StepRow(
-                    **place,
-                    steps=len(times),
-                    median=quantile(times, 0.5),
-                    p95=quantile(times, 0.95),
-                    p99=quantile(times, 0.99),
-                    longest=times[-1],
-                )
-            )
+            n = len(times)
+            half, p95, p99 = (times[min(int(part * n), n - 1)] for part in (0.5, 0.95, 0.99))
+            rows.append(StepRow(**place, steps=n, median=half, p95=p95, p99=p99, longest=times[-1]))
     return rows
 
 
@@ -322,27 +252,7 @@ def in_detail(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if run.block in chosen]
 
 
-def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the value that this part of the ordered ones lie below."""
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
-
-
-def input_rows(comparison: Comparison) -> list[InputRow]:
-    """Return what each cell with a complete run read, in the table's order."""
-    return [
-        InputRow(**place, **medians([run.summary.input for run in runs]))
-        for cell, place in places(comparison)
-        if (runs := comparison.complete_runs(cell))
-    ]
-
-
-def medians(records: Sequence[Input] | Sequence[Energy]) -> dict[str, Any]:
-    """Return the median of each figure of these records; None if one did not measure it."""
-    names = [field.name for field in fields(records[0])]
-    return {name: middle([getattr(record, name) for record in records]) for name in names}
-
-
-def middle(values: Sequence[float | None]) -> float | None:
+def median_or_none(values: Sequence[float | None]) -> float | None:
     """Return the median; None if there is no value, or one was not measured."""
     known = [value for value in values if value is not None]
     return median(known) if known and len(known) == len(values) else None

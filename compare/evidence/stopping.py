@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from compare.evidence.paired import (
+    HALF_WIDTHS_OF_80_PERCENT,
     MIN_BLOCKS,
-    REACH_OF_80_PERCENT,
     Estimate,
     student_quantile,
 )
@@ -77,7 +77,9 @@ def is_enough(estimates: Iterable[Estimate], until_interval: float) -> bool:
 def is_narrow(estimate: Estimate, until_interval: float) -> bool:
     """Tell whether blocks enough were measured: the interval's half-width, in proportion, is at
     most `until_interval` (0.02 is 2 %), and its degrees of freedom are not few."""
-    return estimate.degrees >= MIN_DEGREES_TO_STOP and estimate.reach <= until_interval
+    return (
+        estimate.degrees >= MIN_DEGREES_TO_STOP and estimate.relative_half_width <= until_interval
+    )
 
 
 def blocks_until(estimate: Estimate, until_interval: float) -> int | None:
@@ -112,7 +114,7 @@ def minutes_to_show(
     """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
     80 % probability, as one of a `family` of verdicts; None: not known."""
     extended = at_next_look(estimate, family)
-    return minutes_to_narrow(extended, margin / REACH_OF_80_PERCENT, block_seconds)
+    return minutes_to_narrow(extended, margin / HALF_WIDTHS_OF_80_PERCENT, block_seconds)
 
 
 def at_next_look(estimate: Estimate, family: int = 1) -> Estimate:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from compare.evidence import turns
-from compare.evidence.equality import Fact, compare_facts, compared_text
+from compare.evidence.equality import Fact, compare_place, compared_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_logs
 from compare.evidence.records import ENGINES, Comparison, RunRecord
 from compare.evidence.stopping import minutes_to_show
+from compare.evidence.turns import Turn, estimate_contrast, throughput
 from compare.evidence.words import (
     bound_text,
     count,
@@ -30,7 +30,7 @@ class LossGap:
     steps: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What is said of two configurations in one case at one number of workers; or, where
     `is_interaction`, of how far the ratio of two depends on the transport: then `first` and
@@ -42,163 +42,140 @@ class Verdict:
     second: str
     first_label: str
     second_label: str
-    speed: Estimate | None  # first / second, images a second
-    cpu: Estimate | None  # first / second, CPU time an image
-    differences: tuple[Fact, ...]
-    missing_blocks: tuple[int, ...]
-    equal_weights: tuple[bool, ...]  # of the full runs, block by block
-    loss_gap: LossGap | None
     compared: str  # what the plan has differ between the two, in words
-    is_null_test: bool  # both are the same: a difference would be the machine's, or the plan's
+    differences: tuple[Fact, ...]  # that forbid a verdict
+    measured_by: str  # "turns" or "runs": where speed and CPU time come from
+    margin: float  # within which "equal" is said
+    is_null_test: bool = False  # both are the same: a difference would be the machine's
     is_interaction: bool = False
-    measured_by: str = "runs"  # "turns" or "runs": where speed and CPU time come from
+    speed: Estimate | None = None  # first / second, images a second
+    cpu: Estimate | None = None  # first / second, CPU time an image
+    equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
+    loss_gap: LossGap | None = None
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     family: int = 1  # verdicts of the report that Holm's correction is over
-    margin: float = 0.03  # within which "equal" is said
     first_in: tuple[int, int] = (0, 0)  # in how many of how many blocks `first` began
     block_seconds: float | None = None  # that a block of turns usually takes; None: not known
 
     @property
-    def place(self) -> str:
-        """Say where this was measured, as the beginning of a sentence."""
-        workers = count(self.workers, "worker")
-        return f"{self.case}, {workers}:" if self.case else f"At {workers}"
-
-    def sentence(self) -> str:
-        """Say the verdict, or why there is none."""
-        at = self.place
-        if self.differences:
-            return (
-                f"{at} no verdict on {self.first_label} and {self.second_label}: the runs "
-                f"differ in more than {self.compared}."
-            )
-        if self.speed is None:
-            what = "turns" if self.measured_by == "turns" else "a complete run"
-            return (
-                f"{at} no verdict: no block holds {what} of both {self.first_label} and "
-                f"{self.second_label}."
-            )
-        if self.speed.low is None:
-            return (
-                f"{at} {self.claim(self.speed)} in {count(self.speed.blocks, 'block')}: too few "
-                f"for an interval, which needs {MIN_BLOCKS}, so nothing is decided."
-            )
-        if self.is_null_test:
-            return f"{at} {self.null_text(self.speed)}"
-        if self.decision in ("faster", "slower"):
-            return f"{at} {self.claim(self.speed)}, {self.figures(self.speed)}."
-        what = "ratio" if self.is_interaction else "speed ratio"
-        ratio = f"{what} {ratio_text(self.speed)}, {self.figures(self.speed)}"
-        if self.decision == "equal":
-            return (
-                f"{at} {self.first_label} and {self.second_label} are equal within "
-                f"{bound_text(self.speed)}: {ratio}."
-            )
-        more = f"; {self.more_text}" if self.more_text else ""
-        return (
-            f"{at} not decided between {self.first_label} and {self.second_label}: the difference "
-            f"is at most {bound_text(self.speed)} either way ({ratio}){self.corrected_text}{more}."
-        )
-
-    def claim(self, speed: Estimate) -> str:
-        times = f"{ratio_text(speed)} times"
-        if self.is_interaction:
-            return f"{self.first_label} is {times} {self.second_label}"
-        return f"{self.first_label} trained {times} as fast as {self.second_label}"
-
-    @property
-    def more_text(self) -> str:
-        """Say how much longer a measurement would show a difference of the margin's size; empty if
-        that is not known, or if this one would have shown it."""
-        if self.speed is None or self.block_seconds is None:
-            return ""
-        more = minutes_to_show(self.speed, self.margin, self.block_seconds, self.family)
-        if not more:
-            return ""
-        minutes = count(max(1, round(more)), "more minute")
-        return f"about {minutes} would show a difference of {percent_text(self.margin)}"
-
-    @property
-    def corrected_reach(self) -> float:
+    def corrected_half_width(self) -> float:
         """The half-width, in proportion, of the interval that the first step of Holm's method asks
         for; infinite without an interval."""
         if self.speed is None or self.speed.low is None:
             return math.inf
         return self.speed.half_width(1 - (1 - self.speed.confidence) / self.family)
 
-    @property
-    def corrected_text(self) -> str:
-        """Explain an interval that leaves out 1, or lies within the margin, where nothing is
-        decided."""
-        if self.speed is None:
-            return ""
-        alone = ["a difference"] if self.speed.shows_difference else []
-        if self.speed.bound <= self.margin:
-            alone.append(f"that they are equal within {percent_text(self.margin)}")
-        if not alone:
-            return ""
-        shown = " and ".join(alone)
-        return f"; by itself it would show {shown}, among {self.family} verdicts it does not"
-
-    def figures(self, speed: Estimate) -> str:
-        return f"{interval_text(speed)}, {count(speed.blocks, 'block')}"
-
-    def null_text(self, speed: Estimate) -> str:
-        """Say what a configuration's comparison with itself showed, which has an interval."""
-        ratio = f"speed ratio {ratio_text(speed)}, {self.figures(speed)}"
-        if self.decision not in ("faster", "slower"):
+    def sentence(self) -> str:
+        """Say the verdict, or why there is none."""
+        workers = count(self.workers, "worker")
+        at = f"{self.case}, {workers}:" if self.case else f"At {workers}"
+        both, speed = f"{self.first_label} and {self.second_label}", self.speed
+        if self.differences:
+            return f"{at} no verdict on {both}: the runs differ in more than {self.compared}."
+        if speed is None:
+            what = "turns" if self.measured_by == "turns" else "a complete run"
+            return f"{at} no verdict: no block holds {what} of both {both}."
+        times = f"{self.first_label} trained {ratio_text(speed)} times as fast as"
+        if self.is_interaction:
+            times = f"{self.first_label} is {ratio_text(speed)} times"
+        blocks = count(speed.blocks, "block")
+        if speed.low is None:
+            return (
+                f"{at} {times} {self.second_label} in {blocks}: too few for an interval, which "
+                f"needs {MIN_BLOCKS}, so nothing is decided."
+            )
+        figures, is_decided = f"{interval_text(speed)}, {blocks}", self.decision in DIFFERENT
+        if is_decided and not self.is_null_test:
+            return f"{at} {times} {self.second_label}, {figures}."
+        ratio = f"{'' if self.is_interaction else 'speed '}ratio {ratio_text(speed)}, {figures}"
+        bound = bound_text(speed)
+        if self.is_null_test and is_decided:
+            percent = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
+            return (
+                f"{at} a difference was shown between {self.first_label} and itself: {ratio}. This "
+                f"machine or this plan is not fit to tell differences of {percent} (by chance "
+                "alone this comes about in one null test of twenty: run it again)."
+            )
+        if self.is_null_test:
             is_equal = self.decision == "equal"
             within = "equal within" if is_equal else "it differs from itself by at most"
             return (
-                f"no difference was shown between {self.first_label} and itself, as it should be: "
-                f"{within} {bound_text(speed)}, {ratio}."
+                f"{at} no difference was shown between {self.first_label} and itself, as it should "
+                f"be: {within} {bound}, {ratio}."
             )
-        percent = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
+        if self.decision == "equal":
+            return f"{at} {both} are equal within {bound}: {ratio}."
         return (
-            f"a difference was shown between {self.first_label} and itself: {ratio}. This "
-            f"machine or this plan is not fit to tell differences of {percent} (by chance alone "
-            "this comes about in one null test of twenty: run it again)."
+            f"{at} not decided between {both}: the difference is at most {bound} either way "
+            f"({ratio}){self.open_text(speed)}."
         )
 
-    def cpu_sentence(self) -> str:
-        """Say which of the two used less CPU time; empty when there is no verdict. It is a finding
-        of its own, no second witness of the speed: who takes longer often computes longer."""
-        if self.differences or self.cpu is None:
-            return ""
-        told = f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image"
-        interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
-        return f"{told} of {self.second_label}{interval}."
+    def open_text(self, speed: Estimate) -> str:
+        """Explain an interval that would decide if it were the only one, and say how much longer a
+        measurement would show a difference of the margin's size, if that is known."""
+        text, margin = "", percent_text(self.margin)
+        alone = ["a difference"] * speed.shows_difference
+        alone += [f"that they are equal within {margin}"] * (speed.bound <= self.margin)
+        if alone:
+            shown = " and ".join(alone)
+            text = f"; by itself it would show {shown}, among {self.family} verdicts it does not"
+        if self.block_seconds is None:
+            return text
+        more = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
+        if not more:
+            return text
+        minutes = count(max(1, round(more)), "more minute")
+        return f"{text}; about {minutes} would show a difference of {margin}"
 
-    def training_sentence(self) -> str:
-        """Say whether both did the same training, by their final weights and their losses."""
-        if not self.equal_weights:
-            return ""
-        equal, blocks = sum(self.equal_weights), len(self.equal_weights)
-        if equal == blocks:
-            return f"Final weights bit-equal in {equal} of {count(blocks, 'block')}."
-        text = f"Final weights bit-equal in only {equal} of {count(blocks, 'block')}"
-        if gap := self.loss_gap:
-            return (
-                f"{text}; the training losses differ by at most {gap.largest:.2g} "
-                f"(step {gap.step} of {gap.steps}, block {gap.block})."
+    def support(self) -> list[str]:
+        """Say what supports a verdict: whether both did the same training, their CPU time (a
+        finding of its own: who takes longer often computes longer), and who began how often."""
+        lines = []
+        if self.equal_weights:
+            equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
+            told = f"{'' if all(self.equal_weights) else 'only '}{equal} of {blocks}"
+            apart = ""
+            if gap := self.loss_gap:
+                apart = (
+                    f"; the training losses differ by at most {gap.largest:.2g} "
+                    f"(step {gap.step} of {gap.steps}, block {gap.block})"
+                )
+            elif not all(self.equal_weights):
+                apart = "; they have no training step in common"
+            lines.append(f"Final weights bit-equal in {told}{apart}.")
+        if self.cpu is not None:
+            interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
+            lines.append(
+                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image of "
+                f"{self.second_label}{interval}."
             )
-        return f"{text}; they have no training step in common."
+        began, of = self.first_in
+        if of and not self.is_interaction:
+            lines.append(f"{self.first_label} was first in {began} of {count(of, 'block')}.")
+        return lines
 
 
-def judge(comparison: Comparison) -> list[Verdict]:
+DIFFERENT = ("faster", "slower")
+Facts = Mapping[tuple[str, int], Sequence[Fact]]  # by case and number of workers
+
+
+def judge(comparison: Comparison, facts: Facts | None = None) -> list[Verdict]:
     """Return a verdict for each case, number of workers, and pair of configurations; where the
-    configurations make a square, one on the interaction as well."""
+    configurations make a square, one on the interaction as well. `facts` are those of
+    `compare_place`, for whoever has them already."""
     verdicts = []
     for case in comparison.cases:
         for workers in comparison.workers:
-            these = [judge_pair(comparison, case, workers, *pair) for pair in comparison.pairs]
-            verdicts += [*these, *judge_interaction(comparison, case, workers, these)]
+            found = (facts or {}).get((case, workers)) or compare_place(comparison, case, workers)
+            differing = [fact for fact in found if not fact.is_same]
+            pairs = [judge_pair(comparison, case, workers, p, differing) for p in comparison.pairs]
+            verdicts += [*pairs, *judge_interaction(comparison, case, workers, pairs)]
     return decided(verdicts)
 
 
 def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return the verdicts with their decisions, each of two kinds of error in all of them together
-    rarer than 1 - CONFIDENCE: a difference that is none, and "equal" that is not.
+    rarer than 1 - CONFIDENCE: a false positive, and "equal" that is not.
 
     Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) once over the hypotheses of
     no difference, and once over those of a difference of the margin or more. Both may be rejected,
@@ -238,30 +215,20 @@ def holm(p_values: Mapping[int, float], error: float) -> set[int]:
     return rejected
 
 
-def judge_pair(comparison: Comparison, case: str, workers: int, first: str, second: str) -> Verdict:
+def judge_pair(
+    comparison: Comparison, case: str, workers: int, pair: tuple[str, str], facts: Iterable[Fact]
+) -> Verdict:
     """Compare two configurations over the blocks in which both are complete."""
-    pairs, missing = [], []
-    for block in sorted({run.block for run in comparison.runs}):
-        a = comparison.find(block, first, workers, case)
-        b = comparison.find(block, second, workers, case)
-        if a.is_complete and b.is_complete:
-            pairs.append((a, b))
-        else:
-            missing.append(block)
-    sides = [
-        side
-        for side in comparison.turn_sides(case, workers)
-        if side.configuration in (first, second)
-    ]
-    facts = [
-        *compare_facts(comparison, (run for pair in pairs for run in pair)),
-        *compare_facts(comparison, sides),
-    ]
-    differences = tuple({fact.field: fact for fact in facts if fact.forbids_verdict}.values())
-    equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in pairs)
-    gap = None
-    if not all(equal):
-        gap = largest_loss_gap(pair for pair, same in zip(pairs, equal, strict=True) if not same)
+    first, second = pair
+    runs, others = (
+        {run.block: run for run in comparison.complete_runs((case, workers, name))} for name in pair
+    )
+    both = [(runs[block], others[block]) for block in sorted(runs.keys() & others.keys())]
+    sides = {block.number for block in comparison.turn_blocks(case, workers)}
+    measured = {a.block for a, _ in both}
+    between = [fact.between(pair, sides if fact.is_of_sides else measured) for fact in facts]
+    equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both)
+    unequal = [one for one, same in zip(both, equal, strict=True) if not same]
     verdict = Verdict(
         case=case,
         workers=workers,
@@ -269,78 +236,69 @@ def judge_pair(comparison: Comparison, case: str, workers: int, first: str, seco
         second=second,
         first_label=label_of(comparison, first),
         second_label=label_of(comparison, second),
-        speed=None,
-        cpu=None,
-        differences=differences,
-        missing_blocks=tuple(missing),
-        equal_weights=equal,
-        loss_gap=gap,
         compared=compared_text(comparison, first, second),
-        is_null_test=comparison.plan["null"],
-        margin=comparison.plan["margin"],
+        differences=confounders(between),
+        measured_by=comparison.plan.measure,
+        margin=comparison.plan.margin,
+        is_null_test=comparison.plan.null,
+        equal_weights=equal,
+        loss_gap=largest_loss_gap(unequal),
     )
-    if differences:
-        return verdict
     return with_speed(verdict, comparison, {first: 1, second: -1})
 
 
+def confounders(facts: Iterable[Fact]) -> tuple[Fact, ...]:
+    """Return those that forbid a verdict, each once."""
+    return tuple({fact.field: fact for fact in facts if fact.is_confounder}.values())
+
+
 def with_speed(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
-    """Return the verdict with the product of the configurations' speeds, each to its power."""
-    measured = with_turns if comparison.plan["measure"] == "turns" else with_runs
-    return measured(verdict, comparison, powers)
-
-
-def with_turns(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
-    """Return the verdict with speed and CPU time from the blocks of turns that hold these sides."""
-    blocks = comparison.turn_blocks(verdict.case, verdict.workers)
-    sure, both = comparison.confidence, [b for b in blocks if powers.keys() <= {*b.order}]
-    if not both:
-        return replace(verdict, measured_by="turns")
-    speed = turns.estimate_contrast(blocks, powers, turns.throughput, sure)
-    used = turns.estimate_contrast(blocks, powers, lambda turn: turn.cpu_seconds_per_image, sure)
-    first, second, *_ = powers
-    seconds = [block.measuring_seconds for block in both if block.seconds > 0]
-    return replace(
-        verdict, speed=speed, cpu=used, measured_by="turns",
-        first_in=first_count([block.order for block in both], first, second),
-        block_seconds=median(seconds) if seconds else None,
-    )  # fmt: skip
-
-
-def with_runs(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
-    """Return the verdict with speed and CPU time from the whole runs of the blocks in which these
-    configurations are all complete."""
-    blocks: dict[int, dict[str, RunRecord]] = {}
-    for name in powers:
-        for run in comparison.complete_runs((verdict.case, verdict.workers, name)):
-            blocks.setdefault(run.block, {})[name] = run
-    whole = [runs for runs in blocks.values() if len(runs) == len(powers)]
-    if not whole:
+    """Return the verdict with the product of the configurations' speeds, each to its power, over
+    the blocks that hold them all; as it is where differences forbid it."""
+    if verdict.differences:
         return verdict
-
-    def estimate(value: Callable[[RunRecord], float]) -> Estimate:
-        logs = [
-            math.fsum(power * math.log(value(runs[name])) for name, power in powers.items())
-            for runs in whole
-        ]
-        return estimate_logs(logs, confidence=comparison.confidence)
-
-    place = {run.folder: number for number, run in enumerate(comparison.runs)}
     first, second, *_ = powers
-    orders = [sorted(runs, key=lambda name: place[runs[name].folder]) for runs in whole]
+    place = (verdict.case, verdict.workers)
+    seconds: list[float] = []
+    if verdict.measured_by == "turns":
+        blocks = comparison.turn_blocks(*place)
+        both = [block for block in blocks if powers.keys() <= {*block.order}]
+        orders: list[Sequence[str]] = [block.order for block in both]
+        seconds = [block.measuring_seconds for block in both if block.seconds > 0]
+
+        def estimate(
+            of_turn: Callable[[Turn], float], of_run: Callable[[RunRecord], float]
+        ) -> Estimate:
+            return estimate_contrast(blocks, powers, of_turn, comparison.confidence)
+
+    else:
+        by_block: dict[int, dict[str, RunRecord]] = {}
+        for run in comparison.complete:  # in the order in which they ran
+            if (run.case, run.workers) == place and run.configuration in powers:
+                by_block.setdefault(run.block, {})[run.configuration] = run
+        whole = [runs for runs in by_block.values() if len(runs) == len(powers)]
+        orders = [list(runs) for runs in whole]
+
+        def estimate(
+            of_turn: Callable[[Turn], float], of_run: Callable[[RunRecord], float]
+        ) -> Estimate:
+            logs = [
+                math.fsum(power * math.log(of_run(runs[name])) for name, power in powers.items())
+                for runs in whole
+            ]
+            return estimate_logs(logs, confidence=comparison.confidence)
+
+    if not orders:
+        return verdict
     return replace(
         verdict,
-        speed=estimate(lambda run: run.summary.images_per_second),
-        cpu=estimate(lambda run: run.summary.cpu_seconds_per_image),
-        first_in=first_count(orders, first, second),
+        speed=estimate(throughput, lambda run: run.summary.images_per_second),
+        cpu=estimate(
+            lambda turn: turn.cpu_seconds_per_image, lambda run: run.summary.cpu_seconds_per_image
+        ),
+        first_in=(sum(o.index(first) < o.index(second) for o in orders), len(orders)),
+        block_seconds=median(seconds) if seconds else None,
     )
-
-
-def first_count(orders: Iterable[Sequence[str]], first: str, second: str) -> tuple[int, int]:
-    """Return in how many blocks `first` came before `second`, and how many had both; of each block
-    the order of what ran in it is given."""
-    both = [order for order in orders if first in order and second in order]
-    return sum(order.index(first) < order.index(second) for order in both), len(both)
 
 
 def judge_interaction(
@@ -366,19 +324,12 @@ def judge_interaction(
         second=f"{c}/{d}",
         first_label=f"the ratio {ratio} over {transport}",
         second_label=f"that over {other_transport}",
-        speed=None,
-        cpu=None,
-        differences=tuple({f.field: f for pair in sides for f in pair.differences}.values()),
-        missing_blocks=(),
-        equal_weights=(),
-        loss_gap=None,
         compared="engine and transport",
-        is_null_test=False,
+        differences=confounders(fact for pair in sides for fact in pair.differences),
+        measured_by=comparison.plan.measure,
+        margin=comparison.plan.margin,
         is_interaction=True,
-        margin=comparison.plan["margin"],
     )
-    if verdict.differences:
-        return [verdict]
     verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
     return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
 
@@ -391,10 +342,10 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
     if family > 1:
         parts.append(
             f"Decisions on {family} verdicts are corrected by Holm's method: in all of them "
-            f"together a difference that is none is named with a probability of at most {percent} "
+            f"together a false positive has a probability of at most {percent} "
             "%, and so is “equal” said of what is not. Each interval is for its own ratio alone."
         )
-    if times := len(comparison.plan["extensions"]):
+    if times := len(comparison.plan.extensions):
         often = {1: "once", 2: "twice"}.get(times, f"{times} times")
         parts.append(
             f"This comparison was extended {often}, after its report could be read: its intervals "

@@ -86,13 +86,13 @@ def run_text(run: RunRecord) -> str:
 def label_of(comparison: Comparison, configuration: str) -> str:
     """Name a configuration by what its complete runs used, and by its own flags and variables; by
     its own name if the runs used different things, or if another one has the same label."""
-    names = comparison.plan["configurations"]
+    names = comparison.configurations
     labels = {name: used_and_set(comparison, name) for name in names}
     label = labels[configuration]
     namesakes = [name for name in names if labels[name] == label]
     if len(namesakes) == 1:
         return label
-    if comparison.plan["null"] and len(namesakes) == 2:
+    if comparison.plan.null and len(namesakes) == 2:
         return label if configuration == namesakes[0] else f"{label}, again"
     return f"{label} as {configuration}"
 
@@ -104,21 +104,21 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
     labels = {run.label for run in runs}
     if len(labels) != 1:
         return configuration
-    label, own = labels.pop(), comparison.plan["configuration_details"].get(configuration, {})
+    label, own = labels.pop(), comparison.configurations[configuration]
     for (engine, transport), name in comparison.square.items():
         if name == configuration:
             label = f"{ENGINES[engine]} over {transport}"
-    settings = [*own.get("flags", ())]
+    settings = [*own.flags]
     if (
         "--knobs" not in settings
     ):  # but for all configurations: a reader must know that it was tuned
         files = {run.config.knobs for run in runs if run.config.knobs}
         settings += [f"--knobs {name}" for name in sorted(files)]
-    settings += [f"{name}={value}" for name, value in own.get("environment", {}).items()]
+    settings += [f"{name}={value}" for name, value in own.environment.items()]
     return f"{label} with {' '.join(settings)}" if settings else label
 
 
-def told_apart(folders: Sequence[Path]) -> list[str]:
+def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
     """Name folders by the end of their paths: by as much of it as tells them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):

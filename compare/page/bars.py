@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from compare.evidence.rows import hours, speed_rows
+from compare.evidence.rows import hours
 from compare.evidence.words import count, three_digits
 from compare.page.chart import INK, MUTED, categories, linear
 from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Selection, Series
@@ -24,7 +24,7 @@ class Bar:
 
 def plot_time(selection: Selection) -> Plot | None:
     """Show how long 90 epochs of ImageNet take at the speed of each cell, and of the references."""
-    rows = [row for row in speed_rows(selection.comparison) if row.case == selection.case]
+    rows = [row for row in selection.report.speed if row.case == selection.case]
     if not rows:
         return None
     bars = [

@@ -94,7 +94,7 @@ def coincidence(runs: Sequence[RunRecord]) -> str:
 def plot_loss_differences(selection: Selection) -> Iterator[Plot | None]:
     """Show the difference of each judged pair's losses at the same step."""
     by_run = {(run.block, run.configuration): run for run in selection.runs}
-    for first, second in selection.comparison.plan["pairs"]:
+    for first, second in selection.comparison.pairs:
         lines = {}
         for block in sorted({run.block for run in selection.runs}):
             a, b = by_run.get((block, first)), by_run.get((block, second))

@@ -19,6 +19,7 @@ from compare.page.chart import (
     series_colour,
     series_shape,
 )
+from compare.page.report import Report
 
 Points = Sequence[tuple[float, float]]  # x and y, in values of the axes
 ROW_HEIGHT = 40  # of a chart with a row for each series
@@ -180,11 +181,20 @@ class Look:
 class Selection:
     """The complete runs that a plot is of: of one case, and of one number of workers if it says."""
 
-    comparison: Comparison
+    report: Report
     case: str
     runs: Sequence[RunRecord]  # in the order of the plan's configurations
     workers: int | None = None
-    references: Sequence[Reference] = ()  # drawn beside what was measured
+
+    @property
+    def comparison(self) -> Comparison:
+        """What was measured."""
+        return self.report.comparison
+
+    @property
+    def references(self) -> Sequence[Reference]:
+        """What is drawn beside what was measured."""
+        return self.report.references
 
     @property
     def sources(self) -> str:
@@ -202,7 +212,7 @@ class Selection:
         return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text)
 
     def look(self, configuration: str) -> Look:
-        return Look(self.comparison.plan["configurations"].index(configuration))
+        return Look([*self.comparison.configurations].index(configuration))
 
     def cells(self, runs: Iterable[RunRecord]) -> dict[tuple[int, str], list[RunRecord]]:
         """Return runs by workers and configuration, in the order of the table."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from compare.evidence.paired import Estimate
-from compare.evidence.phases import ALONE, PHASES, PhaseRow, phase_rows
-from compare.evidence.records import Comparison
+from compare.evidence.phases import ALONE, PHASES, PhaseRow
 from compare.evidence.references import Reference
-from compare.evidence.rows import by_turns, in_detail, speeds
-from compare.evidence.verdicts import Verdict, judge
+from compare.evidence.rows import in_detail, speeds
+from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, digits, three_digits
 from compare.page import learning
 from compare.page.bars import plot_input, plot_time
@@ -30,6 +29,7 @@ from compare.page.chart import (
 )
 from compare.page.exchange import plot_exchange
 from compare.page.plot import ROW_HEIGHT, Axis, Layer, Plot, Points, Selection, Series, thinned
+from compare.page.report import Report
 
 IDEAL = "1.5 2"  # dashes
 MAX_MARKS = 60  # of a series: of a thousand runs none is made out among the others
@@ -52,40 +52,41 @@ class PlotGroup:
     folded: bool = False
 
 
-def draw_plots(comparison: Comparison, references: Sequence[Reference] = ()) -> list[PlotGroup]:
+def draw_plots(report: Report) -> list[PlotGroup]:
     """Return the page's plots but the verdict's, which stands with its sentence.
 
     The learning curves of all numbers of workers but the largest are folded away, and with several
     cases all of them.
     """
-    groups = []
+    groups, comparison = [], report.comparison
     several = len(comparison.cases) > 1
-    order = comparison.plan["configurations"].index
+    order = [*comparison.configurations].index
     for case in comparison.cases:
         if not any(run.case == case for run in comparison.written):
             continue
         runs = [run for run in comparison.complete if run.case == case]
         runs.sort(key=lambda run: order(run.configuration))
-        selection = Selection(comparison, case, runs, references=references)
+        selection = Selection(report, case, runs)
         speed = present(draw(selection) for draw in SPEED_PLOTS)
         groups.append(PlotGroup(selection.title("Speed"), speed))
         numbers = sorted({run.workers for run in runs}, reverse=True)
         for workers in numbers[:1]:
             most = [run for run in runs if run.workers == workers]
-            speed += present([plot_exchange(Selection(comparison, case, most, workers))])
+            speed += present([plot_exchange(Selection(report, case, most, workers))])
         for workers in numbers:
             chosen = in_detail([run for run in runs if run.workers == workers])
-            selection = Selection(comparison, case, chosen, workers)
+            selection = Selection(report, case, chosen, workers)
             folded = several or workers != numbers[0]
             plots = present(learning.plots(selection))
             groups.append(PlotGroup(selection.title("Learning"), plots, folded))
     return groups
 
 
-def all_plots(comparison: Comparison, references: Sequence[Reference] = ()) -> list[Plot]:
+def all_plots(report: Report) -> list[Plot]:
     """Return every plot, the verdict's first."""
-    grouped = [plot for group in draw_plots(comparison, references) for plot in group.plots]
-    return [*present([plot_verdicts(judge(comparison), comparison.plan.get("margin"))]), *grouped]
+    grouped = [plot for group in draw_plots(report) for plot in group.plots]
+    margin = report.comparison.plan.margin
+    return [*present([plot_verdicts(report.verdicts, margin)]), *grouped]
 
 
 def present(plots: Iterable[Plot | None]) -> list[Plot]:
@@ -262,7 +263,7 @@ def speed_cells(name: str, by_workers: dict[int, float], numbers: Sequence[int])
 def plot_clock(selection: Selection) -> Plot | None:
     """Show speed over the time of the experiment, for drift; None where no time was recorded."""
     lines = (
-        turns_by_clock(selection) if by_turns(selection.comparison) else runs_by_clock(selection)
+        turns_by_clock(selection) if selection.comparison.is_by_turns else runs_by_clock(selection)
     )
     lines = {cell: line for cell, line in lines.items() if line}
     if not lines:
@@ -274,11 +275,11 @@ def plot_clock(selection: Selection) -> Plot | None:
         points = [((x - began) / 60, y) for x, y in line]
         texts = [f"{cell}, minute {x:.1f}: {y:,.4g} images/s" for x, y in points]
         layers = [look.line(points, 1.1, 0.9, texts)]
-        if not by_turns(selection.comparison):
+        if not selection.comparison.is_by_turns:
             layers.append(Layer(look.marker, points, look.colour, 2))
         series.append(Series(layers))
     points = [point for one in series for point in one.layers[0].points]
-    what = "turns that count; lines break between blocks" if by_turns(selection.comparison) else (
+    what = "turns that count; lines break between blocks" if selection.comparison.is_by_turns else (
         "whole runs, at their start"
     )  # fmt: skip
     return Plot(
@@ -344,7 +345,7 @@ def started(utc: str) -> float:
 
 def plot_phases(selection: Selection) -> Plot | None:
     """Show what a step's time is made of; None if no run measured it."""
-    rows = [row for row in phase_rows(selection.comparison) if row.case == selection.case]
+    rows = [row for row in selection.report.phases if row.case == selection.case]
     if not rows:
         return None
     unsplit = [row for row in rows if row.exposed_communication_seconds is None]

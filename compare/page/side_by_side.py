@@ -4,16 +4,15 @@ Their runs were not made in the same blocks. Whatever the machines did meanwhile
 the two, and no interval could be trusted: there are ratios here, but no verdicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
 
 from compare.evidence.records import Comparison
-from compare.evidence.rows import SpeedRow, by_turns, speed_rows
+from compare.evidence.rows import SpeedRow
 from compare.evidence.run_folder import recorded
-from compare.evidence.words import short, told_apart
-from compare.page.tables import Cell, Column, Table, figure, word
+from compare.evidence.words import short, shortest_unique_names
+from compare.page.report import Report
+from compare.page.tables import Column, Table, TableCell, column, figure
 
 # What environment.json says that may explain a difference, the seed's and the clock's aside.
 ENVIRONMENT = (
@@ -38,105 +37,72 @@ class Line:
     rows: tuple[SpeedRow | None, ...]
     is_alike: tuple[bool, ...]  # is the comparison measured as the first is: by turns, or in runs?
 
-    def ratios(self, value_of: Callable[[SpeedRow], float]) -> list[float | None]:
+    def ratios(self, field: str) -> list[float | None]:
         """Return the medians of the second and all others over the first's: unpaired ratios; None
         where one lacks it, and between a speed by turns and one of whole runs."""
-        first, *others = [
-            row if alike else None for row, alike in zip(self.rows, self.is_alike, strict=True)
-        ]
-        return [
-            None if first is None or other is None else value_of(other) / value_of(first)
-            for other in others
-        ]
+        first, *others = (
+            getattr(row, field, None) if alike else None
+            for row, alike in zip(self.rows, self.is_alike, strict=True)
+        )
+        return [other / first if first and other else None for other in others]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting or a fact that is not the same in all comparisons."""
+class SideBySide:
+    """What several reports show of each other."""
 
-    field: str
-    values: tuple[str, ...]  # comparison by comparison; several values of one are joined
+    def __init__(self, reports: Sequence[Report]):
+        self.reports = reports
+        comparisons = [report.comparison for report in reports]
+        self.names = shortest_unique_names([one.folder for one in comparisons])
+        # Their own names would make a table too broad.
+        self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
+        self.methods: tuple[str, ...] = tuple(one.plan.measure for one in comparisons)
+        cells: dict[tuple[str, int, str], list[SpeedRow | None]] = {}
+        for at, report in enumerate(reports):
+            for row in report.speed:
+                cell = (row.case, row.workers, row.configuration)
+                cells.setdefault(cell, [None] * len(reports))[at] = row
+        alike = tuple(method == self.methods[0] for method in self.methods)
+        self.lines = [Line(*cell, tuple(rows), alike) for cell, rows in cells.items()]
+        # In what the comparisons differ, beside the order and the noise of their runs: a value of
+        # each, several of one joined.
+        self.differences = {"measured by": self.methods} if len(set(self.methods)) > 1 else {}
+        settings = dict.fromkeys(name for one in comparisons for run in one.written
+                                 for name in run.config.flags)  # fmt: skip
+        for name in dict.fromkeys((*ENVIRONMENT, *settings)):
+            values = tuple(values_text(one, name) for one in comparisons)
+            if len(set(values)) > 1 and name not in NOT_SETTINGS:
+                self.differences[name] = values
 
-
-def names_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Name comparisons by their folders."""
-    return told_apart([comparison.folder for comparison in comparisons])
-
-
-def match_cells(comparisons: Sequence[Comparison]) -> list[Line]:
-    """Return the cells of all comparisons, those of the first in its table's order."""
-    found: dict[tuple[str, int, str], list[SpeedRow | None]] = {}
-    for at, comparison in enumerate(comparisons):
-        for row in speed_rows(comparison):
-            cell = (row.case, row.workers, row.configuration)
-            found.setdefault(cell, [None] * len(comparisons))[at] = row
-    alike = have_one_method(comparisons)
-    return [Line(*cell, tuple(rows), alike) for cell, rows in found.items()]
-
-
-def have_one_method(comparisons: Sequence[Comparison]) -> tuple[bool, ...]:
-    """Tell of each comparison whether it is measured as the first one is."""
-    return tuple(by_turns(one) == by_turns(comparisons[0]) for one in comparisons)
-
-
-def letters_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Name comparisons A, B, ...: their own names would make a table too broad."""
-    return [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(comparisons))]
-
-
-def side_by_side_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return the table of several comparisons."""
-    letters, lines = letters_of(comparisons), match_cells(comparisons)
-    columns = [Column("case", word("case"), is_number=False)] * any(line.case for line in lines)
-    columns.append(Column("configuration", word("configuration"), is_number=False))
-    columns.append(Column("workers", word("workers")))
-    for name, field in COMPARED.items():
-        columns += [
-            Column(f"{name} {letter}", partial(speed_cell, field=field, at=at))
-            for at, letter in enumerate(letters)
-        ]
-        columns += [
-            Column(f"{letter} / {letters[0]} unpaired", partial(ratio_cell, field=field, at=at))
-            for at, letter in enumerate(letters[1:])
-        ]
-    rows = tuple(tuple(column.cell(line) for column in columns) for line in lines)
-    return Table("Results", f"Medians over blocks. {UNPAIRED}", tuple(columns), rows)
+    def table(self) -> Table:
+        """Return the table of their speeds."""
+        columns = [column("case", "case", scale=None)] * any(line.case for line in self.lines)
+        columns.append(column("configuration", "configuration", scale=None))
+        columns.append(column("workers", "workers", "{}"))
+        for name, field in COMPARED.items():
+            columns += [speed_column(f"{name} {x}", field, at) for at, x in enumerate(self.letters)]
+            columns += [
+                ratio_column(f"{x} / {self.letters[0]} unpaired", field, at)
+                for at, x in enumerate(self.letters[1:])
+            ]
+        rows = tuple(tuple(one.cell(line) for one in columns) for line in self.lines)
+        return Table("Results", f"Medians over blocks. {UNPAIRED}", tuple(columns), rows)
 
 
-def speed_cell(line: Line, field: str, at: int) -> Cell:
-    return figure(getattr(line.rows[at], field, None))
+def speed_column(name: str, field: str, at: int) -> Column:
+    return Column(name, lambda line: figure(getattr(line.rows[at], field, None)))
 
 
-def ratio_cell(line: Line, field: str, at: int) -> Cell:
-    return figure(line.ratios(attrgetter(field))[at], "{:.3f}")
+def ratio_column(name: str, field: str, at: int) -> Column:
+    def cell(line: Line) -> TableCell:
+        return figure(line.ratios(field)[at], "{:.3f}")
+
+    return Column(name, cell)
 
 
-def find_differences(comparisons: Sequence[Comparison]) -> list[Difference]:
-    """Return in what the comparisons differ, beside the order and the noise of their runs."""
-    settings = dict.fromkeys(
-        field
-        for comparison in comparisons
-        for run in comparison.written
-        for field in run.config.flags
-    )
-    told = [("environment", field) for field in ENVIRONMENT]
-    told += [("config", field) for field in settings if field not in (*NOT_SETTINGS, *ENVIRONMENT)]
-    differences = []
-    if not all(have_one_method(comparisons)):
-        how = tuple(comparison.plan["measure"] for comparison in comparisons)
-        differences.append(Difference("measured by", how))
-    for record, field in told:
-        values = tuple(values_text(comparison, record, field) for comparison in comparisons)
-        if len(set(values)) > 1:
-            differences.append(Difference(field, values))
-    return differences
-
-
-def values_text(comparison: Comparison, record: str, field: str) -> str:
-    """Return the values that a field has in a comparison, in the order of the cells."""
+def values_text(comparison: Comparison, name: str) -> str:
+    """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
-    told = (
-        recorded(run.environment) if record == "environment" else run.config.flags for run in runs
-    )
-    values = (fields.get(field, "not recorded") for fields in told)
+    told = (recorded(run.environment) if name in ENVIRONMENT else run.config.flags for run in runs)
+    values = (fields.get(name, "not recorded") for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

@@ -8,33 +8,21 @@ from typing import Any
 import tabulate
 
 from compare.evidence.paired import Estimate
-from compare.evidence.phases import PHASES, PhaseRow, phase_differences, phase_rows
-from compare.evidence.records import ENGINES, Comparison
-from compare.evidence.rows import (
-    BLOCKS_IN_DETAIL,
-    IMAGES,
-    LadderRow,
-    ResourceRow,
-    by_turns,
-    hours,
-    input_rows,
-    ladder_rows,
-    resource_rows,
-    speed_rows,
-    step_rows,
-    training_rows,
-)
-from compare.evidence.verdicts import Verdict
+from compare.evidence.phases import PHASES, PhaseRow
+from compare.evidence.records import ENGINES
+from compare.evidence.rows import BLOCKS_IN_DETAIL, IMAGES, TrainingRow, hours
 from compare.evidence.words import digits, loss_text, place_text, three_digits
 from compare.page.chart import COLOURS
+from compare.page.report import Report
 from compare.plan.plan import ROOT, TRAINERS
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 NOT_MEASURED = "not measured"
+EQUAL = {True: "equal", False: "other", None: "–"}
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell of a table of figures."""
 
     text: str
@@ -43,17 +31,13 @@ class Cell:
     is_alarm: bool = False
     series: int | None = None  # the colour of a configuration; -1: a row that is of none
 
-    @property
-    def whole(self) -> str:
-        return f"{self.text} {self.aside}" if self.aside else self.text
-
 
 @dataclass(frozen=True)
 class Column:
     """A column: its name with the unit, and what it shows of a row."""
 
     name: str
-    cell: Callable[[Any], Cell]
+    cell: Callable[[Any], TableCell]
     is_number: bool = True
 
 
@@ -64,23 +48,23 @@ class Table:
     title: str
     note: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     starts_group: tuple[bool, ...] = ()  # row by row: is it parted from the one before?
     is_sortable: bool = True
 
 
-def figure(value: float | None, pattern: str = "", none: str = "–", aside: str = "") -> Cell:
+def figure(value: float | None, pattern: str = "", none: str = "–", aside: str = "") -> TableCell:
     """Return a figure's cell; without a pattern it gets three digits."""
     if value is None:
-        return Cell(none)
+        return TableCell(none)
     plain = three_digits(value) if value > 0 else f"{value:.3g}"
-    return Cell(pattern.format(value) if pattern else plain, value, aside)
+    return TableCell(pattern.format(value) if pattern else plain, value, aside)
 
 
-def estimated(estimate: Estimate | None, scale: float, pattern: str) -> Cell:
+def estimated(estimate: Estimate | None, scale: float, pattern: str) -> TableCell:
     """Return an estimate's cell, its interval beside it if there is one."""
     if estimate is None:
-        return Cell("–")
+        return TableCell("–")
     aside = ""
     if estimate.low is not None and estimate.high is not None:
         low, high = (pattern.format(scale * end) for end in (estimate.low, estimate.high))
@@ -88,219 +72,194 @@ def estimated(estimate: Estimate | None, scale: float, pattern: str) -> Cell:
     return figure(scale * estimate.ratio, pattern, aside=aside)
 
 
-def of(field: str, pattern: str = "", none: str = "–", scale: float = 1) -> Callable[[Any], Cell]:
-    """Return what makes the cell of a row's field."""
+def column(
+    name: str, field: str, pattern: str = "", none: str = "–", scale: float | None = 1
+) -> Column:
+    """Return the column of a row's field: a figure, or without a scale a word."""
 
-    def cell(row: Any) -> Cell:
+    def cell(row: Any) -> TableCell:
         value = getattr(row, field)
+        if scale is None:
+            return TableCell(str(value))
         return figure(None if value is None else scale * value, pattern, none)
 
-    return cell
+    return Column(name, cell, is_number=scale is not None)
 
 
-def word(field: str) -> Callable[[Any], Cell]:
-    return lambda row: Cell(str(getattr(row, field)))
-
-
-def counted(number: int, planned: int | None) -> Cell:
+def counted(number: int, planned: int | None) -> TableCell:
     """Return how many there are, in red with the plan's number where some are missing."""
     if planned is None or planned <= number:
-        return Cell(str(number), number)
-    return Cell(f"{number} of {planned}", number, is_alarm=True)
+        return TableCell(str(number), number)
+    return TableCell(f"{number} of {planned}", number, is_alarm=True)
 
 
 # ------------------------------------------------------------------------------------- the tables
 
-SCALING = Column("scaling, %", lambda row: estimated(row.scaling, 100, "{:.0f}"))
-SPEED = (
-    Column(
-        "images/s",
-        lambda row: figure(
-            row.images_per_second,
-            aside=f"({three_digits(row.lowest)}–{three_digits(row.highest)})",
-        ),
-    ),
-    SCALING,
-    Column("CPU ms per image", of("cpu_ms_per_image")),
-    Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
-    Column("90 epochs, hours", lambda row: figure(hours(row.images_per_second))),
-)
 TRAININGS = (
-    Column("start and end, s", of("startup_seconds", "{:,.1f}")),
-    Column("training, s", of("train_seconds", "{:,.1f}")),
-    Column("evaluation, s", of("evaluation_seconds", "{:,.1f}")),
-    Column("top-1, %", of("top1", "{:.2f}")),
-    Column("top-5, %", of("top5", "{:.2f}")),
-    Column("loss", lambda row: Cell(loss_text(row.loss), row.loss)),
-    Column("weights", word("weights"), is_number=False),
+    column("start and end, s", "startup_seconds", "{:,.1f}"),
+    column("training, s", "train_seconds", "{:,.1f}"),
+    column("evaluation, s", "evaluation_seconds", "{:,.1f}"),
+    column("top-1, %", "top1", "{:.2f}"),
+    column("top-5, %", "top5", "{:.2f}"),
+    Column("loss", lambda row: TableCell(loss_text(row.loss), row.loss)),
+    column("weights", "weights", scale=None),
     Column("runs", lambda row: counted(row.runs, row.planned_runs)),
 )
 STEPS = (
-    Column("median, ms", of("median")),
-    Column("p95, ms", of("p95")),
-    Column("p99, ms", of("p99")),
-    Column("longest, ms", of("longest")),
-    Column("steps", of("steps", "{:,}")),
+    column("median, ms", "median"),
+    column("p95, ms", "p95"),
+    column("p99, ms", "p99"),
+    column("longest, ms", "longest"),
+    column("steps", "steps", "{:,}"),
 )
 INPUT = (
-    Column("images/s", of("images_per_second", none=NOT_MEASURED)),
-    Column("files/s", of("files_per_second")),
-    Column("MB/s", of("megabytes_per_second")),
-    Column("input wait, %", of("wait_share", "{:.2f}", NOT_MEASURED, 100)),
+    column("images/s", "images_per_second", none=NOT_MEASURED),
+    column("files/s", "files_per_second"),
+    column("MB/s", "megabytes_per_second"),
+    column("input wait, %", "wait_share", "{:.2f}", NOT_MEASURED, 100),
 )
-# Energy: field of ResourceRow, its column, and how a figure is written.
-ENERGY = (
-    ("gpu_joules_per_image", "GPU J per image", ""),
-    ("gpu_watts", "GPU watts", "{:,.0f}"),
-    ("gpu_utilization_percent", "GPU busy, %", "{:.0f}"),
-    ("cpu_joules_per_image", "CPU J per image", ""),
-)
+ENERGY = {
+    "gpu_joules_per_image": column("GPU J per image", "gpu_joules_per_image", none=NOT_MEASURED),
+    "gpu_watts": column("GPU watts", "gpu_watts", "{:,.0f}", NOT_MEASURED),
+    "gpu_utilization_percent": column("GPU busy, %", "gpu_utilization_percent", "{:.0f}",
+                                      NOT_MEASURED),
+    "cpu_joules_per_image": column("CPU J per image", "cpu_joules_per_image", none=NOT_MEASURED),
+}  # fmt: skip
 
 
-def tables(
-    comparison: Comparison, verdicts: Sequence[Verdict], price_per_hour: float | None = None
-) -> list[Table]:
-    """Return the tables in the report's order: speed first, and apart from it whole trainings."""
-    found = [
-        speed_table(comparison, price_per_hour),
-        training_table(comparison),
-        ladder_table(comparison),
-        phase_table(comparison, verdicts),
-        resource_table(comparison),
-        cell_table(
-            comparison,
-            "Step times",
-            f"Of the whole trainings of at most {BLOCKS_IN_DETAIL} blocks, on rank 0. Of 100 steps "
-            "95 are shorter than p95, 99 than p99.",
-            STEPS,
-            step_rows(comparison),
-        ),
-    ]
-    rows = input_rows(comparison)
-    if any(row.wait_share is not None or row.images_per_second is not None for row in rows):
+def tables(report: Report) -> list[Table]:
+    """Return the page's tables in their order: speed first, and apart from it whole trainings."""
+    found = text_tables(report)
+    if report.trainings:
+        found.append(resource_table(report))
+    step_note = (
+        f"Of the whole trainings of at most {BLOCKS_IN_DETAIL} blocks, on rank 0. Of 100 steps "
+        "95 are shorter than p95, 99 than p99."
+    )
+    found.append(cell_table(report, "Step times", step_note, STEPS, report.steps))
+    if any((row.wait_share, row.images_per_second) != (None, None) for row in report.trainings):
         note = (
             "What all workers read during the whole trainings, which is not the input's limit, and "
             "the share of the step time spent waiting for it. Files and MB: only for images read "
             "from files."
         )
-        found.append(cell_table(comparison, "Input", note, INPUT, rows))
+        found.append(cell_table(report, "Input", note, INPUT, report.trainings))
     return [table for table in found if table.rows]
 
 
-def text_tables(
-    comparison: Comparison, verdicts: Sequence[Verdict], price_per_hour: float | None = None
-) -> list[Table]:
+def text_tables(report: Report) -> list[Table]:
     """Return the tables of the terminal and of Markdown."""
-    return [
-        speed_table(comparison, price_per_hour),
-        training_table(comparison),
-        ladder_table(comparison),
-        phase_table(comparison, verdicts),
-    ]
-
-
-def speed_table(comparison: Comparison, price_per_hour: float | None) -> Table:
-    rows = speed_rows(comparison)
-    columns = [column for column in SPEED if column is not SCALING or any(r.scaling for r in rows)]
-    note = (
-        "Medians over blocks; images/s with the range of the blocks. CPU time: of all workers. 90 "
-        f"epochs: of ImageNet's {IMAGES:,} images at this speed, of this model and input, without "
-        "evaluation"
-    )
-    if price_per_hour is not None:
-        price = price_per_hour  # of all workers
-        columns.append(
-            Column(
-                "90 epochs, cost",
-                lambda row: figure(price * hours(row.images_per_second), "{:,.2f}"),
-            )
-        )
-        note += f", at {price:g} an hour for all workers"
-    note += "."
-    if SCALING in columns:
-        block = "the same block"
-        if by_turns(comparison):
-            block = "the block of the same number, measured at another time"
-        note += (
-            " Scaling: images/s per worker, as a percentage of that with the fewest workers in "
-            f"{block}, with its {100 * comparison.confidence:.4g} % interval."
-        )
-    title = "Speed, by turns" if by_turns(comparison) else "Speed, of whole runs"
-    return cell_table(comparison, title, note, columns, rows)
-
-
-def training_table(comparison: Comparison) -> Table:
-    rows = training_rows(comparison)
-    most = max((row.planned_runs for row in rows), default=1)
-    title = f"Whole trainings, {'one' if most == 1 else most} each"
     note = (
         "Medians. Start and end: from the launcher's start to its end, without the training clock. "
         "Evaluation: with checkpoints. Top-1, top-5 and loss: last validation. Weights: whether "
         "the final weights are bit-equal to those of the block's other configurations."
     )
-    if by_turns(comparison):
+    if report.comparison.is_by_turns:
         note += " No verdict on speed uses these runs: that is measured by turns."
-    return cell_table(comparison, title, note, TRAININGS, rows)
+    most = max((row.planned_runs for row in report.trainings), default=1)
+    title = f"Whole trainings, {'one' if most == 1 else most} each"
+    found = [speed_table(report), cell_table(report, title, note, TRAININGS, report.trainings)]
+    if any(run.engine not in ENGINES for run in report.comparison.runs):
+        found.append(ladder_table(report))
+    return [*found, phase_table(report)]
 
 
-def ladder_table(comparison: Comparison) -> Table:
-    """Return what each way of training costs, where there are others than the two engines."""
-    first = comparison.plan["configurations"][0]
+def speed_table(report: Report) -> Table:
+    """Return how fast each cell trained, and what that makes of ImageNet's 90 epochs."""
+    is_by_turns, price = report.comparison.is_by_turns, report.price_per_hour
+    confidence = f"{100 * report.comparison.confidence:.4g}"
+    columns = [
+        Column(
+            "images/s",
+            lambda row: figure(
+                row.images_per_second,
+                aside=f"({three_digits(row.lowest)}–{three_digits(row.highest)})",
+            ),
+        ),
+        column("CPU ms per image", "cpu_ms_per_image"),
+        Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
+    ]
+    note = "Medians over blocks; images/s with the range of the blocks. CPU time: of all workers."
+    if any(row.scaling for row in report.speed):
+        columns[1:1] = [Column("scaling, %", lambda row: estimated(row.scaling, 100, "{:.0f}"))]
+        other = "the block of the same number, measured at another time"
+        note += (
+            " Scaling: images/s per worker, as a percentage of that with the fewest workers in "
+            f"{other if is_by_turns else 'the same block'}, with its {confidence} % interval."
+        )
+    if report.is_of_imagenet:
+        columns.append(Column("90 epochs, hours", lambda row: figure(hours(row.images_per_second))))
+        note += (
+            f" 90 epochs: of ImageNet's {IMAGES:,} images at this speed, of this model and input, "
+            "without evaluation"
+        )
+        if price is not None:
+            cost = price  # of all workers
+            columns.append(
+                Column(
+                    "90 epochs, cost",
+                    lambda row: figure(cost * hours(row.images_per_second), "{:,.2f}"),
+                )
+            )
+            note += f", at {price:g} an hour for all workers"
+        note += "."
+    title = "Speed, by turns" if is_by_turns else "Speed, of whole runs"
+    return cell_table(report, title, note, columns, report.speed)
 
-    def lines(row: LadderRow) -> Cell:
+
+def ladder_table(report: Report) -> Table:
+    """Return what each way of training costs, where there are others than the two engines. Not a
+    speed: that of a pipeline's two ranks, say, is of other work than two workers'."""
+
+    def lines(row: TrainingRow) -> TableCell:
         script = ROOT / TRAINERS[row.engine]
         return figure(len(script.read_text().splitlines()) if script.exists() else None, "{:,}")
 
-    rows = ladder_rows(comparison)
+    rows = report.trainings
     note = (
         "Network: what the hosts' interfaces sent for all processes, loopback included, from the "
         "first step to the end, with validation; messages through shared memory are not there. "
         "Lines: of the script alone, its text at the top included. Weights: bit-equal to those of "
-        f"{first}?"
+        f"{next(iter(report.comparison.configurations))}?"
     )
     own = []
     if any(row.bubble_share is not None for row in rows):
-        own.append(Column("bubble, %", of("bubble_share", "{:.0f}", scale=100)))
+        own.append(column("bubble, %", "bubble_share", "{:.0f}", scale=100))
         note += " Bubble: the share of the steps in which the mean stage of a pipeline has no work."
     if any(row.staleness is not None for row in rows):
-        own.append(Column("staleness, updates", of("staleness", "{:.2f}")))
+        own.append(column("staleness, updates", "staleness", "{:.2f}"))
         note += " Staleness: updates since the weights that a gradient is of, in the mean."
     columns = [
-        Column("memory, MB", of("peak_memory_bytes", "{:,.0f}", scale=1e-6)),
-        Column("network, MB a step", of("network_bytes_per_step", "{:,.1f}", scale=1e-6)),
+        Column("memory, MB", lambda row: figure(1e-6 * row.peak_memory.ratio, "{:,.0f}")),
+        column("network, MB a step", "network_bytes_per_step", "{:,.1f}", scale=1e-6),
         *own,
-        Column("top-1, %", of("top1", "{:.2f}")),
+        column("top-1, %", "top1", "{:.2f}"),
         Column("lines", lines),
-        Column(
-            "weights",
-            lambda row: Cell({True: "equal", False: "other", None: "–"}[row.has_firsts_weights]),
-            is_number=False,
-        ),
+        Column("weights", lambda row: TableCell(EQUAL[row.has_firsts_weights]), is_number=False),
     ]
-    return cell_table(comparison, "The ladder", note, columns, rows)
+    return cell_table(report, "The ladder", note, columns, rows)
 
 
-def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
+def phase_table(report: Report) -> Table:
     """Return the phases of each cell's step, and with signs what each verdict's two differ in."""
-    rows = phase_rows(comparison)
-    differences = phase_differences(rows, verdicts)
+    rows, differences = report.phases, report.phase_differences
     ratios = {
         (v.case, v.workers, f"{v.first} − {v.second}"): v.speed.ratio
-        for v in verdicts
+        for v in report.verdicts
         if v.speed is not None
     }
     denied = [
-        row
+        f"{row.configuration} ({place_text(row.case, row.workers)})"
         for row in differences
         if (row.step_seconds < 0) != (ratios[row.case, row.workers, row.configuration] > 1)
     ]
 
-    def milliseconds(field: str) -> Callable[[PhaseRow], Cell]:
-        def cell(row: PhaseRow) -> Cell:
+    def milliseconds(field: str) -> Callable[[PhaseRow], TableCell]:
+        def cell(row: PhaseRow) -> TableCell:
             value = getattr(row, field)
             if value is None or not row.is_difference:
                 return figure(value and 1000 * value)
-            return Cell(f"{1000 * value:+.1f}".replace("-", "−"), 1000 * value)
+            return TableCell(f"{1000 * value:+.1f}".replace("-", "−"), 1000 * value)
 
         return cell
 
@@ -316,9 +275,7 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
         note += "what the first saves."
     if denied:
-        named = ", ".join(
-            f"{row.configuration} ({place_text(row.case, row.workers)})" for row in denied
-        )
+        named = ", ".join(denied)
         note += f" The runs that measured the phases do not show the verdict's difference: {named}."
     if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
         note += (
@@ -331,29 +288,30 @@ def phase_table(comparison: Comparison, verdicts: Sequence[Verdict]) -> Table:
                 lambda row: figure(row.exposed_bandwidth and row.exposed_bandwidth / 1e9),
             )
         )
-    order = {(case, workers): i for i, (case, workers, _) in enumerate(comparison.cells)}
+    cells = report.comparison.cells
+    order = {(case, workers): i for i, (case, workers, _) in enumerate(cells)}
     both = sorted([*rows, *differences], key=lambda row: order[row.case, row.workers])
-    return cell_table(comparison, "A step's time by phase, ms", note, columns, both)
+    return cell_table(report, "A step's time by phase, ms", note, columns, both)
 
 
-def resource_table(comparison: Comparison) -> Table:
-    rows = resource_rows(comparison)
-    energy = [
-        Column(name, of(field, pattern, NOT_MEASURED))
-        for field, name, pattern in ENERGY
-        if any(getattr(row, field) is not None for row in rows)
-    ] or [Column("energy, J per image", of("gpu_joules_per_image", none=NOT_MEASURED))]
+def resource_table(report: Report) -> Table:
+    """Return memory, stragglers and energy of whole trainings."""
+    rows = report.trainings
+    measured = [name for name in ENERGY if any(getattr(row, name) is not None for row in rows)]
+    energy = [ENERGY[name] for name in measured] or [
+        column("energy, J per image", "gpu_joules_per_image", none=NOT_MEASURED)
+    ]
 
-    def spread(row: ResourceRow) -> Cell:
+    def spread(row: TrainingRow) -> TableCell:
         ratio = row.straggler_ratio
         none = "–" if row.workers == 1 else NOT_MEASURED
         return figure(None if ratio is None else 100 * (ratio - 1), "{:.1f}", none)
 
-    phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
     note = (
-        f"Memory: of the largest worker, with its {100 * comparison.confidence:.4g} % interval "
-        "from three runs on."
+        f"Memory: of the largest worker, with its {100 * report.comparison.confidence:.4g} % "
+        "interval from three runs on."
     )
+    phases = dict.fromkeys(row.straggler_phases for row in rows if row.straggler_ratio is not None)
     if phases:
         note += (
             f" Straggler spread: how much longer the slowest rank's {' or '.join(phases)} takes "
@@ -361,26 +319,29 @@ def resource_table(comparison: Comparison) -> Table:
         )
     note += " Energy: of the GPU by NVML, of the processor by RAPL."
     columns = [
-        Column("memory, MB", lambda row: estimated(row.peak_memory_bytes, 1e-6, "{:,.0f}")),
+        Column("memory, MB", lambda row: estimated(row.peak_memory, 1e-6, "{:,.0f}")),
         Column("straggler spread, %", spread),
         *energy,
     ]
-    return cell_table(comparison, "Resources", note, columns, rows)
+    return cell_table(report, "Resources", note, columns, rows)
 
 
 def cell_table(
-    comparison: Comparison, title: str, note: str, columns: Iterable[Column], rows: Sequence[Any]
+    report: Report, title: str, note: str, columns: Iterable[Column], rows: Sequence[Any]
 ) -> Table:
     """Return a table with a row for each cell; with a column for the case if there are several."""
-    names = comparison.plan["configurations"]
+    names = [*report.comparison.configurations]
 
-    def configuration(row: Any) -> Cell:
+    def configuration(row: Any) -> TableCell:
         name = row.configuration
-        return Cell(name, series=names.index(name) % len(COLOURS) if name in names else -1)
+        return TableCell(name, series=names.index(name) % len(COLOURS) if name in names else -1)
 
-    before = (Column("case", word("case"), is_number=False),) * (len(comparison.cases) > 1)
-    before += (Column("configuration", configuration, is_number=False),)
-    whole = (*before, Column("workers", lambda row: Cell(str(row.workers))), *columns)
+    whole = (
+        *(column("case", "case", scale=None),) * (len(report.comparison.cases) > 1),
+        Column("configuration", configuration, is_number=False),
+        column("workers", "workers", "{}"),
+        *columns,
+    )
     places = [(row.case, row.workers) for row in rows]
     return Table(
         title,
@@ -402,51 +363,45 @@ def of_case(table: Table, case: str) -> Table:
 # ------------------------------------------------------------------------------------- the square
 
 
-def square_tables(comparison: Comparison, verdicts: Sequence[Verdict], case: str) -> list[Table]:
+def square_tables(report: Report, case: str) -> list[Table]:
     """Return, for each number of workers at which both engines ran over the same two transports,
     their speeds, and beside them what engine and transport make of each other."""
-    corners = comparison.square
-    measured = [v for v in verdicts if corners and v.case == case and v.speed is not None]
+    measured = [v for v in report.verdicts if v.case == case and v.speed is not None]
     numbers = dict.fromkeys(verdict.workers for verdict in measured)
-    return [square_table(comparison, verdicts, corners, case, workers) for workers in numbers]
+    return [square_table(report, case, n) for n in numbers if report.comparison.square]
 
 
-def square_table(
-    comparison: Comparison,
-    verdicts: Sequence[Verdict],
-    corners: dict[tuple[str, str], str],
-    case: str,
-    workers: int,
-) -> Table:
-    here = [v for v in verdicts if (v.case, v.workers) == (case, workers)]
-    rows = [row for row in speed_rows(comparison) if (row.case, row.workers) == (case, workers)]
-    rates = {row.configuration: row.images_per_second for row in rows}
-    ratios = {(v.first, v.second): v.speed for v in here if v.speed is not None}
+def square_table(report: Report, case: str, workers: int) -> Table:
+    """Return the square of one case at one number of workers."""
+    corners = report.comparison.square
+    here = [v for v in report.verdicts if (v.case, v.workers) == (case, workers) and v.speed]
+    rates = {
+        row.configuration: row.images_per_second
+        for row in report.speed
+        if (row.case, row.workers) == (case, workers)
+    }
+    ratios = {(v.first, v.second): v.speed for v in here}
+    ratios |= {(v.second, v.first): v.speed.inverse() for v in here if v.speed}
     interaction = next((v.speed for v in here if v.is_interaction), None)
     engines = list(dict.fromkeys(engine for engine, _ in corners))
     new, base = dict.fromkeys(transport for _, transport in corners)
 
-    def cell(found: Estimate | None) -> Cell:
+    def cell(found: Estimate | None) -> TableCell:
         return estimated(found, 1, f"{{:.{max(3, digits(found))}f}}" if found else "")
 
-    def ratio(first: str, second: str) -> Cell:
-        found = ratios.get((first, second))
-        if found is None and (inverse := ratios.get((second, first))):
-            found = inverse.inverse()
-        return cell(found)
-
-    def speed(configuration: str) -> Cell:
+    def speed(configuration: str) -> TableCell:
         rate = rates.get(configuration)
-        return Cell("–") if rate is None else Cell(f"{three_digits(rate)} images/s", rate)
+        return TableCell("–") if rate is None else TableCell(f"{three_digits(rate)} images/s", rate)
 
-    lines = []
+    lines: list[tuple[TableCell, ...]] = []
     for engine in engines:
-        names = [corners[engine, transport] for transport in (base, new)]
-        speeds = map(speed, names)
-        lines.append([Cell(ENGINES[engine], series=-1), *speeds, ratio(names[1], names[0])])
-    effects = [ratio(*(corners[engine, over] for engine in engines)) for over in (base, new)]
-    named = " / ".join(ENGINES[engine] for engine in engines)
-    lines.append([Cell(named, series=-1), *effects, cell(interaction)])
+        of_base, of_new = corners[engine, base], corners[engine, new]
+        effect = cell(ratios.get((of_new, of_base)))
+        name = TableCell(ENGINES[engine], series=-1)
+        lines.append((name, speed(of_base), speed(of_new), effect))
+    pairs = [(corners[engines[0], over], corners[engines[1], over]) for over in (base, new)]
+    named = TableCell(" / ".join(ENGINES[engine] for engine in engines), series=-1)
+    lines.append((named, *(cell(ratios.get(pair)) for pair in pairs), cell(interaction)))
     return Table(
         f"Engine and transport, {place_text(case, workers)}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
@@ -456,7 +411,7 @@ def square_table(
             Column(head, lambda row: row, head != "engine")
             for head in ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
         ),
-        tuple(map(tuple, lines)),
+        tuple(lines),
         (False, False, True),
         is_sortable=False,
     )
@@ -468,7 +423,7 @@ def square_table(
 def table_text(table: Table, markdown: bool = False) -> str:
     """Return a table for the terminal, or as Markdown."""
     headers = [column.name for column in table.columns]
-    cells = [[cell.whole for cell in row] for row in table.rows]
+    cells = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
     align = ["right" if column.is_number else "left" for column in table.columns]
     return grid(cells, headers, align, markdown)
 

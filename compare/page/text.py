@@ -9,54 +9,31 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from compare.evidence.equality import difference_text
-from compare.evidence.notices import notices
-from compare.evidence.phases import PHASES, phase_differences, phase_rows
-from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.rows import (
-    by_turns,
-    input_rows,
-    ladder_rows,
-    resource_rows,
-    speed_rows,
-    step_rows,
-    training_rows,
-)
-from compare.evidence.verdicts import Verdict, correction_text, judge
-from compare.evidence.words import count
-from compare.page.context import created_text, limits, page_title, reproduce_lines, subtitle
-from compare.page.recommendation import recommendations
-from compare.page.side_by_side import (
-    UNPAIRED,
-    find_differences,
-    letters_of,
-    match_cells,
-    names_of,
-    side_by_side_table,
-)
+from compare.evidence.phases import PHASES
+from compare.evidence.records import Comparison
+from compare.evidence.verdicts import Verdict
+from compare.page.report import Report
+from compare.page.side_by_side import UNPAIRED, SideBySide
 from compare.page.tables import Table, grid, of_case, square_tables, table_text, text_tables
 from recipe.record.schema import Energy
 
 # ------------------------------------------------------------------------------ for the terminal
 
 
-def terminal_report(comparison: Comparison, price_per_hour: float | None = None) -> str:
+def terminal_report(report: Report) -> str:
     """Return tables, verdicts, what differs and what is missing, and last, where a reader of a
-    terminal looks first, the recommendation."""
-    verdicts = judge(comparison)
-    tables = text_tables(comparison, verdicts, price_per_hour)
-    parts: list[str] = [comparison.plan["question"] or ""]
-    for case in comparison.cases:
-        if case:
-            parts.append(f"== {case}")
-        shown = [of_case(table, case) for table in tables]
-        shown += square_tables(comparison, verdicts, case)
+    terminal looks first, what was not beaten."""
+    tables = text_tables(report)
+    parts: list[str] = [report.comparison.plan.question or ""]
+    for case in report.comparison.cases:
+        parts.append(f"== {case}" if case else "")
+        shown = [of_case(table, case) for table in tables] + square_tables(report, case)
         parts += [f"{table.title}\n\n{table_text(table)}" for table in shown if table.rows]
-        parts += [verdict_text(verdict) for verdict in verdicts if verdict.case == case]
-    parts.append(correction_text(comparison, verdicts))
-    for title, lines in notices(comparison):
-        parts.append("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
-    parts += recommendations(comparison, verdicts)
+        parts += [verdict_text(verdict) for verdict in report.verdicts if verdict.case == case]
+    parts += [report.correction, *notice_texts(report), *report.not_beaten]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -66,70 +43,60 @@ def verdict_text(verdict: Verdict) -> str:
 
 def evidence(verdict: Verdict) -> list[str]:
     """Return what stands under a verdict: what differs, or what supports it."""
-    return [*(difference_text(fact) for fact in verdict.differences), *support(verdict)]
+    return [*(difference_text(fact) for fact in verdict.differences), *verdict.support()]
 
 
-def support(verdict: Verdict) -> list[str]:
-    """Return what supports a verdict: weights, CPU time, and the order in which the two began."""
-    lines = [verdict.training_sentence(), verdict.cpu_sentence()]
-    began, blocks = verdict.first_in
-    if blocks and not (verdict.differences or verdict.is_interaction):
-        lines.append(f"{verdict.first_label} was first in {began} of {count(blocks, 'block')}.")
-    return [line for line in lines if line]
+def notice_texts(report: Report, of: str = "") -> list[str]:
+    return ["\n".join([f"{of}{title}:", *(f"  {line}" for line in lines)])
+            for title, lines in report.notices]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------- side by side
-
-
-def side_by_side_report(comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons' cells in one table, what differs, and the verdict of each."""
-    names = names_of(comparisons)
-    letters = letters_of(comparisons)
-    parts = ["\n".join(f"{letter}  {name}" for letter, name in zip(letters, names, strict=True))]
-    parts += [table_text(side_by_side_table(comparisons)), UNPAIRED]
-    if differences := find_differences(comparisons):
-        told = [[d.field, *map(shortened, d.values)] for d in differences]
-        parts.append(grid(told, ["differs", *letters], ["left"] * (1 + len(letters))))
-    for letter, comparison in zip(letters, comparisons, strict=True):
-        verdicts = judge(comparison)
-        lines = [f"{letter}: {verdict_text(verdict)}" for verdict in verdicts]
-        lines += filter(None, [correction_text(comparison, verdicts)])
-        for title, told_lines in notices(comparison):
-            lines += [f"{letter}: {title}:", *(f"  {line}" for line in told_lines)]
-        parts.append("\n".join(lines))
+def side_by_side_text(reports: Sequence[Report]) -> str:
+    """Return the comparisons' cells in one table, what differs, and the verdicts of each."""
+    both = SideBySide(reports)
+    parts = ["\n".join(f"{x}  {name}" for x, name in zip(both.letters, both.names, strict=True))]
+    parts += [table_text(both.table()), UNPAIRED, differences_grid(both, longest=40)]
+    for letter, report in zip(both.letters, reports, strict=True):
+        lines = [f"{letter}: {verdict_text(verdict)}" for verdict in report.verdicts]
+        lines += [report.correction, *notice_texts(report, f"{letter}: ")]
+        parts.append("\n".join(filter(None, lines)))
     return "\n\n".join(part for part in parts if part)
 
 
-def shortened(text: str, longest: int = 40) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+def differences_grid(both: SideBySide, longest: int = 10_000, markdown: bool = False) -> str:
+    """Return in what comparisons differ as a table; empty if in nothing."""
+    lines = [
+        [name, *(v if len(v) <= longest else f"{v[: longest - 1]}…" for v in values)]
+        for name, values in both.differences.items()
+    ]
+    headers = ["differs", *both.letters]
+    return grid(lines, headers, ["left"] * len(headers), markdown) if lines else ""
 
 
 # ------------------------------------------------------------------------------------- Markdown
 
 
-def as_markdown(comparisons: Sequence[Comparison], price_per_hour: float | None = None) -> str:
+def as_markdown(reports: Sequence[Report]) -> str:
     """Return the report as Markdown that can be pasted into an issue."""
-    if len(comparisons) > 1:
-        return markdown_side_by_side(comparisons)
-    comparison = comparisons[0]
-    verdicts = judge(comparison)
-    tables = text_tables(comparison, verdicts, price_per_hour)
+    if len(reports) > 1:
+        return markdown_side_by_side(reports)
+    report = reports[0]
+    tables = text_tables(report)
     parts = [
-        f"### {page_title(comparison)}",
-        comparison.plan["question"] or "",
-        f"{escaped(subtitle(comparison))}  \n{created_text(comparison)}",
-        *(f"**{escaped(line)}**" for line in recommendations(comparison, verdicts)),
+        f"### {report.title}",
+        report.comparison.plan.question or "",
+        f"{escaped(report.subtitle)}  \n{report.created}",
+        *(f"**{escaped(line)}**" for line in report.not_beaten),
     ]
-    for case in comparison.cases:
-        if case:
-            parts.append(f"#### {escaped(case)}")
-        parts += [markdown_table(t) for t in square_tables(comparison, verdicts, case)]
-        parts += [markdown_verdict(verdict) for verdict in verdicts if verdict.case == case]
+    for case in report.comparison.cases:
+        parts.append(f"#### {escaped(case)}" if case else "")
+        parts += [markdown_table(table) for table in square_tables(report, case)]
+        parts += [markdown_verdict(one) for one in report.verdicts if one.case == case]
         parts += [markdown_table(of_case(table, case)) for table in tables]
-    parts += [correction_text(comparison, verdicts), *markdown_notices(comparison)]
-    reproduce = "\n".join(reproduce_lines(comparison))
+    parts += [report.correction, *markdown_notices(report)]
+    reproduce = "\n".join(report.reproduce)
     parts.append(folded("How to reproduce", f"```bash\n{reproduce}\n```"))
-    not_shown = "\n".join(f"- {escaped(line)}" for line in limits(comparison, verdicts))
+    not_shown = "\n".join(f"- {escaped(line)}" for line in report.limits)
     parts.append(folded("What this does not show", not_shown))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -139,10 +106,10 @@ def markdown_verdict(verdict: Verdict, letter: str = "") -> str:
     return "\n".join([f"- {letter}{escaped(verdict.sentence())}", *lines])
 
 
-def markdown_notices(comparison: Comparison, letter: str = "") -> list[str]:
+def markdown_notices(report: Report, letter: str = "") -> list[str]:
     return [
         "\n".join([f"**{letter}{title}**", "", *(f"- {escaped(line)}" for line in lines)])
-        for title, lines in notices(comparison)
+        for title, lines in report.notices
     ]
 
 
@@ -152,23 +119,16 @@ def markdown_table(table: Table) -> str:
     return f"**{table.title}**\n\n{table_text(table, markdown=True)}\n\n{escaped(table.note)}"
 
 
-def markdown_side_by_side(comparisons: Sequence[Comparison]) -> str:
-    letters = letters_of(comparisons)
-    named = zip(letters, names_of(comparisons), strict=True)
-    parts = [
-        "### Side by side",
-        "\n".join(f"- {letter}: `{name}`" for letter, name in named),
-        table_text(side_by_side_table(comparisons), markdown=True),
-        UNPAIRED,
-    ]
-    if differences := find_differences(comparisons):
-        told = [[d.field, *d.values] for d in differences]
-        align = ["left"] * (1 + len(letters))
-        parts.append(grid(told, ["differs", *letters], align, markdown=True))
-    for letter, comparison in zip(letters, comparisons, strict=True):
-        verdicts, of = judge(comparison), f"{letter}: "
-        parts += [markdown_verdict(verdict, of) for verdict in verdicts]
-        parts += [correction_text(comparison, verdicts), *markdown_notices(comparison, of)]
+def markdown_side_by_side(reports: Sequence[Report]) -> str:
+    """Return several comparisons as Markdown."""
+    both = SideBySide(reports)
+    named = zip(both.letters, both.names, strict=True)
+    parts = ["### Side by side", "\n".join(f"- {letter}: `{name}`" for letter, name in named)]
+    parts += [table_text(both.table(), markdown=True), UNPAIRED]
+    parts.append(differences_grid(both, markdown=True))
+    for letter, report in zip(both.letters, reports, strict=True):
+        parts += [markdown_verdict(verdict, f"{letter}: ") for verdict in report.verdicts]
+        parts += [report.correction, *markdown_notices(report, f"{letter}: ")]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -188,7 +148,7 @@ def escaped(text: str) -> str:
 
 # What a complete run says of itself, and where.
 RUN_FIGURES = {
-    "transport": "summary.transport", "seed": "config.seed", "arch": "config.arch",
+    "transport": "summary.transport", "arch": "config.arch",
     "batch_size_per_worker": "config.batch_size", "precision": "config.precision",
     "images_per_second": "summary.images_per_second",
     "cpu_seconds_per_image": "summary.cpu_seconds_per_image",
@@ -207,18 +167,17 @@ RUN_FIGURES = {
     **{field.name: f"summary.energy.{field.name}" for field in fields(Energy)},
     "cpu_model": "environment.cpu_model", "device_name": "environment.device_name",
 }  # fmt: skip
+OF_RUN = ("case", "configuration", "engine", "launcher", "workers", "block", "status", "exit_code")
 
 
-def as_csv(comparisons: Sequence[Comparison]) -> str:
+def as_csv(reports: Sequence[Report]) -> str:
     """Return a line for each planned run and each turn, with units in the names of the columns; a
     figure that was not measured is empty."""
-    lines: list[dict[str, Any]] = []
-    for name, comparison in zip(names_of(comparisons), comparisons, strict=True):
-        lines += [
-            {"comparison": name, **run_line(run, planned)}
-            for run, planned in zip(comparison.runs, comparison.plan["runs"], strict=True)
-        ]
-        lines += [{"comparison": name, **line} for line in turn_lines(comparison)]
+    lines = [
+        {"comparison": name, **line}
+        for name, report in zip(SideBySide(reports).names, reports, strict=True)
+        for line in (*run_lines(report.comparison), *turn_lines(report.comparison))
+    ]
     text = io.StringIO()
     columns = dict.fromkeys(column for line in lines for column in line)
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
@@ -227,33 +186,26 @@ def as_csv(comparisons: Sequence[Comparison]) -> str:
     return text.getvalue()
 
 
-def run_line(run: RunRecord, planned: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of a run, flat."""
-    figures = {
-        name: attrgetter(path)(run.written) if run.written else None
-        for name, path in RUN_FIGURES.items()
-    }
-    if run.written is None:
-        figures["seed"] = planned.get("seed")
-    return {
-        "measured_by": "run",
-        "case": run.case,
-        "configuration": run.configuration,
-        "engine": run.engine,
-        "launcher": run.launcher,
-        "workers": run.workers,
-        "block": run.block,
-        "status": run.status,
-        "exit_code": run.exit_code,
-        **figures,
-        "other_load_cores": run.other_load,
-        "folder": planned["folder"],
-    }
+def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield what is known of each run, flat."""
+    for run, planned in zip(comparison.runs, comparison.plan.runs_there, strict=True):
+        figures = {
+            name: attrgetter(path)(run.written) if run.written else None
+            for name, path in RUN_FIGURES.items()
+        }
+        figures["seed"] = run.config.seed if run.written else planned.seed
+        yield {
+            "measured_by": "run",
+            **{name: getattr(run, name) for name in OF_RUN},
+            **figures,
+            "other_load_cores": run.other_load,
+            "folder": planned.folder,
+        }
 
 
 def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield a line for each turn, flat."""
-    if not by_turns(comparison):
+    if not comparison.is_by_turns:
         return
     for case, workers in dict.fromkeys(cell[:2] for cell in comparison.cells):
         for block in comparison.turn_blocks(case, workers):
@@ -277,67 +229,57 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------- JSON
 
 
-def as_json(comparisons: Sequence[Comparison]) -> str:
+def as_json(reports: Sequence[Report]) -> str:
     """Return the whole report as an object; of several comparisons, a list of them and the table
     of their cells. What is no number in JSON (a loss that diverged) is null."""
-    if len(comparisons) == 1:
-        value = report_value(comparisons[0])
+    if len(reports) == 1:
+        value = report_value(reports[0])
     else:
+        both = SideBySide(reports)
         value = {
-            "comparisons": [report_value(comparison) for comparison in comparisons],
+            "comparisons": [report_value(report) for report in reports],
             "side_by_side": [
                 {
                     "case": line.case,
                     "workers": line.workers,
                     "configuration": line.configuration,
-                    "images_per_second": [
-                        None if row is None else row.images_per_second for row in line.rows
-                    ],
-                    "unpaired_ratios_to_first": line.ratios(lambda row: row.images_per_second),
+                    "images_per_second": [row and row.images_per_second for row in line.rows],
+                    "unpaired_ratios_to_first": line.ratios("images_per_second"),
                 }
-                for line in match_cells(comparisons)
+                for line in both.lines
             ],
-            "differences": [asdict(difference) for difference in find_differences(comparisons)],
+            "differences": both.differences,
             "note": UNPAIRED,
         }
     return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def report_value(comparison: Comparison) -> dict[str, Any]:
-    verdicts = judge(comparison)
-    phases = phase_rows(comparison)
-    rows: dict[str, Sequence[Any]] = {
-        "speed": speed_rows(comparison),
-        "trainings": training_rows(comparison),
-        "ladder": ladder_rows(comparison),
-        "phases": [*phases, *phase_differences(phases, verdicts)],
-        "resources": resource_rows(comparison),
-        "steps": step_rows(comparison),
-        "input": input_rows(comparison),
-    }
+def report_value(report: Report) -> dict[str, Any]:
+    """Return a report as a JSON object."""
+    comparison = report.comparison
     return {
         "comparison": str(comparison.folder),
-        "title": page_title(comparison),
-        "plan": comparison.plan,
-        "recommendations": recommendations(comparison, verdicts),
+        "title": report.title,
+        "plan": msgspec.to_builtins(comparison.plan, enc_hook=float),
+        "not_beaten": report.not_beaten,
         "verdicts": [
             {
                 **asdict(verdict),
                 "sentence": verdict.sentence(),
                 "interval_method": verdict.speed.method if verdict.speed else None,
             }
-            for verdict in verdicts
+            for verdict in report.verdicts
         ],
-        **{name: [asdict(row) for row in found] for name, found in rows.items()},
-        "runs": [
-            run_line(run, planned)
-            for run, planned in zip(comparison.runs, comparison.plan["runs"], strict=True)
-        ],
+        "speed": [asdict(row) for row in report.speed],
+        "trainings": [asdict(row) for row in report.trainings],
+        "phases": [asdict(row) for row in (*report.phases, *report.phase_differences)],
+        "steps": [asdict(row) for row in report.steps],
+        "runs": list(run_lines(comparison)),
         "turns": list(turn_lines(comparison)),
-        "correction": correction_text(comparison, verdicts),
-        "notices": dict(notices(comparison)),
-        "limits": limits(comparison, verdicts),
-        "reproduce": reproduce_lines(comparison),
+        "correction": report.correction,
+        "notices": dict(report.notices),
+        "limits": report.limits,
+        "reproduce": report.reproduce,
     }
 
 

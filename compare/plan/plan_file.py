@@ -56,7 +56,9 @@ def explanation(message: str, table: dict[str, Any], prefix: str = "") -> str:
     name = prefix + path.rstrip("`").removeprefix(".")
     what = re.sub(r"^Expected `(\w+)(?: \| null)?`(, got .*)?",
                   lambda f: f"must be {TYPE_NAMES.get(f[1], f[1])}", what)  # fmt: skip
-    what = "must be one of turns, runs" if what.startswith("Invalid enum value") else what
+    what = (
+        "must be one of turns, runs" if what.startswith("Invalid") and name == "measure" else what
+    )
     what = "holds a control character" if "matching regex" in what else what
     return f"{name} = {value!r}: {what}"
 

@@ -158,7 +158,9 @@ def block_label(plan: Plan, group: Group, number: int) -> str:
 def ratio_texts(group: Group) -> list[str]:
     """Return what the blocks say of each pair so far, the widest interval first."""
     texts = []
-    for (first, second), one in sorted(group.estimates.items(), key=lambda item: -item[1].reach):
+    for (first, second), one in sorted(
+        group.estimates.items(), key=lambda item: -item[1].relative_half_width
+    ):
         text = f"{first} / {second} {one.ratio:.{digits(one)}f}"
         if one.low is not None:
             text += f" ({one.low:.{digits(one)}f} to {one.high:.{digits(one)}f})"
@@ -215,7 +217,7 @@ def ending_lines(plan: Plan, groups: Sequence[Group], reason: str) -> list[str]:
     line = f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring"
     if (disturbed := sum(group.disturbed_seconds for group in groups)) >= 1:
         line += f", beside {duration(disturbed)} in which others used the cores"
-    reach = max((estimate.reach for estimate in estimates_of(groups)), default=0.0)
+    reach = max((estimate.relative_half_width for estimate in estimates_of(groups)), default=0.0)
     if plan.blocks is not None or reach <= plan.until_interval:
         return [line]
     asked = percentage(plan.until_interval)

@@ -146,6 +146,7 @@ def fingerprint(
         "initial_weights_sha256": weights_sha256(model),
         "learning_rates_sha256": hashlib.sha256(json.dumps(rates).encode()).hexdigest(),
         "world_size": world.size,
+        "num_classes": data.num_classes,
         "num_images": data.num_train,
         "num_val_images": data.num_val,
         "epochs": config.epochs,
