@@ -14,7 +14,9 @@ command, given again after Ctrl-C, a crash or a reboot, goes on where the compar
 
 import argparse
 import contextlib
+import datetime
 import fcntl
+import itertools
 import os
 import secrets
 import shlex
@@ -29,49 +31,33 @@ from msgspec.structs import replace
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.words import count
-from compare.plan.blocks import seconds_left
 from compare.plan.checks import check_plan
 from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import Plan, Run, percentage
+from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
-from compare.plan.record import (
-    Extension,
-    PlanRecord,
-    plan_differences,
-    plan_record,
-    read_plan,
-    write_plan,
-)
-from compare.plan.sources import trainers_sha256
+from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.plan.ssh import check_logins
 from compare.running import preflight
-from compare.running.launch import duration, print_line, start_and_wait, utc_now
-from compare.running.measurement import (
-    block_folder,
-    block_line,
-    ending_lines,
-    is_finished,
-    measure_block,
-    measured,
-    minutes_for_more,
-    reason_to_end,
-)
-from compare.running.progress import (
-    NO_TURNS,
-    another_plan,
-    check_sources,
-    missing,
-    new_folder,
-    numbered_label,
-    recorded_seconds,
+from compare.running.comparison import (
+    checked_record,
+    make_missing,
+    measure,
     resumed,
     run_label,
     show_outcome,
 )
-from compare.running.sides import MeasurementError, NoTurns
+from compare.running.launch import duration, print_line, start_and_wait
+from compare.running.measurement import (
+    block_folder,
+    is_finished,
+    measured,
+    minutes_for_more,
+    missing,
+)
+from compare.running.sides import MeasurementError
 from compare.running.tools import check_tools, missing_for
-from compare.running.tune import dry_tune_lines, tune, tune_folder, tuning_plan
+from compare.running.tune import dry_tune_lines, tune, tuning_plan
 from recipe.errors import UserError
 
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
@@ -109,15 +95,31 @@ def answer(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, raise_interrupt)
-    if options.tune is not None:
-        with locked(folder := tune_folder(options)):
-            return tune(plan, folder, options, argv)
     folder = options.out
-    if folder is None and not options.new:
+    if options.tune is not None:  # the same file, the same place, so that it can go on
+        folder = folder or options.runs / f"tune-{options.tune.stem}"
+    elif folder is None and not options.new:
         folder = unfinished_folder(options.runs, plan)
     folder = folder or new_folder(options.runs)
     with locked(folder):
-        return run_plan(plan, folder, options, argv)
+        try:
+            if options.tune is not None:
+                preflight.warn(plan, folder, options.strict)
+                return tune(plan, folder, options, argv)
+            return run_plan(plan, folder, options, argv)
+        except KeyboardInterrupt:
+            print("\nstopped: what was measured is kept. To go on where it stopped:")
+            print(f"    {shlex.join(command_words(argv, folder))}")
+            return 130
+
+
+def new_folder(runs: Path) -> Path:
+    """Return a name for a new comparison: its date and time, so that names sort by age."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    # Two comparisons may begin within a second.
+    later = (now + datetime.timedelta(seconds=n) for n in itertools.count())
+    names = (runs / moment.strftime("compare-%Y%m%d-%H%M%S") for moment in later)
+    return next(name for name in names if not name.exists())
 
 
 def take_default_plan(options: argparse.Namespace) -> None:
@@ -206,33 +208,28 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         record = replace(record, warnings=(*record.warnings, *more))
     write_plan(folder / "plan.json", record)
     print_outlook(plan, folder)
-    try:
-        if options.warm_up and is_cold(plan, folder) and not warm_up(plan, folder):
-            return 1
-        return carry_out(plan, folder, options.block, argv)
-    except KeyboardInterrupt:
-        plan = resumed(plan, folder)
-        runs, groups = plan.runs(), measured(plan, folder)
-        done = f"{len(runs) - len(missing(runs, folder))} of {count(len(runs), 'run')}"
-        if plan.measure == "turns":
-            done += f" and {count(sum(g.blocks for g in groups), 'block')} of turns"
-        print(f"\nstopped: {done} are done. To go on where it stopped:")
-        print(f"    {shlex.join(command_words(argv, folder))}")
-        return 130
+    # A block of turns has a warm-up of its own, and only the first one may find the data unread.
+    is_cold = missing(plan.runs(), folder) or not any(g.blocks for g in measured(plan, folder))
+    if options.warm_up and is_cold and not warm_up(plan, folder):
+        return 1
+    return carry_out(plan, folder, options.block, argv)
 
 
 def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> int:
     """Make whole runs, then blocks until enough is known, then the runs for the phases; return the
     exit code. `block` names the only block that is wanted."""
-    sources = trainers_sha256()
-    is_measured, failed = True, make_missing(plan.runs(), plan, folder, sources, block)
+    is_measured, failed = True, make_missing(plan.runs(), plan, folder, block)
     if block is None and not failed:
-        plan, is_measured, failed = measure(plan, folder, sources)
-    elif plan.measure == "turns" or plan.blocks is None:
+        try:
+            plan, failed = measure(plan, folder)
+        except MeasurementError as error:
+            is_measured = False
+            print_line(f"a block of turns failed: {error}")
+    if failed and (plan.measure == "turns" or plan.blocks is None):
         print("no further blocks: a run failed")
     phase_runs, failed_phases = plan.phase_runs(), []
     if block is None or not missing(plan.runs(), folder):  # of an array's jobs, the last
-        failed_phases = make_missing(phase_runs, plan, folder, sources)
+        failed_phases = make_missing(phase_runs, plan, folder)
     if failed:
         print(
             f"{len(failed)} of {len(plan.runs())} runs failed: their output is kept, and no "
@@ -252,13 +249,6 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
         print(f"To measure on, until the intervals are as narrow:\n    {shlex.join(words)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
     return 0 if is_good else 1
-
-
-def is_cold(plan: Plan, folder: Path) -> bool:
-    """Tell whether what comes next needs a warm-up: a block of turns has its own, and only the
-    first one may find the data unread."""
-    has_begun = any(group.blocks for group in measured(plan, folder))
-    return bool(missing(plan.runs(), folder)) or not has_begun
 
 
 def print_outlook(plan: Plan, folder: Path) -> None:
@@ -282,109 +272,8 @@ def print_outlook(plan: Plan, folder: Path) -> None:
         print(f"{plan.plan_file} says: {plan.time} in all")
 
 
-def measure(plan: Plan, folder: Path, sources: str) -> tuple[Plan, bool, list[Run]]:
-    """Measure blocks until enough is known, each written when it is done. Return the plan as it was
-    carried out, whether all went well, and which whole runs failed."""
-    groups = measured(plan, folder)
-    while not (reason := reason_to_end(plan, groups)):
-        check_sources(sources)
-        if plan.measure == "turns":
-            try:
-                measure_block(plan, folder, groups)
-            except MeasurementError as error:
-                # What could take turns before has failed for another reason.
-                if not isinstance(error, NoTurns) or all(group.blocks for group in groups):
-                    print_line(f"a block of turns failed: {error}")
-                    return plan, False, []
-                plan = give_up_turns(plan, folder, str(error))
-        else:
-            plan = replace(plan, blocks_there=plan.run_blocks + 1)
-            write_plan(folder / "plan.json", checked_record(plan, folder))
-            if failed := make_missing(plan.runs(), plan, folder, sources):
-                print("no further blocks: a run failed")
-                return plan, False, failed
-        before, groups = groups, measured(plan, folder)
-        if line := block_line(plan, before, groups):
-            print_line(line)
-    for line in ending_lines(plan, groups, reason):
-        print_line(line)
-    return plan, True, []
-
-
-def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
-    """Say why whole runs are measured instead, here and in plan.json; return the plan of them."""
-    warning = (
-        f"{NO_TURNS}{reason}. Whole runs are measured instead, one after the other. Where others "
-        "use the machine, too, their intervals are several times as wide: on two cores +-39 % in "
-        "place of +-5 %, after as many minutes. Another comparison, with --new, tries turns again"
-    )
-    print_line(f"warning: {warning}")
-    path, new = folder / "plan.json", plan.in_whole_runs()
-    old = read_plan(path)
-    warnings = (*old.warnings, warning)
-    record = replace(old, measure=new.measure, full_runs=new.full_runs, warnings=warnings)
-    write_plan(path, record)
-    return new
-
-
-def make_missing(
-    runs: list[Run], plan: Plan, folder: Path, sources: str, block: int | None = None
-) -> list[Run]:
-    """Start those of the runs that are not complete, one after the other; return which failed.
-
-    `sources` is the digest of the trainers when the comparison began; `block` names the only block
-    that is wanted.
-    """
-    waiting, failed = [r for r in missing(runs, folder) if block in (None, r.block)], []
-    cells = [run.cell for run in waiting]
-    durations = recorded_seconds(folder, runs)
-    for index, run in enumerate(waiting):
-        check_sources(sources)
-        label = numbered_label(run, runs, plan)
-        left = seconds_left(durations, cells[index:])
-        outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
-        durations.append((run.cell, outcome.seconds))
-        left = seconds_left(durations, cells[index + 1 :])
-        # A speed that is in part one without communication would mislead.
-        over_hosts, with_speed = run.leaves_this_host, run.block > 0
-        show_outcome(label, folder / run.folder, outcome, left, over_hosts, with_speed)
-        if outcome.status != "completed":
-            failed.append(run)
-    return failed
-
-
 def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def checked_record(plan: Plan, folder: Path) -> PlanRecord:
-    """Return what plan.json is to hold, after a check that the folder's own plan is this one, with
-    no more blocks; date and warnings are those of the start."""
-    path = folder / "plan.json"
-    record = plan_record(plan, utc_now())
-    if path.exists():
-        old = read_plan(path)
-        differences = plan_differences(old, record)
-        there, asked = old.blocks_there, plan.run_blocks
-        if plan.measure == "turns" and plan.blocks is not None:
-            there, asked = max(g.blocks for g in measured(plan, folder)), plan.blocks
-        if there > asked:
-            differences.append(f"blocks: {there} there, {asked} now")
-        if differences:
-            raise another_plan(folder, differences)
-        extensions = old.extensions
-        if old.end != plan.end:
-            end = (plan.blocks, plan.until_interval, plan.minutes)
-            extensions = (*extensions, Extension(utc_now(), *end))
-        return replace(
-            record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
-        )
-    if any(child.name != "lock" for child in folder.iterdir()):
-        raise UserError(
-            f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
-            "--out DIR"
-        )
-    return record
 
 
 def dry_run_lines(
@@ -422,7 +311,7 @@ def warm_up(plan: Plan, folder: Path) -> bool:
             end_after_steps=WARM_UP_STEPS,
         )
         if outcome.status != "completed":
-            show_outcome(label, target, outcome, None, run.leaves_this_host)
+            show_outcome(label, run, target, outcome, None)
             print("nothing was measured: what fails in the warm-up fails in every run")
             return False
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")

@@ -31,9 +31,9 @@ from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan, Run
 from compare.run import locked, main
-from compare.running import launch, preflight, progress, tools
+from compare.running import comparison, launch, preflight, tools
+from compare.running.comparison import timeout_sentence
 from compare.running.launch import last_step
-from compare.running.progress import timeout_sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,7 +84,7 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import run
-from compare.running import launch, progress, tools
+from compare.running import comparison, launch, tools
 from compare.plan import configurations, record
 configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 tools.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
@@ -95,9 +95,9 @@ run.preflight.find_warnings = lambda plan, folder: (
 )
 launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
-digests = iter("aaab" if "--sources-change" in sys.argv else "a" * 99)
+digests = iter("aab" if "--sources-change" in sys.argv else "a" * 99)
 record.trainers_sha256 = lambda: "a"
-run.trainers_sha256 = progress.trainers_sha256 = lambda: next(digests)
+comparison.trainers_sha256 = lambda: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """
 
@@ -106,7 +106,7 @@ sys.exit(run.main(sys.argv[1:]))
 REPLACED = [
     (Configuration, "launcher_words"), (tools, "has_horovod"), (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
-    *((module, "trainers_sha256") for module in (run, progress, record)),
+    *((module, "trainers_sha256") for module in (comparison, record)),
     (preflight, "find_warnings"),
 ]  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     assert "Traceback" not in output
     assert not comparing.processes()
     before = comparing.starts()
-    assert "of 4 runs are done" in output
+    assert "stopped: what was measured is kept" in output
     shown = next(line for line in output.splitlines() if "--out runs/compare-" in line)
     assert shlex.split(shown)[-len(trainer) :] == trainer
 
@@ -461,7 +461,7 @@ def test_another_plan_in_the_same_folder_is_refused_by_what_differs(comparing):
 def test_sources_that_change_meanwhile_end_the_comparison(comparing):
     code, output = comparing.run(*SMALL, "--", "--sources-change")
     assert code == 2 and "were changed meanwhile" in output
-    assert len(comparing.starts()) == 2  # the digest is asked for at the start and before each run
+    assert len(comparing.starts()) == 2  # the digest is asked for before each run
 
 
 def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
@@ -615,7 +615,7 @@ def test_an_interrupted_comparison_of_cases_goes_on(comparing):
     comparing.wait_for("out/block-2/b/horovod-mpi-1/hangs")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "of 8 runs are done" in output
+    assert process.returncode == 130 and "stopped: what was measured is kept" in output
     before = run_names(comparing)
     process = comparing.start(*words)
     deadline = time.monotonic() + 30

@@ -14,13 +14,14 @@ from compare import run as run_module
 from compare.evidence.records import load_comparison
 from compare.evidence.turns import Block, Turn
 from compare.evidence.verdicts import judge
+from compare.plan import record
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import parse_options
 from compare.plan.plan import OwnCase, Plan
 from compare.plan.record import write_plan
-from compare.running import measurement, progress
+from compare.running import comparison, measurement
+from compare.running.comparison import checked_record, resumed
 from compare.running.measurement import block_line, is_finished, measured, minutes_for_more
-from compare.running.progress import resumed
 from compare.running.sides import MeasurementError, NoTurns, Side
 from recipe.files import write_json
 
@@ -66,16 +67,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(
         measurement, "training_side", lambda run, folder: Side(run.configuration.name, **sides)
     )
-    monkeypatch.setattr(progress, "trainers_sha256", lambda: "a")
+    for module in (comparison, record):
+        monkeypatch.setattr(module, "trainers_sha256", lambda: "a")
     return bench
 
 
-def measure(plan: Plan, folder: Path) -> tuple[Plan, bool]:
+def measure(plan: Plan, folder: Path) -> Plan:
     """Do as run.py does behind the whole runs, of which there are none here."""
     plan = resumed(plan, folder)
-    write_plan(folder / "plan.json", run_module.checked_record(plan, folder))
-    plan, is_measured, _ = run_module.measure(plan, folder, "a")
-    return plan, is_measured
+    write_plan(folder / "plan.json", checked_record(plan, folder))
+    return comparison.measure(plan, folder)[0]
 
 
 PLAN = Plan(full_runs=0, phase_steps=0, order_seed=1)
@@ -83,8 +84,8 @@ PLAN = Plan(full_runs=0, phase_steps=0, order_seed=1)
 
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     bench.scatter = 0.05
-    plan, is_measured = measure(PLAN, tmp_path)
-    assert is_measured and is_finished(plan, tmp_path)
+    plan = measure(PLAN, tmp_path)
+    assert is_finished(plan, tmp_path)
     [group] = groups = measured(plan, tmp_path)
     assert minutes_for_more(plan, groups) == 0 and block_line(plan, groups, groups) == ""
     estimate = group.estimates[FIRST, SECOND]
@@ -100,7 +101,7 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
 
 def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):
     bench.scatter, bench.disturbed = 0.3, 30.0
-    plan, _ = measure(replace(PLAN, minutes=5), tmp_path)
+    plan = measure(replace(PLAN, minutes=5), tmp_path)
     assert len(bench.blocks) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
     # Of the 4 minutes that are left by then, half as much again will be disturbed.
@@ -109,7 +110,7 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     more = minutes_for_more(plan, groups := measured(plan, tmp_path))
     needed = sum(group.seconds for group in groups) + measurement.seconds_to_narrow(plan, groups)
     assert 60 * more > 1.2 * needed > 300  # as an extension its intervals are wider
-    plan, _ = measure(replace(PLAN, minutes=7), tmp_path)
+    plan = measure(replace(PLAN, minutes=7), tmp_path)
     assert len(bench.blocks) == 7
     (extension,) = json.loads((tmp_path / "plan.json").read_text())["extensions"]
     assert (extension["blocks"], extension["minutes"]) == (None, 7)
@@ -153,23 +154,21 @@ def test_an_interruption_loses_the_block_that_was_under_way_alone(bench, tmp_pat
 
 
 @pytest.mark.parametrize("error", [MeasurementError, NoTurns])
-def test_a_block_that_fails_ends_the_blocks_and_those_that_are_there_stay(
-    error, bench, tmp_path, capsys
-):
+def test_a_block_that_fails_ends_the_blocks_and_those_that_are_there_stay(error, bench, tmp_path):
     measure(replace(PLAN, blocks=1), tmp_path)
     bench.error = error("horovod-mpi ended with exit code 1")
-    plan, is_measured = measure(replace(PLAN, blocks=2), tmp_path)
-    assert plan.measure == resumed(PLAN, tmp_path).measure == "turns" and not is_measured
-    assert "a block of turns failed: horovod-mpi ended with" in capsys.readouterr().out
+    with pytest.raises(error):
+        measure(replace(PLAN, blocks=2), tmp_path)
+    assert resumed(PLAN, tmp_path).measure == "turns"
 
 
 def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
     bench, tmp_path, capsys, monkeypatch
 ):
     made = []
-    monkeypatch.setattr(run_module, "make_missing", lambda runs, *_: made.append(len(runs)) or runs)
+    monkeypatch.setattr(comparison, "make_missing", lambda runs, *_: made.append(len(runs)) or runs)
     bench.error = NoTurns("processes cannot be stopped here")
-    plan, _ = measure(replace(PLAN, full_runs=1), tmp_path)
+    plan = measure(replace(PLAN, full_runs=1), tmp_path)
     assert plan.measure == "runs" and made == [4]
     told = capsys.readouterr().out
     assert "warning: not by turns: processes cannot be stopped here. Whole runs" in told

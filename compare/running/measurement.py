@@ -20,9 +20,8 @@ from compare.evidence.stopping import (
 )
 from compare.evidence.turns import Block, estimate
 from compare.evidence.words import count, digits
-from compare.plan.plan import Case, Plan, percentage
+from compare.plan.plan import Case, Plan, Run, percentage
 from compare.running.launch import duration, print_live
-from compare.running.progress import is_complete, missing
 from compare.running.scheduler import run_block
 from compare.running.sides import training_side
 
@@ -44,6 +43,19 @@ class Group:
     def block_seconds(self) -> float:
         """What a block usually takes."""
         return self.seconds / max(1, self.blocks)
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
+    if not (folder / "summary.json").exists():
+        return False
+    outcome = folder / "outcome.json"
+    return not outcome.exists() or read_object(outcome).get("status") == "completed"
+
+
+def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """Return those of the runs that are not complete."""
+    return [run for run in runs if not is_complete(folder / run.folder)]
 
 
 def measured(plan: Plan, folder: Path) -> list[Group]:
