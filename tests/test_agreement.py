@@ -56,15 +56,9 @@ def disagreement(*facts: dict[str, str]) -> str:
     return told[0]
 
 
-def test_a_rank_may_be_late_until_all_have_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_may_be_late_until_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """One host lists its data anew, or reads it into memory, while another has long done so."""
     monkeypatch.setattr(watch, "_signs_of_life", 0)
-    root = str(write_images(tmp_path / "images", 1))
-    cache = str(tmp_path / "cache")
-    open_data(a_config(data="synthetic"))
-    open_data(a_config(train_dir=root, val_dir=root, cache_dir=cache))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         assert watch._signs_of_life == 0
@@ -78,14 +72,13 @@ def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:
     return comparison_keys("ddp", a_config(**settings), data, CPU)
 
 
-def test_ranks_that_agree() -> None:
-    assert disagreement(facts(), facts(), facts()) == ""
-
-
 def test_hosts_may_have_their_own_folders_and_cores() -> None:
     here = facts(weights="/scratch/a.pt")
     there = facts(weights="/b.pt", cache_dir="/x", log_dir="/y", threads=7, workers=3, cuda=False)
     assert disagreement(here, there, here) == ""
+    assert "--seed: 42 on rank 1 (node0) and 1 more, 7 on rank 0 (node0)." in disagreement(
+        facts(seed=7), here, here
+    ), "the minority comes last"
     assert "--resume: given on rank 0 (node0) and 1 more, not given on rank 2 (node1)" in (
         disagreement(facts(resume="a"), facts(resume="b"), facts())
     )
@@ -105,12 +98,6 @@ def test_settings(settings: dict[str, Any], told: str) -> None:
     message = disagreement(facts(), facts(), facts(**settings))
     assert message.startswith("the ranks would not train the same thing: --")
     assert told in message
-
-
-def test_the_minority_comes_last_also_if_it_is_rank_0() -> None:
-    assert "--seed: 42 on rank 1 (node0) and 1 more, 7 on rank 0 (node0)." in disagreement(
-        facts(seed=7), facts(), facts()
-    )
 
 
 def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

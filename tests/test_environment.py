@@ -33,9 +33,9 @@ from recipe.record.environment import (
     usage_row,
     weights_sha256,
 )
+from recipe.record.meter import PhaseSums
 from recipe.record.schema import Energy, Input, SuspectImages
 from recipe.training.model import build_model
-from recipe.training.phases import PhaseSums
 
 CONFIG = a_config(
     data="synthetic", synthetic_images=40, arch="squeezenet1_1",
@@ -168,7 +168,7 @@ FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 def rows_of(*ranks: tuple[float, float, float]) -> torch.Tensor:
     """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, no
     energy, 40 files of 1 MB, 2 suspect images, and 5 MB sent."""
-    before = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, *[math.nan] * 4]
+    before = [10.0, 15.0, 1.0, 2.0, 3.0, 4.0, 5.0, *[math.nan] * 4]
     return torch.tensor(
         [[*before, *rank, 40.0, 40e6, 2.0, 5e6] for rank in ranks], dtype=torch.float64
     )

@@ -31,7 +31,6 @@ from recipe.training.model import (
     replace_batch_norm,
     seed_step,
     update_ema,
-    without_auxiliary_heads,
 )
 from recipe.training.sync_batch_norm import SyncBatchNorm
 
@@ -212,7 +211,8 @@ def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) 
 
 def test_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = build_model(a_config(**SMALL, seed=9), 10, download=True)
-    publish(monkeypatch, theirs.state_dict() | {"aux1.conv.weight": torch.zeros(1)})
+    heads = dict.fromkeys(("aux1.w", "aux2.w", "AuxLogits.w"), torch.zeros(1))
+    publish(monkeypatch, theirs.state_dict() | heads)
     config = a_config(**SMALL, pretrained=True)
     assert weights_sha256(build_model(config, 10, download=True)) == weights_sha256(theirs)
     # The other ranks hold a model of the same shape, and do not touch the network.
@@ -230,11 +230,6 @@ def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         publish(monkeypatch, error)
         with pytest.raises(UserError, match=r"example/weights.pth .*no route.*--weights"):
             build_model(config, 10, download=True)
-
-
-def test_without_auxiliary_heads() -> None:
-    state = {key: torch.zeros(1) for key in ("conv.w", "aux1.w", "aux2.w", "AuxLogits.w", "aux.w")}
-    assert list(without_auxiliary_heads(state)) == ["conv.w", "aux.w"]
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "vgg11_bn", "vit_b_16", "convnext_tiny", "swin_t"])
@@ -359,11 +354,8 @@ def test_flat_batch_norm() -> None:
     assert model[0].running_var.tolist() == [2, 3]
     assert model[2].running_mean.tolist() == [4, 5, 6]
     assert model[0].num_batches_tracked == 0
-
-
-def test_flat_batch_norm_of_a_model_without() -> None:
     with flat_batch_norm(nn.Linear(1, 1)) as flat:
-        flat += 1  # a message of some length travels all the same
+        flat += 1  # of a model without: a message of some length travels all the same
 
 
 def draw(step: int, rank: int, seed: int = 42) -> float:

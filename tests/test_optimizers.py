@@ -22,7 +22,6 @@ from recipe.training.model import (
     build_model,
     build_optimizer,
     build_scaler,
-    replace_batch_norm,
     seed_step,
 )
 from recipe.training.optimizers import apex_optimizers, kind_and_settings
@@ -190,12 +189,6 @@ class TestNetworks:
         assert not torch.equal(outputs[0], outputs[1])
         with pytest.raises(UserError, match=r"--drop-path 0.5: --arch timm:vgg11 has no stoch"):
             build_model(replace(config, arch="timm:vgg11"), 7, download=True)
-
-    def test_norms_that_also_activate_are_not_replaced(self) -> None:
-        sizes = {"train_crop_size": 32, "val_crop_size": 32}
-        model = build_model(a_config(arch="timm:efficientnet_b0", **sizes), 7, download=True)
-        with pytest.raises(UserError, match="BatchNormAct2d does more than normalise"):
-            replace_batch_norm(model, nn.SyncBatchNorm, lambda values: values)
 
 
 APEX = {"apex-sgd": "FusedSGD", "apex-adam": "FusedAdam", "apex-lamb": "FusedLAMB"}

@@ -21,13 +21,12 @@ from recipe.errors import UserError
 from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
-from recipe.record.checkpoint import finish_checkpoint
 from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
 from recipe.record.resume import take_over
-from recipe.record.run_folder import stop_is_asked
-from recipe.training.metrics import Evaluation, check_evaluations, check_steps
+from recipe.session import Session
+from recipe.training.metrics import Evaluation, check_evaluations
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.training.state import Progress
 from recipe.world import World
@@ -56,8 +55,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return it
 
 
-class Session:
-    """The calls that a trainer makes, without training: each step takes half a second."""
+class Training(Session):
+    """A session, without training and other ranks: each step takes half a second."""
 
     def __init__(
         self,
@@ -68,52 +67,39 @@ class Session:
         world: World | None = None,
     ) -> None:
         self.clock, self.progress, self.config = clock, progress or Progress(), config
-        self.world = world or a_world()
+        self.world = self.readers = world or a_world()
         if self.world.is_first:
             take_over(folder, config, self.progress)
-        self.first_step = self.progress.step
+        self.data, self.first_step, self.last_step = DATA, self.progress.step, 15
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
-        self.recorder.open_bar(last_step=15)
-        self.meter.start()
+        self.start_clocks()
 
-    @property
-    def per_step(self) -> int:
-        """Images of the step that begins now."""
-        return samples_per_step(self.config, self.world, self.progress.samples_seen // NUM_TRAIN)
-
-    def steps(self, count: int, loss: float = 2.0, seconds: float = 0.5) -> None:
+    def steps(
+        self, count: int, loss: float = 2.0, seconds: float = 0.5, write: bool = True
+    ) -> None:
         for _ in range(count):
             self.clock.now += seconds / 4
             self.meter.lap("data")
             self.clock.now += 3 * seconds / 4
+            self.meter.lap("optimizer")
             epoch = self.progress.samples_seen // NUM_TRAIN
             # A loss that is another in each step, so that a lost or repeated one would show.
-            sums = torch.tensor([loss + self.progress.step + 1, 0.25, 0.5, 1.0]) * self.per_step
-            self.end_step(sums.double())
-            self.write()
-            if self.progress.samples_seen // NUM_TRAIN > epoch:
-                self.recorder.write_epoch(epoch)
-                self.evaluate(epoch)
+            sums = torch.tensor([loss + self.progress.step + 1, 0.25, 0.5, 1.0]).double()
+            sums *= samples_per_step(self.config, self.world, epoch)
+            epoch_ended = self.end_step(sums, 0.1, skipped_steps=0)
+            if write:
+                self.write_steps(lambda sums: sums)
+            if epoch_ended:
+                self.recorder.write_epoch(self.epoch)
+                self.evaluate(self.epoch)
 
-    def end_step(self, sums: torch.Tensor) -> None:
-        self.meter.lap("optimizer")
-        self.progress.end_step(self.per_step, self.meter.train_seconds, skipped_steps=0)
-        self.meter.end_step(sums, 0.1)
-        self.recorder.show_step()
-
-    def write(self) -> None:
-        steps = self.meter.take_steps(lambda sums: sums)
-        self.recorder.write_steps(steps)
-        check_steps(steps, self.first_step)
-
-    def evaluate(self, epoch: int, seconds: float = 2.0) -> dict[str, float]:
+    def evaluate(self, epoch: int, seconds: float = 2.0) -> None:
         self.clock.now += seconds
         sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
         self.progress.train_seconds = self.meter.train_seconds
-        figures = self.recorder.write_evaluations(epoch, [Evaluation("model", sums, seconds)])
+        self.recorder.write_evaluations(epoch, [Evaluation("model", sums, seconds)])
         self.meter.restart()
-        return figures
 
 
 def lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -127,7 +113,7 @@ def test_steps_that_were_left_out_are_said(
 ) -> None:
     config = replace(CONFIG, precision="fp16")
     resumed = Progress(step=7, samples_seen=28, skipped_steps=2)
-    recorder = Session(tmp_path / "run", clock, resumed, config).recorder
+    recorder = Training(tmp_path / "run", clock, resumed, config).recorder
     capsys.readouterr()
     for skipped in (2, 3, 3):
         recorder.progress.step += 1
@@ -142,7 +128,7 @@ def test_steps_that_were_left_out_are_said(
 
 def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs" / "run"
-    session = Session(folder, clock)
+    session = Training(folder, clock)
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
     assert json.loads((folder / "environment.json").read_text()) == asdict(ENVIRONMENT)
     session.steps(15)
@@ -186,43 +172,37 @@ def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
 def test_only_rank_0_writes_and_talks(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session(tmp_path / "run", clock, world=a_world(1, 2))
+    session = Training(tmp_path / "run", clock, world=a_world(1, 2))
     session.steps(3)
     session.recorder.close(SUMMARY)
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
 
 
-def test_throughput_without_warm_up_and_evaluation(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+@pytest.mark.parametrize("progress", [Progress(), Progress(step=7, samples_seen=28)])
+@pytest.mark.parametrize(("passes", "size"), [(1, 1), (3, 2)])
+def test_throughput_without_warm_up_and_evaluation(
+    progress: Progress, passes: int, size: int, tmp_path: Path, clock: Clock
+) -> None:
+    """After a start and after a resume; over all ranks, and all batches of a step."""
+    config, world = replace(CONFIG, batches_per_allreduce=passes), a_world(0, size)
+    session = Training(tmp_path / "run", clock, replace(progress), config, world)
     session.steps(WARM_UP_STEPS, seconds=100.0)
     assert session.meter.images_per_second is None
     session.steps(6)  # with an evaluation of 2 s among them
-    assert session.meter.images_per_second == 8.0
+    assert session.meter.images_per_second == 8.0 * passes * size
     assert session.meter.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
 
 
-def test_resumed_session_warms_up_anew(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock, Progress(step=7, samples_seen=28))
-    session.steps(WARM_UP_STEPS, seconds=100.0)
-    session.steps(1)
-    assert session.meter.images_per_second == 8.0
-
-
-def test_throughput_counts_all_ranks_and_accumulated_batches(tmp_path: Path, clock: Clock) -> None:
-    config = replace(CONFIG, batches_per_allreduce=3)
-    session = Session(tmp_path / "run", clock, config=config, world=a_world(0, 2))
-    session.steps(WARM_UP_STEPS + 1)
-    assert session.meter.images_per_second == 4 * 3 * 2 / 0.5
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_loss_that_is_not_finite(loss: float, tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loss_that_is_not_finite(loss: float, rank: int, tmp_path: Path, clock: Clock) -> None:
+    """Every rank stops."""
+    session = Training(tmp_path / "run", clock, world=a_world(rank, 2))
     session.steps(2)
     with pytest.raises(UserError, match=r"the loss is -?(nan|inf) at step 3 .*--base-lr"):
         session.steps(1, loss=loss)
-    assert len(lines(tmp_path / "run", "step")) == 2
+    assert rank > 0 or len(lines(tmp_path / "run", "step")) == 2
 
 
 def test_an_evaluation_that_is_not_finite() -> None:
@@ -236,10 +216,10 @@ def test_an_evaluation_that_is_not_finite() -> None:
 
 def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock) -> None:
     config = replace(CONFIG, resume="auto")
-    session = Session(tmp_path / "run", clock, Progress(step=7, samples_seen=28), config)
+    session = Training(tmp_path / "run", clock, Progress(step=7, samples_seen=28), config)
     with pytest.raises(UserError, match=r"at step 8 .* no good; take an earlier checkpoint"):
         session.steps(1, loss=math.nan)
-    later = Session(tmp_path / "later", clock, Progress(step=7, samples_seen=28), config)
+    later = Training(tmp_path / "later", clock, Progress(step=7, samples_seen=28), config)
     later.steps(1)
     with pytest.raises(UserError, match=r"at step 9 .*--base-lr"):
         later.steps(1, loss=math.nan)
@@ -248,7 +228,7 @@ def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock
 @pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
 def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: Clock) -> None:
     config = replace(CONFIG, tensor_steps=9)
-    session = Session(tmp_path / "run", clock, config=config)
+    session = Training(tmp_path / "run", clock, config=config)
     session.steps(4)
     recorder = session.recorder
     full = open("/dev/full", "w", buffering=1)  # noqa: SIM115, for closing it fails, too
@@ -267,16 +247,10 @@ def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: 
 
 
 def test_json_has_no_nan(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     with pytest.raises(ValueError, match="not JSON compliant"):
         session.recorder.close(replace(SUMMARY, loss=math.nan))
     assert not (tmp_path / "run/summary.json").exists()
-
-
-def test_every_rank_stops_at_a_loss_that_is_not_finite(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock, world=a_world(1, 2))
-    with pytest.raises(UserError):
-        session.steps(1, loss=math.nan)
 
 
 def test_a_file_asks_rank_0_alone_to_stop(
@@ -284,7 +258,7 @@ def test_a_file_asks_rank_0_alone_to_stop(
 ) -> None:
     """Only rank 0 looks, so that a file system that shows the file late to some cannot split the
     ranks; the others learn of it from the sum."""
-    sessions = [Session(tmp_path / "run", clock, world=a_world(rank, 2)) for rank in range(2)]
+    sessions = [Training(tmp_path / "run", clock, world=a_world(rank, 2)) for rank in range(2)]
     for is_asked in (False, True):
         if is_asked:
             (tmp_path / "run" / "stop").touch()
@@ -296,7 +270,8 @@ def test_a_file_asks_rank_0_alone_to_stop(
                 return kept[0]
 
             session.steps(1)
-            assert stop_is_asked(tmp_path / "run", session.world, broadcast) == is_asked
+            session.folder = tmp_path / "run"
+            assert session.stop_is_asked(broadcast) == is_asked
         assert from_rank_0[1] == 0
     for session in sessions:
         session.recorder.stop()
@@ -308,12 +283,12 @@ def test_a_file_asks_rank_0_alone_to_stop(
 def test_a_wish_to_stop_is_kept_until_it_is_obeyed(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stop").touch()  # while the run was starting
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     session.steps(1)
     assert (tmp_path / "run" / "stop").exists()
     session.recorder.stop()
     assert not (tmp_path / "run" / "stop").exists()
-    after = Session(tmp_path / "other", clock)
+    after = Training(tmp_path / "other", clock)
     after.steps(1)
     (tmp_path / "other" / "stop").touch()  # it came too late
     after.recorder.close(SUMMARY)
@@ -322,15 +297,15 @@ def test_a_wish_to_stop_is_kept_until_it_is_obeyed(tmp_path: Path, clock: Clock)
 
 @pytest.mark.parametrize("at", [5, 7, 12])
 def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, clock: Clock) -> None:
-    whole = Session(tmp_path / "whole", clock)
+    whole = Training(tmp_path / "whole", clock)
     whole.steps(15)
-    first = Session(tmp_path / "run", clock)
+    first = Training(tmp_path / "run", clock)
     first.steps(at)
     saved = replace(first.progress)
     first.steps(13 - at)  # which the checkpoint does not hold
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "epo')  # it was killed while it wrote
-    second = Session(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
+    second = Training(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
     second.steps(15 - at)
     for kind in ("step", "epoch", "eval"):
         expected = lines(tmp_path / "whole", kind)
@@ -345,12 +320,12 @@ def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, cl
 def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: Clock) -> None:
     """Its last step counts once, in the figures of the epoch that it began in, resumed or not."""
     config = replace(CONFIG, batch_size=6)  # steps end at 6, 12, 18, 24, ...
-    whole = Session(tmp_path / "whole", clock, config=config)
+    whole = Training(tmp_path / "whole", clock, config=config)
     whole.steps(10)
-    first = Session(tmp_path / "run", clock, config=config)
+    first = Training(tmp_path / "run", clock, config=config)
     first.steps(5)
     progress = replace(first.progress)
-    second = Session(tmp_path / "run", clock, progress, replace(config, resume="auto"))
+    second = Training(tmp_path / "run", clock, progress, replace(config, resume="auto"))
     second.steps(5)
     for folder in ("whole", "run"):
         assert [line["epoch"] for line in lines(tmp_path / folder, "step")] == [
@@ -367,7 +342,7 @@ def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: Clock) -> None:
 def test_batches_that_grow(tmp_path: Path, clock: Clock) -> None:
     """Of 20 images: five steps of 4, and then of 8, which end at 28, 36, 44 and 52."""
     config = replace(CONFIG, batch_size=8, batch_size_warmup_epochs=1)
-    session = Session(tmp_path / "run", clock, config=config)
+    session = Training(tmp_path / "run", clock, config=config)
     session.steps(9)
     steps = lines(tmp_path / "run", "step")
     assert [line["epoch"] for line in steps] == [*[0] * 5, *[1] * 3, 2]
@@ -380,9 +355,9 @@ def test_batches_that_grow(tmp_path: Path, clock: Clock) -> None:
 
 def test_epoch_resumed_at_another_world_size(tmp_path: Path, clock: Clock) -> None:
     """Four images a step at first, then eight: the figures weigh images, not steps."""
-    first = Session(tmp_path / "run", clock)
+    first = Training(tmp_path / "run", clock)
     first.steps(3)
-    second = Session(
+    second = Training(
         tmp_path / "run",
         clock,
         replace(first.progress),
@@ -395,20 +370,8 @@ def test_epoch_resumed_at_another_world_size(tmp_path: Path, clock: Clock) -> No
     assert epoch["images_per_second"] == pytest.approx(20 / 2.0)
 
 
-def test_training_clock_goes_on(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
-    session.steps(3)
-    assert session.progress.train_seconds == 1.5
-    clock.now += 1000  # between the two
-    again = Session(
-        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
-    )
-    again.steps(1)
-    assert again.progress.train_seconds == 2.0
-
-
 def test_refuses_to_overwrite_a_run(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     session.steps(6)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     other = tmp_path / "other" / "checkpoints" / "step-000000003.pt"
@@ -419,17 +382,17 @@ def test_refuses_to_overwrite_a_run(tmp_path: Path, clock: Clock) -> None:
         (at_3, replace(CONFIG, resume=str(other))),  # it would cut the other run's record short
     ]:
         with pytest.raises(UserError, match="already holds a run; choose another --name"):
-            Session(tmp_path / "run", clock, progress, config)
+            Training(tmp_path / "run", clock, progress, config)
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    Session(tmp_path / "run", clock, at_3, replace(CONFIG, resume=str(own)))
+    Training(tmp_path / "run", clock, at_3, replace(CONFIG, resume=str(own)))
     assert len(lines(tmp_path / "run", "step")) == 3
     # Nothing was saved yet: a fresh start.
-    Session(tmp_path / "run", clock, Progress(), replace(CONFIG, resume="auto"))
+    Training(tmp_path / "run", clock, Progress(), replace(CONFIG, resume="auto"))
     assert lines(tmp_path / "run", "step") == []
 
 
 def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     session.steps(6)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     folder = tmp_path / "run" / "checkpoints"
@@ -438,32 +401,32 @@ def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: Clock) -> 
     own = replace(CONFIG, resume=str(folder / "step-000000003.pt"))
     progress = Progress(3, 12, best_top1=50.0)
     evaluating = replace(own, evaluate=True)
-    Session(tmp_path / "run", clock, replace(progress), evaluating)
+    Training(tmp_path / "run", clock, replace(progress), evaluating)
     assert list(folder.iterdir()) == [folder / "best.pt"]
-    Session(tmp_path / "run", clock, progress, own)
+    Training(tmp_path / "run", clock, progress, own)
     (aside,) = folder.iterdir()
     assert (aside / "best.pt").exists()
     assert (aside / "metrics.jsonl").read_text() == before
     assert progress.best_top1 < 0, "the next evaluation is the best that is left"
 
 
-def test_a_checkpoint_that_failed_is_an_error_as_soon_as_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed: Future[None] = Future()
+    session, failed = Training(tmp_path / "run", clock), Future[None]()
     failed.set_exception(UserError("the disk is full"))
     monkeypatch.setattr(checkpoint, "WRITES", [failed])
     with pytest.raises(UserError, match="the disk is full"):
-        finish_checkpoint(timeout=0)
+        session.steps(1)
 
 
 def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
     """A batch system may start a job again that was done: its figures must survive that."""
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     session.steps(15)
     session.recorder.close(SUMMARY)
     summary = tmp_path / "run" / "summary.json"
-    again = Session(
+    again = Training(
         tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
     )
     assert not summary.exists()
@@ -471,7 +434,7 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
     assert lines(tmp_path / "run", "eval")[-1]["epoch"] == 2
     again.recorder.close(replace(SUMMARY, images_per_second=None))
     assert json.loads(summary.read_text()) == asdict(SUMMARY)
-    more = Session(
+    more = Training(
         tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
     )
     more.steps(1)
@@ -481,13 +444,13 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
 
 def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: Clock) -> None:
     folder = tmp_path / "run"
-    session = Session(folder, clock)
+    session = Training(folder, clock)
     session.steps(15)
     session.recorder.close(SUMMARY)
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
     config = replace(CONFIG, resume="auto", evaluate=True)
-    evaluation = Session(folder, clock, Progress(7, 28), config)
+    evaluation = Training(folder, clock, Progress(7, 28), config)
     evaluation.evaluate(1)
     evaluation.recorder.close(replace(SUMMARY, top1=49.0))
     assert {path: path.read_bytes() for path in before} == before
@@ -499,21 +462,21 @@ def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: Clock) -
 def test_folder_that_cannot_be_written(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
-        Session(tmp_path / "file" / "run", clock)
+        Training(tmp_path / "file" / "run", clock)
 
 
 @pytest.fixture
 def board(tmp_path: Path, clock: Clock) -> Iterator[EventAccumulator]:
     """What TensorBoard reads of a run that was resumed after it had drawn epoch 2."""
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     session.steps(7)
     saved = replace(session.progress)
     session.steps(4)
-    second = Session(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
+    second = Training(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
     second.steps(8)
     second.recorder.close(SUMMARY)
     # A batch system starts it once more, though it is complete: it evaluates again.
-    third = Session(tmp_path / "run", clock, second.progress, replace(CONFIG, resume="auto"))
+    third = Training(tmp_path / "run", clock, second.progress, replace(CONFIG, resume="auto"))
     third.evaluate(3)
     third.recorder.close(SUMMARY)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -549,18 +512,12 @@ def test_tensorboard_by_step(board: EventAccumulator, tmp_path: Path) -> None:
 
 
 def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
-    for _ in range(3):
-        clock.now += 0.5
-        sums = torch.tensor([4.0 * (session.progress.step + 1), 2, 4, 4], dtype=torch.float64)
-        session.end_step(sums)
-    session.write()
+    session = Training(tmp_path / "run", clock)
+    session.steps(2, write=False)
+    session.steps(1)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "steps")).Reload()
-    values = {
-        tag: [(p.step, p.value) for p in events.Scalars(tag)]
-        for tag in ("Steps/Loss", "Steps/Throughput")
-    }
-    assert values == {"Steps/Loss": [(3, 2.0)], "Steps/Throughput": [(3, 8.0)]}
+    for tag, mean in {"Steps/Loss": 4.0, "Steps/Throughput": 8.0}.items():
+        assert [(point.step, point.value) for point in events.Scalars(tag)] == [(3, mean)]
 
 
 def test_hyper_parameters(board: EventAccumulator) -> None:
@@ -572,7 +529,7 @@ def test_hyper_parameters(board: EventAccumulator) -> None:
 
 
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock)
+    session = Training(tmp_path / "run", clock)
     sums = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)
     session.progress.train_seconds = 10.0
     better = sums + torch.tensor([0, 1, 0, 0])
@@ -588,24 +545,24 @@ def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: Clock) -> No
 def test_progress_bar_only_on_a_terminal(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(tmp_path / "a", clock)
+    session = Training(tmp_path / "a", clock)
     session.steps(1)
     assert session.recorder.bar is None
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
-    session = Session(tmp_path / "b", clock)
+    session = Training(tmp_path / "b", clock)
     assert session.recorder.bar is not None
     assert session.recorder.bar.n == 0
     session.steps(2)
     assert session.recorder.bar.total == 15
     assert session.recorder.bar.n == 2
     session.recorder.close(SUMMARY)
-    session = Session(tmp_path / "c", clock, world=a_world(1, 2))
+    session = Training(tmp_path / "c", clock, world=a_world(1, 2))
     session.steps(1)
     assert session.recorder.bar is None
 
 
 def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock: Clock) -> None:
-    session = Session(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
+    session = Training(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
     session.steps(8)
     assert session.meter.images_per_second is None  # steps 6 to 8 were without
     session.steps(1, seconds=100.0)  # the first of a stretch

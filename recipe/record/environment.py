@@ -34,7 +34,6 @@ from recipe.record.schema import (
     SuspectImages,
 )
 from recipe.training.half_weights import working_copy
-from recipe.training.phases import PhaseMeans, phase_record
 from recipe.training.schedule import learning_rate
 from recipe.variables import steers_rank
 from recipe.world import World
@@ -166,7 +165,7 @@ def fingerprint(
 class Usage:
     """What a rank used, as it tells the others; NaN where something was not measured."""
 
-    phases: PhaseMeans
+    phases: Phases
     energy: EnergyUse
     weights: float  # 48 bits of their digest, exact in a float64
     cpu_seconds: float
@@ -192,14 +191,18 @@ def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch
         network_bytes=meter.network_bytes,
     )
     phases, energy, *own = astuple(usage)
-    return torch.tensor([*phases, *energy, *own], dtype=torch.float64)
+    measured = [math.nan if value is None else value for value in phases]
+    return torch.tensor([*measured, *energy, *own], dtype=torch.float64)
 
 
 def usage_of(row: list[float]) -> Usage:
     """The Usage that a rank has put into a row."""
-    phases = len(fields(PhaseMeans))
+    phases = len(fields(Phases))
     own = phases + len(fields(EnergyUse))
-    return Usage(PhaseMeans(*row[:phases]), EnergyUse(*row[phases:own]), *row[own:])
+    steps, *seconds = row[:phases]
+    measured = zip(fields(Phases)[1:], seconds, strict=True)
+    means = {field.name: value for field, value in measured if not math.isnan(value)}
+    return Usage(Phases(steps=int(steps), **means), EnergyUse(*row[phases:own]), *row[own:])
 
 
 def summarize(
@@ -240,7 +243,7 @@ def summarize(
         cpu_seconds=cpu,
         cpu_seconds_per_image=cpu / images if images else None,
         peak_memory_bytes=max(int(usage.peak_memory_bytes) for usage in used),
-        phases=Phases(**phase_record(meter.phases.means())),
+        phases=meter.phases.means(),
         ranks=rank_records(environment, used),
         input=input_summary(meter, used, images),
         energy=energy_summary([usage.energy for usage in used], images),
@@ -277,7 +280,7 @@ def rank_records(environment: Environment, used: list[Usage]) -> list[Rank]:
             host=host,
             cpu_seconds=usage.cpu_seconds,
             peak_memory_bytes=int(usage.peak_memory_bytes),
-            **phase_record(usage.phases),
+            **vars(usage.phases),
         )
         for rank, (host, usage) in enumerate(zip(environment.rank_hosts or [], used, strict=True))
     ]
@@ -287,7 +290,8 @@ def input_summary(meter: StepMeter, used: list[Usage], images: int) -> Input:
     """What was read for training a second, over all ranks, and the share of the step time that the
     mean rank waited for it; None where no files were read, or no step counted."""
     seconds = meter.step_seconds
-    waits = [usage.phases.data / usage.phases.step for usage in used if usage.phases.steps]
+    means = [usage.phases for usage in used]
+    waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in means if one.steps]
 
     def rate(number: float) -> float | None:
         return number / seconds if seconds and math.isfinite(number) else None

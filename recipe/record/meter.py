@@ -12,16 +12,54 @@ from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds
 from recipe.record.energy import EnergyMeter
+from recipe.record.schema import Phases
 from recipe.training.metrics import Step, Sums
 from recipe.training.phases import (
+    PHASES,
     WARM_UP_STEPS,
-    PhaseSums,
     StepClock,
     begins_stretch,
     exchanges_gradients,
 )
 from recipe.training.state import Progress
 from recipe.world import World
+
+
+class PhaseSums:
+    """Adds up the phases of the steps that count."""
+
+    def __init__(self) -> None:
+        self.exchanged = dict.fromkeys(PHASES, 0.0)
+        self.num_exchanged = self.num_ablated = 0
+        self.ablated_backward = 0.0
+
+    def add(self, seconds: dict[str, float], exchanged: bool) -> None:
+        """Count one step."""
+        if not exchanged:
+            self.ablated_backward += seconds["backward"]
+            self.num_ablated += 1
+            return
+        self.num_exchanged += 1
+        for phase in PHASES:
+            self.exchanged[phase] += seconds[phase]
+
+    def means(self) -> Phases:
+        """This rank's mean seconds a step so far; those of the ablation are not among the `steps`.
+
+        With ablation `backward` is that of the steps without exchange, and the exposed
+        communication the difference; without, `backward` holds the exchange. Either way the phases
+        add up to the mean step in which gradients are exchanged.
+        """
+        count = self.num_exchanged
+        if count == 0:
+            return Phases()
+        seconds = {f"{phase}_seconds": total / count for phase, total in self.exchanged.items()}
+        step_seconds = sum(seconds.values())
+        if self.num_ablated:
+            computed = self.ablated_backward / self.num_ablated
+            seconds["exposed_communication_seconds"] = seconds["backward_seconds"] - computed
+            seconds["backward_seconds"] = computed
+        return Phases(steps=count, step_seconds=step_seconds, **seconds)
 
 
 class StepMeter:

@@ -15,9 +15,7 @@ alike but thrown away. The difference of their `backward` is what the exchange c
 for messages, for slower ranks, copies into buffers, and cores or memory taken from the computation.
 """
 
-import math
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -86,71 +84,3 @@ class StepClock:
                 step[phase] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
             seconds.append(step)
         return seconds
-
-
-@dataclass(frozen=True)
-class PhaseMeans:
-    """A rank's mean seconds a step over the steps that count; NaN is not measured.
-
-    With ablation `backward` is that of the steps without exchange, and `exposed_communication` the
-    difference; without, `backward` holds the exchange. Either way the phases add up to the mean
-    step in which gradients are exchanged.
-    """
-
-    data: float
-    forward: float
-    backward: float
-    exposed_communication: float
-    optimizer: float
-    steps: float  # that were averaged, those of the ablation not among them
-
-    @property
-    def step(self) -> float:
-        """Seconds of the whole step."""
-        hidden = 0.0 if math.isnan(self.exposed_communication) else self.exposed_communication
-        return self.data + self.forward + self.backward + hidden + self.optimizer
-
-
-class PhaseSums:
-    """Adds up the phases of the steps that count."""
-
-    def __init__(self) -> None:
-        self.exchanged = dict.fromkeys(PHASES, 0.0)
-        self.num_exchanged = self.num_ablated = 0
-        self.ablated_backward = 0.0
-
-    def add(self, seconds: dict[str, float], exchanged: bool) -> None:
-        """Count one step."""
-        if not exchanged:
-            self.ablated_backward += seconds["backward"]
-            self.num_ablated += 1
-            return
-        self.num_exchanged += 1
-        for phase in PHASES:
-            self.exchanged[phase] += seconds[phase]
-
-    def means(self) -> PhaseMeans:
-        """The means so far; all NaN if no step counted."""
-        count = self.num_exchanged
-        data, forward, backward, optimizer = (
-            self.exchanged[phase] / count if count else math.nan for phase in PHASES
-        )
-        exposed = math.nan
-        if count and self.num_ablated:
-            computed = self.ablated_backward / self.num_ablated
-            backward, exposed = computed, backward - computed
-        return PhaseMeans(data, forward, backward, exposed, optimizer, count)
-
-
-def phase_record(means: PhaseMeans) -> dict[str, Any]:
-    """The means as they stand in summary.json: seconds, null where not measured."""
-    record = {f"{name}_seconds": value for name, value in asdict(means).items() if name != "steps"}
-    return {
-        "steps": int(means.steps),
-        "step_seconds": _or_null(means.step),
-        **{name: _or_null(value) for name, value in record.items()},
-    }
-
-
-def _or_null(value: float) -> float | None:
-    return None if math.isnan(value) else value
