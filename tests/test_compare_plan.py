@@ -17,7 +17,6 @@ import pytest
 
 from compare import run as run_module
 from compare.evidence.packed import read_text
-from compare.evidence.verdicts import first_count
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
@@ -568,11 +567,10 @@ def test_what_is_judged_stands_side_by_side_and_alternates():
         ]
         for first, second in pairs:
             assert all(abs(o.index(first) - o.index(second)) == 1 for o in orders)
-            assert first_count(orders, first, second) == (3, 6)
+            assert sum(o.index(first) < o.index(second) for o in orders) == 3
         for block in range(1, 7):
             cells = [run.workers for run in plan.block(block)]
             assert len(list(itertools.groupby(cells))) == 3
-    assert first_count([("a", "b"), ("b", "c")], "a", "b") == (1, 1)
 
 
 # Small parts
