@@ -18,10 +18,11 @@ A profile slows a run down: read orders and overlaps from it, and speeds from a 
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections import Counter
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,8 @@ from compare.page.exchange import plot_exchanges
 from recipe.errors import UserError
 from recipe.files import replace_file
 
-# What a trace's phase letters mean here (Trace Event Format): complete spans, instants, counters,
-# flows (arrows), asynchronous spans, metadata.
+# Events that bear a number: flows (arrows) and asynchronous spans of the Trace Event Format.
 WITH_ID = "stfbne"
-
-# -- Merging ---------------------------------------------------------------------------------------
 
 
 def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
@@ -47,46 +45,37 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
     Processes and threads are numbered anew, each number used once, since those of two hosts, or of
     Horovod and torch, may be the same; so are the arrows' numbers.
     """
-    reference = profiles[0].begin
-    shifts = [reference - profile.begin if align else 0 for profile in profiles]
-    origin = min(
-        event["ts"] + shift
-        for profile, shift in zip(profiles, shifts, strict=True)
-        for lane in profile.lanes
-        for event in lane.events
-    )
+    shifts = [profiles[0].begin - profile.begin if align else 0 for profile in profiles]
+    lanes = [(lane, s) for run, s in zip(profiles, shifts, strict=True) for lane in run.lanes]
+    origin = min(event["ts"] + shift for lane, shift in lanes for event in lane.events)
+    numbers: dict[Hashable, int] = {}
     metadata: list[Event] = []
-    merged: list[tuple[int, int, Event]] = []  # begin and minus duration, by which they are sorted
-    numbers = iter(range(1, sys.maxsize))
-    arrows: dict[Any, int] = {}
-    order = 0
-    for profile, shift in zip(profiles, shifts, strict=True):
-        for lane in profile.lanes:
-            order += 1
-            pid = next(numbers)
-            metadata += [
-                metadatum("process_name", pid, 0, {"name": lane.name}),
-                metadatum("process_sort_index", pid, 0, {"sort_index": order}),
-            ]
-            tids = {}
-            for place, tid in enumerate(dict.fromkeys(event.get("tid") for event in lane.events)):
-                tids[tid] = next(numbers)
-                thread = lane.threads.get(tid, str(tid))
-                metadata += [
-                    metadatum("thread_name", pid, tids[tid], {"name": thread}),
-                    metadatum("thread_sort_index", pid, tids[tid], {"sort_index": place}),
-                ]
-            for event in lane.events:
-                begin = event["ts"] + shift - origin
-                new = event | {"ts": begin / 1000, "pid": pid, "tid": tids[event.get("tid")]}
-                if "dur" in event:
-                    new["dur"] = event["dur"] / 1000
-                if "id" in event and event["ph"] in WITH_ID:
-                    # An arrow may lead from a rank's CPU to its GPU, but not to another rank.
-                    key = (lane.path, event.get("cat"), event["id"])
-                    new["id"] = arrows.setdefault(key, len(arrows) + 1)
-                merged.append((begin, -event.get("dur", 0), new))
-    merged.sort(key=lambda item: item[:2])  # a span before those within it
+    merged: list[Event] = []
+
+    def number(*key: Hashable) -> int:
+        return numbers.setdefault(key, len(numbers) + 1)
+
+    def name(kind: str, place: int, text: str, pid: int, tid: int = 0) -> None:
+        for what, args in (("name", {"name": text}), ("sort_index", {"sort_index": place})):
+            head = {"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid}
+            metadata.append({**head, "args": args})
+
+    for order, (lane, shift) in enumerate(lanes):
+        pid = number(order)
+        name("process", order, lane.name, pid)
+        for place, tid in enumerate(dict.fromkeys(event["tid"] for event in lane.events)):
+            thread = lane.threads.get(tid, str(tid or "profiler"))
+            name("thread", place, thread, pid, number(order, tid))
+        for event in lane.events:
+            new = event | {"pid": pid, "tid": number(order, event["tid"])}
+            new["ts"] = (event["ts"] + shift - origin) / 1000
+            if "dur" in event:
+                new["dur"] = event["dur"] / 1000
+            if "id" in event and event["ph"] in WITH_ID:
+                # An arrow may lead from a rank's CPU to its GPU, but not to another rank.
+                new["id"] = number(str(lane.path), event.get("cat"), event["id"])
+            merged.append(new)
+    merged.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # a span before its parts
     return {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": origin,
@@ -94,15 +83,8 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
             profile.name: {"shifted_by_nanoseconds": shift}
             for profile, shift in zip(profiles, shifts, strict=True)
         },
-        "traceEvents": metadata + [event for *_, event in merged],
+        "traceEvents": metadata + merged,
     }
-
-
-def metadatum(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
-
-
-# -- The command line ------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,35 +94,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merge_runs(options: argparse.Namespace) -> int:
+    """Write the merged file and the picture, and say what they hold."""
     if len({run.resolve() for run in options.runs}) < len(options.runs):
         raise UserError("a run folder is given twice")
-    names = shortest_unique_names(options.runs)
-    profiles = [read_run(run, name) for run, name in zip(options.runs, names, strict=True)]
-    for profile in profiles:
-        if not any(lane.events for lane in profile.lanes):
-            raise UserError(f"{profile.name}: its profile holds no event; profile more steps")
+    runs = dict(zip(shortest_unique_names(options.runs), options.runs, strict=True))
+    profiles = [read_run(run, name) for name, run in runs.items()]
     folder = Path(os.path.commonpath([run.resolve() for run in options.runs]))
     out = options.out or folder / "timeline.json"
-    if out.suffix != ".json":
-        raise UserError(f"{out}: the merged file is JSON; give it a name that ends in .json")
-    if out.resolve().parent in [(run / "profile").resolve() for run in options.runs]:
-        raise UserError(f"{out} would lie among the profiles; take another -o FILE")
+    if out.suffix != ".json" or out.resolve().parent in [
+        (r / "profile").resolve() for r in runs.values()
+    ]:
+        raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
     align = len(profiles) > 1 and options.align == "first-step"
     write_whole(out, json.dumps(merge(profiles, align), separators=(",", ":")))
+    for lane in itertools.chain.from_iterable(profile.lanes for profile in profiles):
+        threads = len({event["tid"] for event in lane.events})
+        print(f"{lane.name}: {len(lane.events):,} events on {threads} thread(s)")
+        print("".join(f"    note: {note}\n" for note in lane.notes), end="")
     for profile in profiles:
-        print("\n".join(summary(profile)))
+        if not profile.steps:
+            print(f"{profile.name}: no step is marked; it begins with its first event")
     if align:
         print("The runs are shifted so that their first profiled steps begin together.")
-        if unmarked := [profile.name for profile in profiles if not profile.steps]:
-            print(
-                f"No step is marked in {', '.join(unmarked)}: aligned at the first event instead."
-            )
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
-    exchanges = {
-        name: exchange
-        for run, name in zip(options.runs, names, strict=True)
-        if (exchange := read_exchange(run))
-    }
+    exchanges = {name: exchange for name, run in runs.items() if (exchange := read_exchange(run))}
     for name, exchange in exchanges.items():
         print(f"{name}: {exchange.sentence()}")
     if exchanges:
@@ -158,34 +135,8 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def summary(profile: RunProfile) -> list[str]:
-    """Return what was merged of a run, a line each."""
-    lines = [f"{profile.name}:"]
-    for lane in profile.lanes:
-        begins = [event["ts"] for event in lane.events]
-        ends = [event["ts"] + event.get("dur", 0) for event in lane.events]
-        seconds = (max(ends) - min(begins)) / 1e9 if begins else 0.0
-        lines.append(
-            f"    {lane.name.removeprefix(profile.name + ', ')}: {len(begins):,} events on "
-            f"{len({event.get('tid') for event in lane.events})} thread(s), {seconds:.3f} s"
-        )
-    if profile.steps:
-        first, last = profile.begin, max(end for _, end in profile.steps)
-        spans = Counter(
-            first <= event["ts"] and event["ts"] + event["dur"] <= last
-            for lane in profile.lanes
-            for event in lane.events
-            if event.get("cat") == "horovod" and event["name"] == "ALLREDUCE"
-        )
-        if spans:
-            lines.append(
-                f"    Horovod's allreduces: {spans[True]:,} within the profiled steps, "
-                f"{spans[False]:,} before or after them"
-            )
-    return lines + [f"    note: {note}" for note in profile.notes]
-
-
 def parse_options(argv: list[str]) -> argparse.Namespace:
+    """Read the flags."""
     title, text = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python compare/timeline.py",

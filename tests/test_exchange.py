@@ -129,7 +129,7 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
     a_ddp_run(tmp_path)
     path = tmp_path / "profile" / "gradients-rank-1.json"
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(UserError, match=r"gradients-rank-1\.json cannot be read"):
+    with pytest.raises(UserError, match=r"gradients-rank-1\.json is damaged"):
         read_exchange(tmp_path)
 
 

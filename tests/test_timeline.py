@@ -10,6 +10,7 @@ import pytest
 from launching import ROOT, launch
 
 from compare.evidence.exchange import read_exchange
+from compare.evidence.profiles import read_run
 from compare.timeline import main
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
@@ -241,23 +242,16 @@ def test_runs_are_aligned_at_their_first_profiled_step(tmp_path, capsys):
     assert times[1] - times[0] == 8_995_000
 
 
-def test_the_gpus_copy_of_a_step_mark_does_not_count(tmp_path, capsys):
+def test_the_gpus_copy_of_a_step_mark_does_not_count(tmp_path):
     """A GPU is behind the CPU: its marks would stretch the window of the profiled steps."""
-    run = make_run(tmp_path / "hvd", 5000, ranks=1, gpu=True, horovod=True)
-    timeline = horovod_timeline(5000)
-    # An allreduce after the last step of the CPU (200 us), but within the GPU's mark (520 us).
-    timeline += [{"ph": "B", "name": "ALLREDUCE", "ts": 1300, "pid": 1},
-                 {"ph": "E", "ts": 1310, "pid": 1}]  # fmt: skip
-    (run / "profile/horovod-timeline.json").write_text(json.dumps(timeline))
-    merged([run])
-    assert "2 within the profiled steps, 1 before or after" in capsys.readouterr().out
+    profile = read_run(make_run(tmp_path / "ddp", 5000, ranks=1, gpu=True), "ddp")
+    assert [end - begin for begin, end in profile.steps] == [100_000, 100_000]
 
 
 def test_without_step_marks_it_says_by_what_it_aligned(tmp_path, capsys):
     runs = [make_run(tmp_path / "a", 5000), make_run(tmp_path / "b", 7000, steps=0)]
     merged(runs)
-    shown = capsys.readouterr().out
-    assert "No step is marked in b" in shown and "rank 1: no step is marked" in shown
+    assert "b: no step is marked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cut", [1, 2, 20, 75, 130])
@@ -332,14 +326,14 @@ def other_list(run: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (lambda run: [f"{run}-none"], "there is no such run folder"),
-        (lambda run: [str(run.parent)], "holds no profile/rank-*.json"),
+        (lambda run: [f"{run}-none"], "is no run folder"),
+        (lambda run: [str(run.parent)], "profile/rank-*.json"),
         (lambda run: [str(run), str(run)], "given twice"),
         (lambda run: [str(run), "-o", str(run / "profile/rank-0.json")], "among the profiles"),
         (lambda run: [str(run), "-o", str(run / "x.txt")], "ends in .json"),
         (lambda run: [str(run), "-o", str(run / "no/x.json")], "cannot be written"),
         (cut_trace, "rank-1.json cannot be read"),
-        (without_base, "no baseTimeNanoseconds"),
+        (without_base, "baseTimeNanoseconds"),
         (without_start, "does not say when it began"),
         (other_list, "is no timeline of an engine"),
     ],
@@ -367,7 +361,7 @@ def test_neither_torch_nor_horovod_is_needed():
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_real_profiles_of_both_engines(tmp_path, capsys):
+def test_real_profiles_of_both_engines(tmp_path):
     """The clocks of torch and of Horovod agree: each step's allreduces lie within that step."""
     flags = (
         "--arch shufflenet_v2_x0_5 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 "
@@ -397,7 +391,6 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         within = [e for e in spans if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end]
         seen = [name for name, tid in timeline.items() if any(e["tid"] == tid for e in within)]
         assert sorted(seen) == sorted(tensors), number
-    assert f"{3 * len(tensors):,} within the profiled steps" in capsys.readouterr().out
     assert ">horovod<" in (tmp_path / "merged.svg").read_text()
     for name in ("ddp", "horovod"):
         exchange = read_exchange(tmp_path / name)

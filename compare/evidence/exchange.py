@@ -1,18 +1,33 @@
 """When each gradient of a step was ready, and when its all-reduce began and ended: of a run with
 --profile-steps, on its rank 0, and in the same terms for every engine and transport."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import msgspec
 
 from compare.evidence.profiles import TIMELINES, Event, Lane, read_timeline
 from recipe.errors import UserError
 
 BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
+
+
+class StepTimes(msgspec.Struct):
+    """A step's gradients on one rank, in ns of the Unix clock."""
+
+    backward: int  # it began
+    end: int
+    ready: dict[str, int]
+
+
+class GradientTimes(msgspec.Struct):
+    """What one rank wrote into profile/gradients-rank-R.json (recipe/record/probes.py)."""
+
+    elements: dict[str, int]
+    steps: list[StepTimes]
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class ExchangeStep:
 
     @property
     def ended(self) -> float:
+        """When the last all-reduce ended."""
         return max(message.ended for message in self.messages)
 
     @property
@@ -79,19 +95,21 @@ class Exchange:
         """The step whose exchange ended neither early nor late; the first of two such."""
         return sorted(self.steps, key=lambda step: step.ended)[(len(self.steps) - 1) // 2]
 
+    def median(self, part: str) -> float:
+        """The median of a step's time over the steps, ms."""
+        return float(median(getattr(step, part) for step in self.steps))
+
     def sentence(self) -> str:
         """The medians over the steps, in words."""
-
-        def middle(name: str) -> str:
-            return f"{median(getattr(step, name) for step in self.steps):.1f} ms"
-
+        computed, hidden, exposed, late = map(
+            self.median, ("computed", "hidden", "exposed", "late")
+        )
         messages = median(len(step.messages) for step in self.steps)
-        megabytes = sum(size for _, size in self.typical.ready)
         return (
-            f"{megabytes:.1f} MB of gradients in {messages:g} messages a step; backward takes "
-            f"{middle('computed')}, all-reduce {middle('hidden')} of it, hidden, and "
-            f"{middle('exposed')} after it, exposed (for {middle('late')} of it another rank was "
-            "still computing)"
+            f"{sum(size for _, size in self.typical.ready):.1f} MB of gradients in {messages:g} "
+            f"messages a step; backward takes {computed:.1f} ms, all-reduce {hidden:.1f} ms of it, "
+            f"hidden, and {exposed:.1f} ms after it, exposed (for {late:.1f} ms of it another rank "
+            "was still computing)"
         )
 
 
@@ -99,90 +117,72 @@ def read_exchange(run: Path) -> Exchange | None:
     """Read a profiled run; None where it did not record this: it ran on GPUs, whose times the CPU
     does not see, or with one worker, or it is older than this record. UserError if its files are
     damaged."""
+    decoder = msgspec.json.Decoder(GradientTimes)
+    path = folder = run / "profile"
     try:
-        return exchange_in(run / "profile")
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{run / 'profile'}: the gradients' times or the engine's timeline are damaged "
-            f"({error!r}): profile again"
-        ) from None
+        times = {}
+        for path in folder.glob("gradients-rank-*.json"):
+            times[path.stem] = decoder.decode(path.read_bytes())
+        found = [folder / name for name in TIMELINES if (folder / name).exists()]
+        if "gradients-rank-0" not in times or not found:
+            return None
+        path = found[0]
+        lane, own = read_timeline(path, path.name), times["gradients-rank-0"]
+        steps = [
+            exchange_of(step, [t.steps[i].ready for t in times.values()], own.elements, lane)
+            for i, step in enumerate(own.steps[: min(len(t.steps) for t in times.values())])
+        ]
+    except (msgspec.MsgspecError, OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): profile again") from None
+    kept = tuple(step for step in steps if step.ready and step.messages)
+    return Exchange(kept) if kept else None
 
 
-def exchange_in(folder: Path) -> Exchange | None:
-    """Read a run's profile; any error that a damaged file may cause."""
-    times = {
-        int(path.stem.rpartition("-")[2]): read_times(path)
-        for path in folder.glob("gradients-rank-*.json")
-    }
-    found = [name for name in TIMELINES if (folder / name).exists()]
-    if 0 not in times or not found:
-        return None
-    lane, _ = read_timeline(folder / found[0], found[0])
-    own = times[0]
-    steps = []
-    for number, step in enumerate(own["steps"]):
-        others = [t["steps"][number]["ready"] for t in times.values() if len(t["steps"]) > number]
-        met = {name: max(other[name] for other in others) for name in step["ready"]}
-        if step["ready"] and (messages := messages_of(lane, own["elements"], step, met)):
-            ready, last = (
-                sorted(
-                    (ms(ns, step), own["elements"][name] * BYTES / 1e6) for name, ns in of.items()
-                )
-                for of in (step["ready"], met)
-            )
-            steps.append(ExchangeStep(tuple(ready), tuple(last), tuple(messages)))
-    return Exchange(tuple(steps)) if steps else None
+def exchange_of(
+    step: StepTimes, ranks: list[dict[str, int]], elements: dict[str, int], lane: Lane
+) -> ExchangeStep:
+    """Put together a step of rank 0, when every rank had each gradient, and the engine's spans."""
 
+    def ms(ns: int) -> float:
+        return (ns - step.backward) / 1e6
 
-def ms(ns: int, step: dict[str, Any]) -> float:
-    """Milliseconds since the step's backward pass began."""
-    return float(ns - step["backward"]) / 1e6
+    def in_order(times: dict[str, int]) -> tuple[tuple[float, float], ...]:
+        return tuple(sorted((ms(ns), elements[n] * BYTES / 1e6) for n, ns in times.items()))
 
-
-def read_times(path: Path) -> dict[str, Any]:
-    """Read one rank's times (`GradientTimes` in recipe/record/probes.py)."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error!r}): profile again") from None
-
-
-def messages_of(
-    lane: Lane, elements: dict[str, int], step: dict[str, Any], met: dict[str, int]
-) -> list[Message]:
-    """The messages of one step; `met`: when each gradient was ready on the last rank, ns."""
-    spans = [
+    met = {name: max(ready[name] for ready in ranks) for name in step.ready}
+    messages: list[Message] = []
+    for spans in fused([
         event
         for event in lane.events
-        if event["name"] == "ALLREDUCE" and step["backward"] <= event["ts"] < step["end"]
-        and is_of_gradients(lane.threads[event["tid"]], elements)
-    ]  # fmt: skip
-    found = []
-    for group in fused(sorted(spans, key=lambda span: span["ts"])):
-        names = [name for span in group for name in names_in(span, lane)]
+        if event["name"] == "ALLREDUCE" and step.backward <= event["ts"] < step.end
+        and (lane.threads[event["tid"]].startswith(("bucket", "grouped"))
+             or names_in(event, lane)[0] in elements)  # and not the loss, say
+    ]):  # fmt: skip
+        names = [name for span in spans for name in names_in(span, lane)]
         known = all(name in elements for name in names)
-        size = sum(map(num_elements, group)) if "shape" in group[0]["args"] else 0
-        size = sum(elements[name] for name in names) if known else size
-        found.append(
+        size = sum(elements[name] for name in names) if known else sum(map(num_elements, spans))
+        messages.append(
             Message(
                 len(names),
                 size * BYTES / 1e6,
-                ms(max(step["ready"][name] for name in names), step) if known else None,
-                ms(max(met[name] for name in names), step) if known else None,
-                ms(group[0]["ts"], step),
-                ms(max(span["ts"] + span["dur"] for span in group), step),
+                ms(max(step.ready[name] for name in names)) if known else None,
+                ms(max(met[name] for name in names)) if known else None,
+                ms(spans[0]["ts"]),
+                ms(max(span["ts"] + span["dur"] for span in spans)),
             )
         )
-    return found
+        if any("unfinished" in span["args"] for span in spans):
+            raise ValueError(f"the all-reduce of {names[0]} has no end")
+    return ExchangeStep(in_order(step.ready), in_order(met), tuple(messages))
 
 
 def fused(spans: list[Event]) -> list[list[Event]]:
     """Put together what Horovod sent in one message: it carries out one response after the other,
     so that spans which overlap are of the same. A bucket of DDP is one span."""
     groups: list[list[Event]] = []
-    for span in spans:
-        is_bucket = "gradients" in span["args"]
-        if groups and not is_bucket and span["ts"] < groups[-1][0]["ts"] + groups[-1][0]["dur"]:
+    for span in sorted(spans, key=lambda span: span["ts"]):
+        first = groups[-1][0] if groups and "gradients" not in span["args"] else None
+        if first and span["ts"] < first["ts"] + first["dur"]:
             groups[-1].append(span)
         else:
             groups.append([span])
@@ -193,11 +193,6 @@ def names_in(span: Event, lane: Lane) -> list[str]:
     """The gradients of a span: a bucket's, or the one tensor of Horovod's."""
     tensor = lane.threads[span["tid"]].removeprefix("allreduce.")
     return list(span["args"].get("gradients", [tensor]))
-
-
-def is_of_gradients(thread: str, elements: dict[str, int]) -> bool:
-    """Whether a thread of a timeline is of gradients, and not of figures such as the loss."""
-    return thread.startswith(("bucket", "grouped")) or thread.removeprefix("allreduce.") in elements
 
 
 def num_elements(span: Event) -> int:
