@@ -60,12 +60,8 @@ def test_shares_of_cores() -> None:
     assert shares(*[("a", range(2))] * 5) == [1] * 5  # never none
     assert shares(*[("a", eight)] * 3) == [2, 2, 2]  # rounded down, for all alike
     assert shares(("a", range(6)), ("a", range(4, 8))) == [5, 3]  # they share two cores
-
-
-@pytest.mark.usefixtures("no_quota")
-@pytest.mark.parametrize("size", [3, 7, 11, 49])
-def test_no_rounding_error(size: int) -> None:
-    assert share_of_cores(rows(*[("a", range(size * 3))] * size), 0) == 3
+    for size in (3, 7, 11, 49):  # no rounding error
+        assert share_of_cores(rows(*[("a", range(size * 3))] * size), 0) == 3
 
 
 def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,19 +106,12 @@ def test_this_host_s_quota() -> None:
     assert cpu_quota_cores() > 0
 
 
-def test_core_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5})
-    row = core_row(a_world(host="node7"))
-    assert torch.equal(row, rows(("node7", {1, 5}))[0])
+    assert torch.equal(core_row(a_world(host="node7")), rows(("node7", {1, 5}))[0])
     core_row(a_world(host="n" * 300))  # a long name is cut, not an error
-
-
-def test_host_names() -> None:
-    assert host_names(rows(("b", {0}), ("a.site", {0}), ("b", {1}))) == ["b", "a.site", "b"]
-
-
-def test_core_ranges() -> None:
-    table = rows(("a", {0}), ("a", {0, 1, 2, 3, 8}), ("b", {5, 7, 8}), ("b", set()))
+    table = rows(("b", {0}), ("a.site", {0, 1, 2, 3, 8}), ("b", {5, 7, 8}), ("b", set()))
+    assert host_names(table) == ["b", "a.site", "b", "b"]
     assert core_ranges(table) == ["0", "0-3,8", "5,7-8", ""]
 
 
@@ -190,14 +179,13 @@ def test_deterministic(asked: bool, count: int, monkeypatch: pytest.MonkeyPatch)
         (2, [0, 1, 0, 1]),  # each its own two
     ],
 )
-@pytest.mark.parametrize("launcher", ["slurm", "mpirun"])
 def test_ranks_take_what_they_see(
-    launcher: str, visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
+    visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That no two of them have the same one is checked by test_agreement.py::test_gpus."""
     gpus(monkeypatch, visible)
     monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
-    devices = [choose_device(a_config(), a_world(rank, 4, launcher=launcher)) for rank in range(4)]
+    devices = [choose_device(a_config(), a_world(rank, 4, launcher="slurm")) for rank in range(4)]
     assert [device.index for device in devices] == indices
 
 

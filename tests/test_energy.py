@@ -278,30 +278,27 @@ def test_real_gpu() -> None:
 # ---- all ranks ----
 
 
-def test_summary() -> None:
-    uses = [EnergyUse(300.0, 60, 50, 2), EnergyUse(500.0, 80, 0, 2)]
-    assert energy_summary(uses, images=100) == Energy(
+NO_GPU = {"gpu_joules_per_image": None, "gpu_watts": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({}, {}),
+        ({"gpu_joules": math.nan}, NO_GPU),
+        ({"gpu_utilization_percent": math.nan}, {"gpu_utilization_percent": None}),
+        ({"cpu_joules": math.nan}, {"cpu_joules_per_image": None}),
+    ],
+)
+def test_summary(changes: dict[str, float], lost: dict[str, None]) -> None:
+    """None where one rank could not measure."""
+    uses = [EnergyUse(300.0, 60, 50, 2), replace(EnergyUse(500.0, 80, 0, 2), **changes)]
+    whole = Energy(
         gpu_joules_per_image=8.0,
         gpu_watts=200.0,
         gpu_utilization_percent=70.0,
         cpu_joules_per_image=0.5,
     )
-
-
-@pytest.mark.parametrize(
-    ("field", "names"),
-    [
-        ("gpu_joules", {"gpu_joules_per_image", "gpu_watts"}),
-        ("gpu_utilization_percent", {"gpu_utilization_percent"}),
-        ("cpu_joules", {"cpu_joules_per_image"}),
-    ],
-)
-def test_summary_of_what_one_rank_could_not_measure(field: str, names: set[str]) -> None:
-    use = EnergyUse(1.0, 1.0, 1.0, 1.0)
-    summary = energy_summary([use, replace(use, **{field: math.nan}), use], images=5)
-    assert {name for name, value in vars(summary).items() if value is None} == names
-
-
-def test_summary_of_no_training() -> None:
-    use = EnergyUse(0.0, math.nan, 0.0, 0.0)
-    assert energy_summary([use, use], images=0) == Energy()
+    assert energy_summary(uses, images=100) == replace(whole, **lost)
+    untrained = EnergyUse(0.0, math.nan, 0.0, 0.0)
+    assert energy_summary([untrained, untrained], images=0) == Energy()
