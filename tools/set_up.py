@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +46,19 @@ STAMPS = "set_up.json"
 
 def main() -> int:
     started = time.monotonic()
+    try:
+        print(f"set-up: {set_up()} in {time.monotonic() - started:.0f} s")
+    except StepFailed as failure:
+        print(f"set-up: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nset-up: interrupted. The same command resumes here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def set_up() -> str:
+    """Do the steps that are not done yet; what was done, in a word."""
     venv = Path(os.path.abspath(os.environ.get("VENV") or ".venv"))
     if venv.is_symlink():  # to a scratch disk, say: Python makes no environment through a link
         venv = venv.resolve()
@@ -51,38 +66,21 @@ def main() -> int:
     mpi = os.environ.get("MPI") or before.get("MPI", "auto")
     nccl = os.environ.get("NCCL") or before.get("NCCL", "auto")
     without = os.environ.get("WITHOUT_HOROVOD") or before.get("WITHOUT_HOROVOD", "0")
-    with_horovod = without == "0"
     if nccl not in ("auto", "0", "1"):
-        print(
-            f"set-up: NCCL={nccl} is neither 1 (Horovod with it) nor 0 (without)", file=sys.stderr
-        )
-        return 1
-    keys = step_keys(venv, mpi, with_horovod, nccl)
+        raise StepFailed(f"NCCL={nccl} is neither 1 (Horovod with it) nor 0 (without)")
+    keys = step_keys(venv, mpi, without == "0", nccl)
     if not unfinished(venv, keys) and not check_same_python(venv):
-        note = "" if with_horovod else ", without Horovod"
-        print(f"set-up: nothing to do ({venv}{note})")
-        return 0
-    problems = preflight(venv, with_horovod)
-    if problems:
-        print("set-up: to put right first; nothing was downloaded yet:", file=sys.stderr)
-        for name, text in problems.items():
-            print(f"  {name:<9} {text}", file=sys.stderr)
-        return 1
+        return f"nothing to do ({venv}{'' if without == '0' else ', without Horovod'})"
+    if problems := preflight(venv, with_horovod=without == "0"):
+        lines = [f"  {name:<9} {text}" for name, text in problems.items()]
+        raise StepFailed("\n".join(["to put right first; nothing was downloaded yet:", *lines]))
     print("set-up: MPI is", "found on PATH" if mpi == "system" else WHEEL_MPI, flush=True)
-    try:
-        with only_one_at_a_time(venv):
-            for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
-                STEPS[step](venv, mpi, nccl)
-                kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without, "VENV": str(venv)}
-                write_stamps(venv, {step: keys[step], **kept})
-    except StepFailed as failure:
-        print(f"set-up: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nset-up: interrupted. The same command resumes here.", file=sys.stderr)
-        return 130
-    print(f"set-up: done in {time.monotonic() - started:.0f} s ({venv})")
-    return 0
+    with only_one_at_a_time(venv):
+        for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
+            STEPS[step](venv, mpi, nccl)
+            kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without, "VENV": str(venv)}
+            write_stamps(venv, {step: keys[step], **kept})
+    return f"done ({venv})"
 
 
 class StepFailed(Exception):
@@ -167,26 +165,28 @@ def only_one_at_a_time(venv: Path) -> Iterator[None]:
 
 def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
     """All that this machine lacks: its name, and what is wrong and how to fix it."""
+    machine, this = f"{platform.system()} on {platform.machine()}", f"python3.{sys.version_info[1]}"
+    is_known = machine in ("Linux on x86_64", "Linux on aarch64")
     checks = {
-        "system": check_system(platform.system(), platform.machine()),
+        "system": None
+        if is_known
+        else f"{machine}: Horovod and NCCL want Linux on x86_64 or aarch64. On Windows use WSL2; "
+        "on a Mac a Linux container.",
         "python": check_python(sys.version_info[:3], os.environ.get("PATH", "")),
-        "venv": check_venv_module(),
+        "venv": None
+        if importlib.util.find_spec("ensurepip")
+        else f"this Python makes no virtual environments. Debian, Ubuntu: the package {this}-venv.",
         "disk": check_disk(venv),
         "VENV": check_venv_folder(venv) or check_same_python(venv),
     }
     if with_horovod:
         checks["g++"] = check_compiler(os.environ.get("CXX") or "g++")
-        checks["Python.h"] = check_headers()
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            checks["Python.h"] = (
+                "this Python came without its C headers, which Horovod is compiled with. Debian, "
+                f"Ubuntu: the package {this}-dev. WITHOUT_HOROVOD=1 sets up all the rest."
+            )
     return {name: text for name, text in checks.items() if text}
-
-
-def check_system(system: str, machine: str) -> str | None:
-    if system == "Linux" and machine in ("x86_64", "aarch64"):
-        return None
-    return (
-        f"{system} on {machine}: Horovod and NCCL want Linux on x86_64 or aarch64. "
-        "On Windows use WSL2; on a Mac a Linux container."
-    )
 
 
 def check_python(version: tuple, path: str) -> str | None:
@@ -198,18 +198,6 @@ def check_python(version: tuple, path: str) -> str | None:
         if program and subprocess.call([program, "--version"], stdout=-3, stderr=-3) == 0:
             return f"{text} {name} is on PATH: add PYTHON={name} to the command."
     return f"{text} Install one (`module load python`, pyenv, your distribution's package)."
-
-
-def check_venv_module() -> str | None:
-    try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
-    except ImportError as error:
-        return (
-            f"this Python makes no virtual environments ({error}). Debian, Ubuntu: the package "
-            f"python3.{sys.version_info[1]}-venv."
-        )
-    return None
 
 
 def check_compiler(command: str) -> str | None:
@@ -225,17 +213,6 @@ def check_compiler(command: str) -> str | None:
         f"{command} does not compile C++20 ({why}), and Horovod is compiled here. Debian, Ubuntu: "
         "the package g++; on a cluster: `module load gcc`, or its path in CXX. WITHOUT_HOROVOD=1 "
         "sets up all the rest without a compiler."
-    )
-
-
-def check_headers() -> str | None:
-    import sysconfig
-
-    if Path(sysconfig.get_path("include"), "Python.h").exists():
-        return None
-    return (
-        "this Python came without its C headers, which Horovod is compiled with. Debian, Ubuntu: "
-        f"the package python3.{sys.version_info[1]}-dev. WITHOUT_HOROVOD=1 sets up all the rest."
     )
 
 
