@@ -39,9 +39,8 @@ HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import *; run_co
 NEEDED = ["setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml"]
 MEMORY_PER_JOB = 3 * 2**29  # bytes; one compiler process on torch's headers
 CHECK_TIMEOUT = 120  # seconds; a healthy check takes 5
-ERROR = re.compile(  # of compiler, linker, CMake or Python, but no echo by pip
-    r"\berror: (?!subprocess-exited)|CMake Error|undefined reference|cannot find -l|No space left"
-    r"|Killed|^\s*(?!subprocess\.)\w+Error: "
+ERROR = (  # of compiler, linker, CMake, Python or system
+    r"^.*(?:\berror: |CMake Error|undefined reference|cannot find -l|No space left|Killed).*$"
 )
 
 CHECK = """
@@ -392,11 +391,10 @@ def toolkit_from_wheels(torch: Any, work: Path) -> Path:
 
 
 def pick_errors(log: str) -> str:
-    """The first error with the lines around, else the end."""
-    lines = log.splitlines()
-    first = next((number for number, line in enumerate(lines) if ERROR.search(line)), len(lines))
-    hint = "\nThe machine ran out of memory: set MAX_JOBS=1." if "Killed" in log else ""
-    return "\n".join(lines[max(0, min(first - 2, len(lines) - 25)) :][:25]) + hint
+    """The first errors, else the end."""
+    lines = re.findall(ERROR, log, re.MULTILINE)[:5] or log.splitlines()[-25:]
+    hint = ["The machine ran out of memory: set MAX_JOBS=1."] if "Killed" in log else []
+    return "\n".join(lines + hint)
 
 
 def run_group(
