@@ -31,11 +31,10 @@ from msgspec.structs import replace
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.words import count
-from compare.plan.checks import check_plan
 from compare.plan.environment import shell_lines
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, percentage
-from compare.plan.plan_file import list_plans
+from compare.plan.plan_file import check_plan, list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.plan.ssh import check_logins
 from compare.running import preflight

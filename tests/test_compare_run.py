@@ -214,21 +214,77 @@ def test_every_run_is_made_once_in_blocks_and_said(comparing):
     assert "[12/12] block 3" in output
 
 
-def test_a_block_shares_its_seed_and_blocks_differ(comparing):
-    comparing.run(*SMALL)
-    seeds = {(line.split("/")[0], line.split()[1]) for line in comparing.starts()}
-    assert seeds == {("block-1", "42"), ("block-2", "43")}
+def test_blocks_have_their_seed_and_what_is_done_is_not_run_again(comparing):
+    comparing.environment |= {"MALLOC_ARENA_MAX": "2", "NCCL_DEBUG": "WARN", "HOME_SWEET": "1"}
+    assert comparing.run(*SMALL)[0] == 0
+    environment = read_plan(comparing)["environment"]
+    assert environment["inherited"].items() >= {("MALLOC_ARENA_MAX", "2"), ("NCCL_DEBUG", "WARN")}
+    assert "HOME_SWEET" not in environment["inherited"]
+    assert environment["removed"] == list(REMOVED_VARIABLES)
+    assert environment["affinity"] == sorted(os.sched_getaffinity(0))
+    words = [line.split() for line in comparing.starts()]
+    seeds = {(name.split("/")[0], seed, threads) for name, seed, threads, *_ in words}
+    assert seeds == {("block-1", "42", "None"), ("block-2", "43", "None")}  # none of the shell's
+    code, output = comparing.run(*SMALL)
+    assert code == 0 and len(comparing.starts()) == 4
+    assert "4 of them are there already" in output
+    assert comparing.run(*SMALL, "--blocks", "3")[0] == 0
+    assert len(comparing.starts()) == len(set(comparing.starts())) == 6
+    assert read_plan(comparing)["blocks"] == 3
+    assert comparing.run(*SMALL[:-1], "own", "--", "--seed", "7")[0] == 0
+    assert {line.split()[1] for line in comparing.starts()[6:]} == {"7"}
 
 
-def test_the_users_own_seed_goes_to_all_blocks(comparing):
-    code, _ = comparing.run(*SMALL, "--", "--seed", "7")
-    assert code == 0
-    assert {line.split()[1] for line in comparing.starts()} == {"7"}
+@pytest.mark.parametrize(
+    ("words", "place", "number"),
+    [
+        (["--blocks", "2", "--no-phases"], "block-2/ddp-torchrun-1", signal.SIGINT),
+        (["--blocks", "1"], "phases/horovod-mpi-1", signal.SIGTERM),
+        (["--blocks", "2", "--no-phases", "--case", "a=--x 1", "--case", "b=--x 2"],
+         "block-2/b/horovod-mpi-1", signal.SIGINT),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stubborn", [["--stubborn", "yes"], rarely([])])
+def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
+    comparing, words, place, number, stubborn
+):
+    trainer = ["--hang", place, *stubborn]
+    command = ["--workers", "1", "--no-warm-up", *words, "--", *trainer]
+    process = comparing.start(*command)
+    comparing.wait_for(f"runs/*/{place}/hangs")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in output
+    assert not comparing.processes()
+    before = run_names(comparing)
+    shown = next(line for line in output.splitlines() if "--out runs/compare-" in line)
+    assert shlex.split(shown)[-len(trainer) :] == trainer
+    (folder,) = comparing.folder.glob("runs/compare-*")
+    assert not (folder / place / "outcome.json").exists()
+    # The run would hang again: that it is started at all, and the others are not, is the point.
+    process = comparing.start(*command)
+    deadline = time.monotonic() + 30
+    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert run_names(comparing)[len(before) :] == [place]
+    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
 
 
-def test_threads_of_the_shell_reach_no_run(comparing):
-    comparing.run(*SMALL)
-    assert {line.split()[2] for line in comparing.starts()} == {"None"}
+@pytest.mark.parametrize(("words", "ended", "said"), [
+    (["--", "--empty"], 1, "exit code 0, but no summary.json"),
+    (["--timeout", "1", "--", "--stubborn", "yes", "--hang"], 1, "TIMED OUT after"),
+    (["--timeout", "1", "--", "--hang"], 1, "time limit before its first step: give a larger --t"),
+    (["--", "--leave"], 0, "1 process was left behind and killed"),
+])  # fmt: skip
+def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, ended, said):
+    run = "block-1/horovod-mpi-1"
+    code, output = comparing.run(*SMALL, *words, run)
+    assert code == ended and said in output
+    assert len(comparing.starts()) == 4 and not comparing.processes()
+    outcome = json.loads((comparing.folder / f"out/{run}/outcome.json").read_text())
+    assert (outcome["other_load"] is None) == bool(outcome["leftover_processes"])
 
 
 def test_the_order_is_that_of_its_seed_and_more_blocks_begin_alike():
@@ -238,62 +294,6 @@ def test_the_order_is_that_of_its_seed_and_more_blocks_begin_alike():
     assert order() == order()
     assert order(blocks=5)[:12] == order(blocks=3)
     assert len({tuple(order(blocks=1, order_seed=seed)) for seed in range(50)}) == 8
-
-
-def test_what_is_done_is_not_run_again(comparing):
-    assert comparing.run(*SMALL)[0] == 0
-    code, output = comparing.run(*SMALL)
-    assert code == 0 and len(comparing.starts()) == 4
-    assert "4 of them are there already" in output
-
-
-def test_more_blocks_extend_a_comparison(comparing):
-    comparing.run(*SMALL)
-    code, _ = comparing.run(*SMALL, "--blocks", "3")
-    assert code == 0
-    assert len(comparing.starts()) == len(set(comparing.starts())) == 6
-    assert json.loads((comparing.folder / "out/plan.json").read_text())["blocks"] == 3
-
-
-@pytest.mark.parametrize(
-    ("number", "stubborn"),
-    [
-        (signal.SIGINT, []),
-        (signal.SIGTERM, ["--stubborn", "yes"]),
-        rarely(signal.SIGINT, ["--stubborn", "yes"]),
-        rarely(signal.SIGTERM, []),
-    ],
-)
-def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
-    comparing, number, stubborn
-):
-    words = ["--blocks", "2", "--workers", "1", "--no-warm-up", "--no-phases"]
-    trainer = ["--hang", "block-2/ddp-torchrun-1", *stubborn]
-    process = comparing.start(*words, "--", *trainer)
-    comparing.wait_for("runs/*/block-2/ddp-torchrun-1/hangs")
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in output
-    assert not comparing.processes()
-    before = comparing.starts()
-    assert "stopped: what was measured is kept" in output
-    shown = next(line for line in output.splitlines() if "--out runs/compare-" in line)
-    assert shlex.split(shown)[-len(trainer) :] == trainer
-
-    (folder,) = comparing.folder.glob("runs/compare-*")
-    half = folder / "block-2/ddp-torchrun-1"
-    assert (half / "hangs").exists() and not (half / "outcome.json").exists()
-    # The run would hang again: that it is started at all, and the others are not, is the point.
-    process = comparing.start(*words, "--", *trainer)
-    deadline = time.monotonic() + 30
-    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    again = comparing.starts()[len(before) :]
-    assert [line.split()[0] for line in again] == ["block-2/ddp-torchrun-1"]
-    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
 
 
 def test_a_killed_run_py_takes_its_run_with_it(comparing):
@@ -359,13 +359,10 @@ def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path, capsy
     assert capsys.readouterr().out.count("error:") == 1
 
 
-def test_a_time_limit_during_the_training_is_said(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1200}\n')
-    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path, True)
-
-
 def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(tmp_path):
     alone, over_hosts = (timeout_sentence(tmp_path, answer) for answer in (False, True))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1200}\n')
+    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path, True)
     assert alone.endswith("before its first step: give a larger --timeout")
     assert "--timeout; or do its workers reach each other? `python compare/doctor" in over_hosts
 
@@ -384,30 +381,6 @@ def test_workers_on_other_hosts_that_have_not_met_are_asked_for_once(tmp_path, c
     line = launch.LiveLine("a run", tmp_path, None, meeting=0.0)
     (tmp_path / "environment.json").touch()
     assert line.show(1.0) == "" and capsys.readouterr().out == ""
-
-
-def test_a_run_without_a_summary_has_failed(comparing):
-    code, output = comparing.run(*SMALL, "--", "--empty", "block-1/horovod-mpi-1")
-    assert code == 1
-    assert "exit code 0, but no summary.json" in output
-
-
-def test_a_run_that_takes_too_long_is_ended(comparing):
-    code, output = comparing.run(
-        *SMALL, "--timeout", "1", "--", "--hang", "block-1/horovod-mpi-1", "--stubborn", "yes"
-    )
-    assert code == 1
-    assert "TIMED OUT after" in output
-    assert "ended by its time limit before its first step: give a larger --timeout\n" in output
-    assert len(comparing.starts()) == 4
-    assert not comparing.processes()
-
-
-def test_what_a_launcher_leaves_behind_is_ended_and_said(comparing):
-    code, output = comparing.run(*SMALL, "--", "--leave", "block-1/ddp-torchrun-1")
-    assert code == 0
-    assert "1 process was left behind and killed" in output
-    assert not comparing.processes()
 
 
 def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
@@ -539,17 +512,6 @@ def test_without_horovod_the_rest_of_the_default_runs_and_says_so(comparing):
     assert comparing.run(*SMALL, "--new", "--out", "other", *failing)[0] == 1
 
 
-@pytest.mark.parametrize("flag", ["--log-dir", "--log_dir=x", "--name", "--resume"])
-def test_flags_that_would_break_the_plan_are_refused(flag, capsys):
-    assert main(["--dry-run", "--", flag, "x"]) == 2
-    assert flag.split("=")[0] in capsys.readouterr().err
-
-
-def test_a_word_that_is_no_number_is_named(capsys):
-    assert main(["--blocks", "x"]) == 2
-    assert "--blocks x: must be a whole number" in capsys.readouterr().err
-
-
 def test_the_time_left_is_that_of_the_same_configuration():
     done = [("horovod-mpi-2", 100.0), ("ddp-torchrun-2", 10.0)]
     assert seconds_left(done, ["horovod-mpi-2"]) == 100.0
@@ -608,24 +570,6 @@ def test_cases_are_run_side_by_side_each_in_a_folder_of_its_own(comparing):
     assert len(comparing.starts()) == 8
 
 
-def test_an_interrupted_comparison_of_cases_goes_on(comparing):
-    words = [*SMALL, "--case", "a=--x 1", "--case", "b=--x 2",
-             "--", "--hang", "block-2/b/horovod-mpi-1"]  # fmt: skip
-    process = comparing.start(*words)
-    comparing.wait_for("out/block-2/b/horovod-mpi-1/hangs")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "stopped: what was measured is kept" in output
-    before = run_names(comparing)
-    process = comparing.start(*words)
-    deadline = time.monotonic() + 30
-    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert run_names(comparing)[len(before) :] == ["block-2/b/horovod-mpi-1"]
-
-
 def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing):
     code, output = comparing.run(
         *SMALL, "--define", "tuned=horovod-mpi HOROVOD_CYCLE_TIME=2.5 --fp16-allreduce"
@@ -682,14 +626,10 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     assert code == 0 and len(comparing.starts()) == 8
     (extension,) = read_plan(comparing)["extensions"]
     assert extension["blocks"] == 4
-
-
-def test_no_block_is_added_after_a_failure(comparing):
-    code, output = comparing.run(
-        *UNTIL, "1%", "--", "--spread", "all", "--fail", "block-2/horovod-mpi-1"
-    )
+    failing = ("--spread", "all", "--fail", "block-2/horovod-mpi-1")
+    code, output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing)
     assert code == 1 and "no further blocks" in output
-    assert max(run["block"] for run in read_plan(comparing)["runs"]) == 2
+    assert max(run["block"] for run in read_plan(comparing, "failing")["runs"]) == 2
 
 
 WITH_PHASES = ("--blocks", "1", "--workers", "1", "2", "--no-warm-up", "--out", "out")
@@ -719,14 +659,6 @@ def test_the_phases_are_run_once_a_cell_after_the_blocks(comparing):
     ]
 
 
-def test_phases_left_out_can_be_made_later(comparing):
-    assert comparing.run(*WITH_PHASES, "--no-phases")[0] == 0
-    assert len(comparing.starts()) == 4 and read_plan(comparing)["phase_runs"] == []
-    assert comparing.run(*WITH_PHASES, "--phase-steps", "40")[0] == 0
-    assert all(line.endswith("--max-steps 40") for line in comparing.starts()[4:])
-    assert len(comparing.starts()) == 8
-
-
 def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_one(comparing):
     words = [*WITH_PHASES, "--", "--fail", "phases/horovod-mpi-2"]
     code, output = comparing.run(*words)
@@ -737,24 +669,6 @@ def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_on
     code, output = comparing.run(*words)
     assert code == 1 and run_names(comparing)[8:] == ["phases/horovod-mpi-2"]
     assert (comparing.folder / "out/phases/horovod-mpi-2.failed-1/output.log").exists()
-
-
-def test_an_interruption_during_the_phases_goes_on_there(comparing):
-    words = ["--blocks", "1", "--workers", "1", "--no-warm-up", "--", "--hang",
-             "phases/horovod-mpi-1"]  # fmt: skip
-    process = comparing.start(*words)
-    comparing.wait_for("runs/*/phases/horovod-mpi-1/hangs")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130 and not comparing.processes()
-    process = comparing.start(*words)
-    deadline = time.monotonic() + 30
-    while len(comparing.starts()) == 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert run_names(comparing)[4:] == ["phases/horovod-mpi-1"]
-    assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
 
 
 def test_warnings_are_printed_and_written_down(comparing):
@@ -797,13 +711,6 @@ def test_what_a_loop_elsewhere_uses_is_other_load(comparing):
         loop.wait()
 
 
-def test_other_load_is_not_known_where_processes_had_to_be_killed(comparing):
-    run = "block-1/ddp-torchrun-1"
-    comparing.run(*SMALL, "--", "--leave", run)
-    outcome = json.loads((comparing.folder / f"out/{run}/outcome.json").read_text())
-    assert outcome["leftover_processes"] == 1 and outcome["other_load"] is None
-
-
 def test_a_terminal_shows_step_and_speed_while_a_run_is_under_way(comparing):
     run = "block-1/ddp-torchrun-1"
     master, slave = pty.openpty()
@@ -831,14 +738,3 @@ def test_the_last_step_is_read_from_the_end_of_a_long_file(tmp_path):
     assert last_step(path) == {"kind": "step", "step": 20_000}
     path.write_text("")
     assert last_step(path) is None
-
-
-def test_what_affects_speed_and_is_inherited_is_written_down(comparing):
-    comparing.environment |= {"MALLOC_ARENA_MAX": "2", "NCCL_DEBUG": "WARN", "HOME_SWEET": "1"}
-    assert comparing.run(*SMALL)[0] == 0
-    environment = read_plan(comparing)["environment"]
-    assert environment["inherited"]["MALLOC_ARENA_MAX"] == "2"
-    assert environment["inherited"]["NCCL_DEBUG"] == "WARN"
-    assert "HOME_SWEET" not in environment["inherited"]
-    assert environment["removed"] == list(REMOVED_VARIABLES)
-    assert environment["affinity"] == sorted(os.sched_getaffinity(0))

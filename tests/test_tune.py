@@ -19,11 +19,12 @@ from compare.evidence.turns import Block, Turn
 from compare.evidence.verdicts import judge
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import parse_options
+from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import tune as tune_module
 from compare.running.knobs_to_try import Values, free_knobs, horovod_knobs, settings_knobs
 from compare.running.sides import MeasurementError, Side
-from compare.running.tune import Found, comparison_command, file_text, tuning_plan, write_file
+from compare.running.tune import Found, comparison_command, head_of, tuning_plan, write_file
 from recipe.errors import UserError
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
@@ -128,30 +129,30 @@ def test_what_a_search_refuses(words: list[str], told: str) -> None:
 # --------------------------------------------------------------------------- what is written
 
 
-def found(engine: str, knobs: Knobs, ratios: list[float] | None) -> Found:
+def found(engine: str, knobs: Knobs, holds: bool = True) -> Found:
     name = {"ddp": "ddp-torchrun", "horovod": "horovod-mpi"}[engine]
-    check = estimate_ratio(ratios, [1.0] * len(ratios)) if ratios else None
-    gains = ["bucket_cap_mb, 50: 1.200 times"] if ratios else []
-    return Found(CONFIGURATIONS[name], knobs, gains, check)
+    return Found(
+        CONFIGURATIONS[name], knobs, ["bucket_cap_mb, 50: 1.200 times"], "all of it", holds
+    )
 
 
-GAIN, NO_GAIN = [1.2, 1.21, 1.19], [1.2, 0.8, 1.0]
 WHERE = [{"hosts": ["a", "b"], "device_name": "A Processor 9000", "torch": "2.14.1"}]
 
 
 def test_the_file_tells_where_it_is_from_and_what_each_knob_gained(tmp_path: Path) -> None:
-    ddp = found("ddp", Knobs({"bucket_cap_mb": 50.0}, {"NCCL_ALGO": 'a\n"b"'}), GAIN)
-    horovod = found("horovod", Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"}), NO_GAIN)
+    path = tmp_path / "k.toml"
+    ddp = found("ddp", Knobs({"bucket_cap_mb": 50.0}, {"NCCL_ALGO": 'a\n"b"'}))
+    horovod = found("horovod", Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"}), holds=False)
     words = ["--tune", "k.toml", "a b\n c"]  # quoted words of several lines stay in the comment
-    text = file_text([ddp, horovod], {}, plan_of("--workers", "4"), words, WHERE)
+    write_file(path, [ddp, horovod], Plan(), head_of(plan_of("--workers", "4"), words, WHERE))
+    text = path.read_text()
     for said in ("--tune k.toml 'a b\n", "4 workers on 2 host(s) (a, b)", "A Processor 9000",
-                 "torch 2.14.1", "bucket_cap_mb, 50: 1.200 times", "shows no gain",
+                 "torch 2.14.1", "bucket_cap_mb, 50: 1.200 times",
                  '# HOROVOD_CYCLE_TIME = "0.5"'):  # fmt: skip
         assert said in text, said
-    (tmp_path / "k.toml").write_text(text)
-    assert read_all_knobs(tmp_path / "k.toml") == {"ddp": ddp.knobs}
-    none = file_text([found("ddp", Knobs(), None)], {}, plan_of(), [])
-    assert "nothing was shown to be faster" in none and "[ddp]" not in none
+    assert read_all_knobs(path) == {"ddp": ddp.knobs}
+    write_file(path, [Found(CONFIGURATIONS["ddp-torchrun"])], Plan(), [])
+    assert "nothing was shown to be faster" in path.read_text() and "[ddp]" not in path.read_text()
 
 
 def test_a_file_that_was_written_by_hand_is_never_lost(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_a_file_that_was_written_by_hand_is_never_lost(tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
     path.write_text("[ddp]\nstatic_graph = true\n[horovod]\nnum_groups = 3\n")
     for cap in (50.0, 60.0):
-        write_file(path, [found("ddp", Knobs({"bucket_cap_mb": cap}), GAIN)], plan_of(), [])
+        write_file(path, [found("ddp", Knobs({"bucket_cap_mb": cap}))], Plan(), [])
     assert len(list(tmp_path.iterdir())) == 3
     assert "static_graph" in path.with_name("k.toml.old").read_text()
     assert read_all_knobs(path)["ddp"].settings == {"bucket_cap_mb": 60.0}
@@ -230,7 +231,7 @@ def test_a_whole_search(blocks: Blocks, capsys: pytest.CaptureFixture[str]) -> N
     assert knobs["horovod"] == Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"})
     output = capsys.readouterr().out
     assert "buckets 50: 1.3" in output and ": kept" in output and "left" in output
-    assert "all of it against the defaults: 1.3" in output and "--knobs k.toml" in output
+    assert "all against the defaults: 1.3" in output and "--knobs k.toml" in output
     counts = Counter(start.rpartition(" ")[2] for start in blocks.starts)
     assert counts["1"] in (2, 5) and counts["50"] == 2 + 3
     on_top = read_json(Path("runs/tune-k/ddp/static/2-blocks/1-values/plan.json"))

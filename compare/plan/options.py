@@ -5,13 +5,12 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from compare.plan.checks import check_end, check_plan
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
 from compare.plan.plan import (
@@ -23,7 +22,14 @@ from compare.plan.plan import (
     knobs_files,
     meta_of,
 )
-from compare.plan.plan_file import find_plan_file, flag_of, read_plan_file, typed
+from compare.plan.plan_file import (
+    check_end,
+    check_plan,
+    find_plan_file,
+    flag_of,
+    read_plan_file,
+    typed,
+)
 from recipe.config import are_digits, check, read_flags
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
@@ -39,6 +45,39 @@ GROUPS = {
 }
 
 
+# Flags that are no part of a plan: those of the task, and how it is done.
+TASK: dict[str, dict[str, Any]] = {
+    "plan": {"nargs": "?", "metavar": "plan", "help": "a ready plan's name or a plan file (TOML; "
+             "compare/plans/ has them); flags win over it"},
+    "--list-plans": {"action": "store_true", "help": "show the ready plans, and nothing else"},
+    "--tune": {"type": Path, "metavar": "FILE", "help": "do not compare, but search for the "
+               "settings with which each engine exchanges gradients fastest here, and write them "
+               "into this file, for the trainers' --knobs"},
+    "--rounds": {"type": int, "metavar": "N", "help": "with --tune: in how many blocks the values "
+                 "of a knob that look faster take turns with the best one so far "
+                 f"(default: {TUNING_ROUNDS})"},
+}  # fmt: skip
+PROCEDURE: dict[str, dict[str, Any]] = {
+    "--hostfile": {"type": Path, "metavar": "FILE", "help": "hosts, in lines of the form 'name "
+                   "slots=N', in place of --hosts"},
+    "--no-phases": {"dest": "phase_steps", "action": "store_const", "const": 0,
+                    "help": "leave out the runs that show the phases of a step"},
+    "--no-warm-up": {"dest": "warm_up", "action": "store_false", "help": "leave out the short run "
+                     "of each engine before the first measured one"},
+    "--block": {"type": int, "metavar": "N", "help": "with --measure runs --blocks N: run this "
+                "block alone (for job arrays); the last one that is missing also runs those for "
+                "the phases"},
+    "--out": {"type": Path, "metavar": "DIR", "help": "the comparison's folder; one that exists is "
+              "continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
+              "this plan unfinished)"},
+    "--new": {"action": "store_true", "help": "start afresh, even if this plan is unfinished"},
+    "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
+    "--strict": {"action": "store_true", "help": "do not start when something would make the "
+                 "result worthless (other load, unequal threads, ...), where otherwise a warning "
+                 "is printed"},
+}  # fmt: skip
+
+
 def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
     about the plan bears the name of its key and is None where it was not given."""
@@ -52,27 +91,26 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_task(parser.add_argument)
+    for name, more in TASK.items():
+        parser.add_argument(name, **more)
     group: Any = parser
     for field in FIELDS:
         meta, key = meta_of(field.type), field.encode_name
         if key in GROUPS:
             group = parser.add_argument_group(GROUPS[key])
         if meta.description:
-            kind, more = typing.get_args(field.type)[0], dict[str, Any]()
-            if kind is bool:
-                more = {"action": "store_const", "const": True}
-            else:
-                more = {"metavar": (meta.extra or {})["metavar"]}
-            if typing.get_origin(kind) is dict:
-                more["action"] = "append"
-            elif typing.get_origin(kind) is tuple:
-                more["nargs"] = "+"
-            elif typing.get_origin(kind) is typing.Literal:
-                more["choices"] = typing.get_args(kind)
+            kind, metavar = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
+            more = {
+                bool: {"action": "store_const", "const": True},
+                dict: {"action": "append", "metavar": metavar},
+                tuple: {"nargs": "+", "metavar": metavar},
+                typing.Literal: {"choices": typing.get_args(kind)},
+            }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
             help_text = meta.description.replace("%", "%%")
             group.add_argument(flag_of(field), dest=key, help=help_text, **more)
-    add_procedure(parser.add_argument_group("how it is done").add_argument)
+    group = parser.add_argument_group("how it is done")
+    for name, more in PROCEDURE.items():
+        group.add_argument(name, **more)
     options = parser.parse_args(own)
     options.runs = Path("runs")
     options.arguments_after_dashes = trainer
@@ -97,75 +135,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return value
-
-
-def add_task(add: Callable[..., Any]) -> None:
-    add(
-        "plan",
-        nargs="?",
-        metavar="plan",
-        help="a ready plan's name or a plan file (TOML; compare/plans/ has them); flags "
-        "win over it",
-    )
-    add("--list-plans", action="store_true", help="show the ready plans, and nothing else")
-    add(
-        "--tune",
-        type=Path,
-        metavar="FILE",
-        help="do not compare, but search for the settings with which each engine exchanges "
-        "gradients fastest here, and write them into this file, for the trainers' --knobs",
-    )
-    add(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="with --tune: in how many blocks each value of a knob takes turns with the best one "
-        f"so far (default: {TUNING_ROUNDS})",
-    )
-
-
-def add_procedure(add: Callable[..., Any]) -> None:
-    add(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help="hosts, in lines of the form 'name slots=N', in place of --hosts",
-    )
-    add(
-        "--no-phases",
-        dest="phase_steps",
-        action="store_const",
-        const=0,
-        help="leave out the runs that show the phases of a step",
-    )
-    add(
-        "--no-warm-up",
-        dest="warm_up",
-        action="store_false",
-        help="leave out the short run of each engine before the first measured one",
-    )
-    add(
-        "--block",
-        type=int,
-        metavar="N",
-        help="with --measure runs --blocks N: run this block alone (for job arrays); the last one "
-        "that is missing also runs those for the phases",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the comparison's folder; one that exists is continued (default: runs/compare-<UTC "
-        "time>, or the newest one there if it holds this plan unfinished)",
-    )
-    add("--new", action="store_true", help="start afresh, even if this plan is unfinished")
-    add("--dry-run", action="store_true", help="print the commands, and nothing else")
-    add(
-        "--strict",
-        action="store_true",
-        help="do not start when something would make the result worthless (other load, unequal "
-        "threads, ...), where otherwise a warning is printed",
-    )
 
 
 def read_definition(text: str) -> tuple[str, dict[str, Any]]:
@@ -209,13 +178,7 @@ def given_table(options: argparse.Namespace) -> dict[str, Any]:
         if "hosts" in table:
             raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
         table["hosts"] = read_hostfile(options.hostfile)
-    for key, value in table.items():  # so that what is wrong is told by the flag
-        field = next(field for field in FIELDS if field.encode_name == key)
-        try:
-            typed({key: value}, Plan, strict=False)
-        except UserError as error:
-            told = re.sub(r"^\w+(?:\[\d+\])* = '?(.*?)'?: ", r"\1: ", str(error))
-            raise UserError(f"{flag_of(field)} {told}") from None
+    typed(table, Plan, "--", strict=False)
     check_end(table)
     return table
 

@@ -11,12 +11,11 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from compare.plan.checks import wrong_names
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import REMOVED_VARIABLES, set_variables, steering_variables
 from compare.plan.hosts import interface_variables
 from compare.plan.plan import Plan, Run, Text, knobs_files, meta_of
-from compare.plan.plan_file import typed
+from compare.plan.plan_file import typed, wrong_names
 from compare.plan.sources import trainers_sha256
 from recipe.errors import UserError
 from recipe.files import write_json

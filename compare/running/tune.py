@@ -11,7 +11,6 @@ import argparse
 import platform
 import shlex
 import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,12 +96,8 @@ class Found:
     configuration: Configuration
     knobs: Knobs = field(default_factory=Knobs)
     gains: list[str] = field(default_factory=list)  # a line for each knob that was kept
-    against_defaults: Estimate | None = None  # speed of the knobs over the defaults; None: no knobs
-
-    @property
-    def holds(self) -> bool:
-        """Tell whether the gain was there again in the blocks that had no part in the choice."""
-        return self.against_defaults is not None and is_gain(self.against_defaults)
+    outcome: str = "nothing was shown to be faster than the defaults"
+    holds: bool = False  # the gain was there again in blocks that had no part in the choice
 
 
 def is_gain(estimate: Estimate) -> bool:
@@ -131,8 +126,8 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
         shutil.rmtree(folder / engine, ignore_errors=True)
     print(f"what makes the exchange of gradients faster here, into {options.tune}; runs: {folder}")
     found = [tune_engine(c, plan, folder / c.engine, options.rounds) for c in plan.members()]
-    environments = sorted(folder.glob("*/**/environment.json"))
-    write_file(options.tune, found, plan, argv, [read_object(path) for path in environments])
+    environments = [read_object(path) for path in sorted(folder.glob("*/**/environment.json"))]
+    write_file(options.tune, found, plan, head_of(plan, argv, environments))
     print(f"\nwritten: {options.tune}. To train with it:  --knobs {options.tune}")
     if len(found) > 1:
         print(f"to compare tuned with tuned:\n    {comparison_command(plan, options.tune)}")
@@ -164,11 +159,12 @@ def tune_engine(one: Configuration, plan: Plan, folder: Path, rounds: int) -> Fo
             found.gains.append(f"{knob}, {winner}: {ratio_words(told[winner])}")
     if found.gains:
         both = {"defaults": Knobs(), "tuned": found.knobs}
-        check = compare(one, plan, both, rounds, folder / "against-defaults")["tuned"]
-        found.against_defaults = check
-        print(f"  all of it against the defaults: {ratio_words(check)}")
-    if not found.holds:
-        print("  nothing was shown to be faster than the defaults")
+        if check := compare(one, plan, both, rounds, folder / "against-defaults").get("tuned"):
+            found.holds = is_gain(check)
+            found.outcome = f"all against the defaults: {ratio_words(check)}"
+        if not found.holds:
+            found.outcome += "; no gain: take the # away to use it all the same"
+    print(f"  {found.outcome}")
     return found
 
 
@@ -232,9 +228,7 @@ def comparison_command(plan: Plan, path: Path) -> str:
     return shlex.join(["python", script_path(), *plan_words(plan)])
 
 
-def write_file(
-    path: Path, found: Sequence[Found], plan: Plan, argv: Sequence[str], where: Sequence[Any] = ()
-) -> None:
+def write_file(path: Path, found: Sequence[Found], plan: Plan, head: Sequence[str]) -> None:
     """Write the file of knobs. Tables of an engine that was not tuned now are taken over from the
     file that is there, which is kept as FILE.old."""
     kept: dict[str, Knobs] = {}
@@ -243,67 +237,47 @@ def write_file(
             kept = read_all_knobs(path)
         except UserError as error:
             print(f"warning: {error}; nothing is taken over from it")
-        for one in found:
-            kept.pop(one.configuration.engine, None)
         aside = path.with_name(f"{path.name}.old")
         if aside.exists():  # which may have been written by hand
             aside = path.with_name(f"{path.name}.old-{utc_stamp()}")
         shutil.copyfile(path, aside)
         print(f"the file that was there is now {aside}")
+    blocks = [commented(*head)]
+    for one in found:
+        engine = one.configuration.engine
+        kept.pop(engine, None)
+        told = [f"{ENGINES[engine]} ({one.configuration.name})", *one.gains, one.outcome]
+        tables = knobs_text({engine: one.knobs}) if one.gains else ""
+        blocks.append(f"{commented(*told)}\n{tables if one.holds else commented(tables)}")
+    for engine, knobs in kept.items():
+        blocks.append(f"# As it was in the file before\n{knobs_text({engine: knobs})}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, file_text(found, kept, plan, argv, where))
+    replace_file(path, "\n\n".join(block.rstrip() for block in blocks) + "\n")
     read_all_knobs(path)
 
 
-def file_text(
-    found: Sequence[Found],
-    kept: Mapping[str, Knobs],
-    plan: Plan,
-    argv: Sequence[str],
-    where: Sequence[Any] = (),
-) -> str:
-    """Return the text of a file of knobs: where they come from, what each gained, the tables.
-    `where` are the environments of its runs."""
+def head_of(
+    plan: Plan, argv: Sequence[str], environments: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return what stands first in the file: where the knobs come from. `environments` are those of
+    the runs."""
     facts: dict[str, Any] = {}
-    for environment in where:
+    for environment in environments:
         facts |= {name: value for name, value in environment.items() if value}
     hosts = facts.get("hosts", [platform.node()])
     names = {"torch": "torch", "horovod": "Horovod", "mpi": "MPI"}
-    told = ", ".join(f"{shown} {facts[name]}" for name, shown in names.items() if name in facts)
-    blocks = [commented(
+    told = [f"{shown} {facts[name]}" for name, shown in names.items() if name in facts]
+    return [
         f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
         f"    {shlex.join(['python', script_path(), *argv])}",
         f"with {max(plan.workers)} workers on {len(hosts)} host(s) ({', '.join(hosts)}), "
-        f"{facts.get('device_name', 'a device that is not known')}; {told}.",
-        "Each gain is a ratio of speeds, value / best before it, with its 95 % interval. On "
-        "another machine or network, with another model or number of workers, other values are "
+        f"{facts.get('device_name', 'a device that is not known')}; {', '.join(told)}.",
+        "Each gain is a ratio of speeds, value / best before it, with its 95 % interval. On",
+        "another machine or network, with another model or number of workers, other values are",
         "faster: make the file anew. Flags and variables of the environment win over it.",
-    )]  # fmt: skip
-    for one in found:
-        lines = [f"{ENGINES[one.configuration.engine]} ({one.configuration.name})"]
-        lines += [f"    {gain}" for gain in one.gains]
-        if one.against_defaults is None:
-            lines.append("    nothing was shown to be faster than the defaults")
-        else:
-            lines.append(f"    all against the defaults: {ratio_words(one.against_defaults)}")
-            tables = knobs_text({one.configuration.engine: one.knobs}).rstrip("\n")
-            if not one.holds:
-                lines.append("    which shows no gain: take the # away to use them all the same")
-                tables = "\n".join(f"# {line}".rstrip() for line in tables.splitlines())
-            lines.append(tables)
-        told = commented(*lines[:-1]) if one.against_defaults else commented(*lines)
-        blocks.append(f"{told}\n{lines[-1]}" if one.against_defaults else told)
-    for engine, knobs in kept.items():
-        blocks.append(f"# As it was in the file before\n{knobs_text({engine: knobs})}".rstrip("\n"))
-    return "\n\n".join(blocks) + "\n"
+    ]
 
 
 def commented(*texts: str) -> str:
-    """Return texts as lines of a comment; one that is indented is a command or a row, and stays
-    whole."""
-    lines = []
-    for text in texts:
-        # Quoted words may have several lines.
-        wrapped = text.splitlines() if text.startswith(" ") else textwrap.wrap(text, 98)
-        lines += [f"# {line}" for line in wrapped]
-    return "\n".join(lines)
+    """Return texts as lines of a comment; quoted words may have several."""
+    return "\n".join(f"# {line}".rstrip() for text in texts for line in text.splitlines())
