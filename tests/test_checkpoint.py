@@ -133,27 +133,6 @@ def test_flags_win_over_the_checkpoint_s_settings(tmp_path: Path) -> None:
     assert {(group["weight_decay"], group["momentum"]) for group in groups} == {(0.5, 0.25)}
 
 
-@pytest.mark.parametrize("kind", [OSError, RuntimeError, KeyboardInterrupt])
-def test_failure_half_way_leaves_the_old_file(
-    kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "c.pt"
-    save_checkpoint(path, contents_of(trainables(), PROGRESS, CONFIG, DATA))
-    before = path.read_bytes()
-
-    def half(contents: object, file: Any) -> None:
-        file.write(before[: len(before) // 2])
-        raise kind("disk full\nsecond line")
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else UserError) as raised:
-        save_checkpoint(path, contents_of(trainables(seed=1), PROGRESS, CONFIG, DATA))
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["c.pt"]
-    if kind is not KeyboardInterrupt:
-        assert "c.pt: the checkpoint could not be written (disk full)" in str(raised.value)
-
-
 def keep(folder: Path, step: int, top1: float | None, progress: Progress, **others: Any) -> None:
     progress.step, progress.samples_seen = step, 4 * step
     is_best = progress.take_best({} if top1 is None else {"top1": top1})

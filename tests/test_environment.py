@@ -34,7 +34,7 @@ from recipe.record.environment import (
     weights_sha256,
 )
 from recipe.record.meter import PhaseSums
-from recipe.record.schema import Energy, Input, SuspectImages
+from recipe.record.schema import Energy
 from recipe.training.model import build_model
 
 CONFIG = a_config(
@@ -174,52 +174,53 @@ def rows_of(*ranks: tuple[float, float, float]) -> torch.Tensor:
     )
 
 
+def summary_of(usage: torch.Tensor, figures: dict[str, float] = FIGURES) -> dict[str, Any]:
+    return asdict(summarize(RAN_ON, {"seed": 42}, METER, figures, usage, TinyNet()))
+
+
 def test_summary() -> None:
     usage = rows_of((7, 10.0, 1000), (7, 30.0, 3000))
-    summary = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
-    assert (summary.engine, summary.launcher, summary.world_size) == ("ddp", "torchrun", 2)
-    assert (summary.epochs, summary.steps, summary.samples_seen) == (2.0, 25, 300)
-    assert summary.skipped_steps == 3
-    numbers = sum(weight.numel() for weight in TinyNet().parameters())
-    assert summary.gradient_bytes == 4 * numbers
-    assert summary.network_bytes_per_step == 2 * 5e6 / 10
-    usage[0, -1] = math.nan  # a host that does not say
-    unknown = summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
-    assert unknown.network_bytes_per_step is None
-    assert summary.cpu_seconds == 40
-    assert summary.cpu_seconds_per_image == 40 / 200  # of this session's images
-    assert summary.peak_memory_bytes == 3000  # the hungriest rank's
-    assert (summary.top1, summary.best_top1) == (50.0, 50.0)
-    assert [(rank.host, rank.cpu_seconds) for rank in summary.ranks] == [
-        ("here", 10.0),
-        ("there", 30.0),
-    ]
-    assert summary.ranks[1].step_seconds == 15
-    assert summary.input == Input(
-        images_per_second=200 / 50,
-        files_per_second=80 / 50,
-        megabytes_per_second=80 / 50,
-        wait_share=1 / 15,
-    )
-    assert summary.energy == Energy()
-    assert summary.suspect_images == SuspectImages(count=4, names=[])
-    assert (
-        summarize(
-            RAN_ON, {"seed": 42}, METER, {**FIGURES, "top1": 30.0}, usage, TinyNet()
-        ).best_top1
-        == 40.0
-    )
-    assert json.loads(json.dumps(asdict(summary))) == asdict(summary)
-    not_evaluated = summarize(RAN_ON, {"seed": 42}, METER, {}, usage, TinyNet())
-    assert {getattr(not_evaluated, name) for name in ("loss", "top1", "top5", "best_top1")} == {
-        None
+    summary = summary_of(usage)
+    expected = {
+        "engine": "ddp",
+        "launcher": "torchrun",
+        "world_size": 2,
+        "epochs": 2.0,
+        "steps": 25,
+        "samples_seen": 300,
+        "skipped_steps": 3,
+        "gradient_bytes": 4 * sum(weight.numel() for weight in TinyNet().parameters()),
+        "network_bytes_per_step": 2 * 5e6 / 10,
+        "cpu_seconds": 40,
+        "cpu_seconds_per_image": 40 / 200,  # of this session's images
+        "peak_memory_bytes": 3000,  # the hungriest rank's
+        "top1": 50.0,
+        "best_top1": 50.0,
+        "input": {
+            "images_per_second": 200 / 50,
+            "files_per_second": 80 / 50,
+            "megabytes_per_second": 80 / 50,
+            "wait_share": 1 / 15,
+        },
+        "energy": asdict(Energy()),
+        "suspect_images": {"count": 4, "names": []},
     }
+    assert {name: summary[name] for name in expected} == expected
+    ranks = [(rank["host"], rank["cpu_seconds"]) for rank in summary["ranks"]]
+    assert ranks == [("here", 10.0), ("there", 30.0)]
+    assert summary["ranks"][1]["step_seconds"] == 15
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary_of(usage, {**FIGURES, "top1": 30.0})["best_top1"] == 40.0
+    not_evaluated = summary_of(usage, {})
+    assert {not_evaluated[name] for name in ("loss", "top1", "top5", "best_top1")} == {None}
+    usage[0, -1] = math.nan  # a host that does not say
+    assert summary_of(usage)["network_bytes_per_step"] is None
 
 
 def test_ranks_that_drifted_apart() -> None:
     usage = rows_of((7, 10.0, 1000), (8, 30.0, 3000))
     with pytest.raises(RuntimeError, match="different weights"):
-        summarize(RAN_ON, {"seed": 42}, METER, FIGURES, usage, TinyNet())
+        summary_of(usage)
 
 
 def test_usage_tells_weights_apart() -> None:
@@ -244,16 +245,26 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = own_row(world, core_row(world)) + own_row(
         replace(world, rank=1), core_row(replace(world, host="there"))
     )
-    facts = describe(world, "ddp", "Gloo", CPU, 1, cores)
-    assert facts.hosts == facts.rank_hosts == ["here", "there"]
-    assert len(facts.affinity) == 2
-    assert facts.allocator in ("C library", *environment.ALLOCATORS)
-    assert (facts.engine, facts.transport, facts.launcher) == ("ddp", "Gloo", "torchrun")
-    assert facts.version == facts.torch == torch.__version__
-    assert facts.horovod is facts.mpi is facts.cuda is None
-    assert facts.command[1:] == ["ddp_train/train.py", "--epochs", "3"]
-    assert facts.device_name == facts.cpu_model == cpu_model() != ""
-    assert json.loads(json.dumps(asdict(facts))) == asdict(facts)
+    facts = asdict(describe(world, "ddp", "Gloo", CPU, 1, cores))
+    expected = {
+        "hosts": ["here", "there"],
+        "rank_hosts": ["here", "there"],
+        "engine": "ddp",
+        "transport": "Gloo",
+        "launcher": "torchrun",
+        "version": torch.__version__,
+        "torch": torch.__version__,
+        "horovod": None,
+        "mpi": None,
+        "cuda": None,
+        "device_name": cpu_model(),
+        "cpu_model": cpu_model(),
+    }
+    assert {name: facts[name] for name in expected} == expected and cpu_model()
+    assert len(facts["affinity"]) == 2
+    assert facts["allocator"] in ("C library", *environment.ALLOCATORS)
+    assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_variables_that_steer_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,20 +411,18 @@ def test_the_image_is_meant(name: str) -> None:
     sshd_config = (ROOT / "docker" / "sshd_config").read_text()
     user = re.search(r"useradd --uid (\d+) .*?(\w+) *\\?$", dockerfile, re.MULTILINE)
     port = re.search(r"^Port (\d+)$", sshd_config, re.MULTILINE)
-    assert user
-    assert port
+    assert user and port
     assert re.search(r"^FROM .* AS cuda$", dockerfile, re.MULTILINE)  # IMAGE's target
     assert "WORKDIR /workspace" in dockerfile
+    may = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     for pod in pods(name).values():
         assert pod["automountServiceAccountToken"] is False
         context = pod["securityContext"]
         assert context["runAsNonRoot"]
         assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
         for container in pod["containers"]:
-            assert container["image"] == IMAGE
-            assert "workingDir" not in container
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["image"] == IMAGE and "workingDir" not in container
+            assert container["securityContext"].items() >= may.items()
     if name in HOROVOD:
         home = of_kind(name, "MPIJob")["spec"]["sshAuthMountPath"]
         assert home == f"/home/{user[2]}/.ssh"

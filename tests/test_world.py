@@ -1,7 +1,9 @@
 """Rank facts from each launcher's variables."""
 
 import socket
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import pytest
 from making import a_world
@@ -99,57 +101,63 @@ def test_lone_copies() -> None:
     assert "world of 4" in unknown and "copies" not in unknown
 
 
-def no_wheel(name: str) -> None:
-    raise metadata.PackageNotFoundError(name)
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """The variables that MPI finds, of a rank that was given some."""
+
+    def prepare(
+        world: World, room: int = 2**30, has_wheel: bool = False, **given: str
+    ) -> dict[str, str]:
+        def wheel(name: str) -> None:
+            if not has_wheel:
+                raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr("os.environ", given)
+        monkeypatch.setattr("sys.prefix", "/environment")
+        monkeypatch.setattr("importlib.metadata.distribution", wheel)
+        monkeypatch.setattr("recipe.world._free_shared_memory", lambda: room)
+        prepare_mpi(world)
+        return given
+
+    return prepare
 
 
 @pytest.mark.parametrize(
     ("launcher", "isolated"), [("none", True), ("torchrun", True), ("mpirun", False)]
 )
-def test_mpi_singleton(launcher: str, isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables: dict[str, str] = {}
-    monkeypatch.setattr("os.environ", variables)
-    monkeypatch.setattr("importlib.metadata.distribution", no_wheel)
-    prepare_mpi(a_world(launcher=launcher))
-    assert variables.pop("OMPI_MCA_mpi_yield_when_idle") == "1"
-    assert variables.pop("OMPI_MCA_btl") == "^tcp"
-    assert variables == ({"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {})
-    variables |= {"OMPI_MCA_ess_singleton_isolated": "0", "OMPI_MCA_mpi_yield_when_idle": "0"}
-    prepare_mpi(a_world(launcher=launcher))  # whoever set them knows better
-    assert variables.pop("OMPI_MCA_btl") == "^tcp"
-    assert set(variables.values()) == {"0"}
+def test_mpi_singleton(launcher: str, isolated: bool, prepared: Callable[..., Any]) -> None:
+    always = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^tcp"}
+    alone = {"OMPI_MCA_ess_singleton_isolated": "1"} if isolated else {}
+    assert prepared(a_world(launcher=launcher)) == always | alone
+    known = {"OMPI_MCA_ess_singleton_isolated": "0", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    found = prepared(a_world(launcher=launcher), **known)  # whoever set them knows better
+    assert found == known | {"OMPI_MCA_btl": "^tcp"}
 
 
+@pytest.mark.parametrize(
+    ("local_size", "room", "given", "found"),
+    [
+        (2, 2**30, None, None),  # there are other hosts
+        (4, 2**24, None, None),  # no room: they speak by TCP
+        (4, 2**30, "^openib", "^openib,tcp"),
+        (4, 2**30, "self,tcp", "self,tcp"),
+        (4, 2**30, None, "^tcp"),
+    ],
+)
 def test_mpi_listens_to_no_network_for_ranks_that_share_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    local_size: int,
+    room: int,
+    given: str | None,
+    found: str | None,
+    prepared: Callable[..., Any],
 ) -> None:
-    variables: dict[str, str] = {}
-    monkeypatch.setattr("os.environ", variables)
-    prepare_mpi(a_world(0, 4, local_size=2, launcher="mpirun"))
-    assert "OMPI_MCA_btl" not in variables  # there are other hosts
-    monkeypatch.setattr("recipe.world._free_shared_memory", lambda: 2**24)
-    prepare_mpi(a_world(0, 4, launcher="mpirun"))
-    assert "OMPI_MCA_btl" not in variables  # no room: they speak by TCP
-    monkeypatch.setattr("recipe.world._free_shared_memory", lambda: 2**30)
-    for given, left_out in {"^openib": "^openib,tcp", "self,tcp": "self,tcp"}.items():
-        variables["OMPI_MCA_btl"] = given
-        prepare_mpi(a_world(0, 4, launcher="mpirun"))
-        assert variables["OMPI_MCA_btl"] == left_out
-    del variables["OMPI_MCA_btl"]
-    prepare_mpi(a_world(0, 4, launcher="mpirun"))
-    assert variables["OMPI_MCA_btl"] == "^tcp"
+    variables = {"OMPI_MCA_btl": given} if given else {}
+    world = a_world(0, 4, local_size=local_size, launcher="mpirun")
+    assert prepared(world, room, **variables).get("OMPI_MCA_btl") == found
 
 
-def test_a_rank_on_another_host_finds_its_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables: dict[str, str] = {}
-    monkeypatch.setattr("os.environ", variables)
-    monkeypatch.setattr("sys.prefix", "/environment")
-    monkeypatch.setattr("importlib.metadata.distribution", no_wheel)
-    prepare_mpi(a_world(launcher="mpirun"))
-    assert "OPAL_PREFIX" not in variables  # the system's MPI, which knows where it lies
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: None)
-    prepare_mpi(a_world(launcher="mpirun"))
-    assert variables["OPAL_PREFIX"] == "/environment"
-    variables["OPAL_PREFIX"] = "/mine"
-    prepare_mpi(a_world(launcher="mpirun"))
-    assert variables["OPAL_PREFIX"] == "/mine"
+def test_a_rank_on_another_host_finds_its_mpi(prepared: Callable[..., Any]) -> None:
+    world = a_world(launcher="mpirun")
+    assert "OPAL_PREFIX" not in prepared(world)  # the system's MPI, which knows where it lies
+    assert prepared(world, has_wheel=True)["OPAL_PREFIX"] == "/environment"
+    assert prepared(world, has_wheel=True, OPAL_PREFIX="/mine")["OPAL_PREFIX"] == "/mine"
