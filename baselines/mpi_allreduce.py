@@ -15,13 +15,14 @@ import torch
 from recipe.allreduce import Backend, measure, parse_options
 from recipe.errors import UserError, one_message
 from recipe.watch import start_watchdog
+from recipe.wire_formats import WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 prepare_mpi(read_world())
 from mpi4py import MPI  # its import initialises MPI
 
 
-def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], object]:
+def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], object]:
     """What sums the tensors' memory, in place: many of them as non-blocking allreduces."""
     assert wire == "fp32", wire
     comm = MPI.COMM_WORLD

@@ -42,8 +42,9 @@ from compare.running.launch import (
 from compare.running.preflight import busy_cores, other_load_warnings
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
+from recipe.wire_formats import WIRE_FORMATS
 
-WIRES = ("fp32", "fp16")
+WIRES = tuple(WIRE_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         metavar="SIZE", help="such as 4K or 256M: bytes of fp32, K = 1024 (default: 4K to 256M by "
         "factors of 4)")  # fmt: skip
     add("--wires", nargs="+", choices=WIRES, default=list(WIRES),
-        help="number formats on the wire (default: fp32 fp16)")  # fmt: skip
+        help=f"number formats on the wire (default: {' '.join(WIRES)})")  # fmt: skip
     add("--model", default="resnet50", metavar="NAME",
         help="the torchvision model whose gradients are summed, too, as one message and tensor by "
         "tensor; none: leave it out (default: resnet50)")  # fmt: skip

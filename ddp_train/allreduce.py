@@ -18,13 +18,14 @@ from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
 from recipe.config import Config
 from recipe.errors import one_message
 from recipe.watch import start_watchdog
+from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World, read_world
 
 
-def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
+def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
     """What sums the tensors: as DDP does it, and on the fp16 wire as its fp16_compress_hook does
     (which also divides: a pass over the halves that is left out here, on all engines)."""
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}[wire]
+    dtype = getattr(torch, WIRE_FORMATS[wire].dtype)
 
     def reduce() -> None:
         sent = []

@@ -13,6 +13,7 @@ from recipe.config import Config
 from recipe.errors import UserError
 
 DEFAULT_CAP_MB = 25.0  # torch's own
+HOOKS = {"fp32": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}  # by wire
 
 
 def bucket_sizes(config: Config) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def bucket_sizes(config: Config) -> dict[str, Any]:
 
 def bucket_hook(config: Config, model: nn.Module) -> Hook | None:
     """What sends a bucket in place of DDP's own all-reduce; None: nothing need be."""
-    if not config.sends_fp16 and not config.profile_steps:
-        return None
-    hook = default_hooks.fp16_compress_hook if config.sends_fp16 else default_hooks.allreduce_hook
-    return noted(hook, model) if config.profile_steps else hook
+    hook = HOOKS[config.wire_format]
+    if config.profile_steps:
+        return noted(hook, model)
+    return None if config.wire_format == "fp32" else hook

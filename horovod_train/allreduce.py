@@ -11,17 +11,18 @@ from importlib import metadata
 
 import torch
 
-from horovod_train.engine import hvd, refuse_lone_copies
+from horovod_train.engine import COMPRESSION, hvd, refuse_lone_copies
 from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
 from recipe.errors import one_message
 from recipe.watch import start_watchdog
+from recipe.wire_formats import WireFormat
 from recipe.world import World, prepare_mpi, read_world
 
 
-def prepare(tensors: Sequence[torch.Tensor], wire: str) -> Callable[[], None]:
+def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
     """What sums the tensors, as DistributedOptimizer does it. Each has a name that stays: Horovod
     keeps what its ranks agreed on by name, and would negotiate a new name anew."""
-    compression = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}[wire]
+    compression = COMPRESSION[wire]
     count = sum(tensor.numel() for tensor in tensors)
     names = [f"{wire}.{count}.{index}of{len(tensors)}" for index in range(len(tensors))]
 

@@ -19,6 +19,8 @@ except ImportError as error:
 
 # Which of its transports Horovod uses: for what its ranks agree on, and for the gradients.
 SELECTORS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+# What makes of a gradient what is sent, by --wire-format.
+COMPRESSION = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 
 

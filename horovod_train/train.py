@@ -23,7 +23,7 @@ import sys
 import torch
 from torch import nn
 
-from horovod_train.engine import average_gradients, check_transport, hvd, prepare
+from horovod_train.engine import COMPRESSION, average_gradients, check_transport, hvd, prepare
 from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device
 from recipe.record.probes import StepProfiler, write_trace
@@ -81,7 +81,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
         return model, hvd.DistributedOptimizer(
             build_optimizer(model, config),
             named_parameters=model.named_parameters(),
-            compression=hvd.Compression.fp16 if config.sends_fp16 else hvd.Compression.none,
+            compression=COMPRESSION[config.wire_format],
             backward_passes_per_step=config.batches_per_allreduce,
             op=hvd.Adasum if config.use_adasum else hvd.Average,
             gradient_predivide_factor=1.0 if config.use_adasum else predivide,

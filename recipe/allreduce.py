@@ -20,14 +20,15 @@ from recipe.config import Config
 from recipe.device import choose_device, core_row, host_names, own_row
 from recipe.errors import UserError
 from recipe.files import replace_file
+from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
 FP32_BYTES = 4
-WIRES = ("fp32", "fp16")
+WIRES = tuple(WIRE_FORMATS)
 MIN_REPETITIONS = 3
 MAX_REPETITIONS = 200
 COPY_REPETITIONS = 3
-FP16_EXACT_INTEGERS = 2048  # fp16 holds each whole number up to here
+EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 CHUNK_ELEMENTS = PATTERN_LENGTH << 17  # of filling and checking: 3.7 MB
 
@@ -56,7 +57,7 @@ class Backend:
     wires: tuple[str, ...]  # that it has
     # Returns what sums these tensors over the ranks, in place, and returns when they are summed.
     # More than one tensor: all are handed over before the first is waited for.
-    prepare: Callable[[Sequence[torch.Tensor], str], Callable[[], object]]
+    prepare: Callable[[Sequence[torch.Tensor], WireFormat], Callable[[], object]]
     barrier: Callable[[], object]
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # for figures; CPU tensors
 
@@ -162,7 +163,7 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
 
 
 def time_message(
-    backend: Backend, world: World, message: Message, wire: str, seconds: float
+    backend: Backend, world: World, message: Message, wire: WireFormat, seconds: float
 ) -> dict[str, Any]:
     """Time the allreduce of one message; as many repetitions as fit into `seconds`.
 
@@ -255,10 +256,10 @@ def synchronize(device: torch.device) -> None:
 def pattern_of(world: World, ranks: Iterable[int]) -> torch.Tensor:
     """What the sum over these ranks is, repeated along a message: fp32 [CHUNK_ELEMENTS]. Rank r
     brings (i + r) mod n at position i, so that all partial sums are whole and exact in fp16."""
-    values = min(PATTERN_LENGTH, FP16_EXACT_INTEGERS // world.size + 1)
+    values = min(PATTERN_LENGTH, EXACT_INTEGERS // world.size + 1)
     if values < 2:
         raise UserError(
-            f"{world.size} ranks: sums over more than {FP16_EXACT_INTEGERS} are not exact in fp16 "
+            f"{world.size} ranks: sums over more than {EXACT_INTEGERS} are not exact on all wires "
             "and could not be checked; start fewer"
         )
     members = list(ranks)

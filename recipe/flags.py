@@ -26,6 +26,7 @@ from recipe.bounds import (
     Bound,
     at_least,
 )
+from recipe.wire_formats import WireFormat
 
 Scope = Literal[
     "work",  # decides what is computed, or how: part of the fingerprint
@@ -280,7 +281,7 @@ class SpeedFlags:
     compile: bool = work(False)
     """Compile the network's blocks by torch.compile: for GPUs. It takes minutes at the start, and
     on CPUs it is slower than without (docs/performance.md)."""
-    wire_format: Literal["fp32", "fp16", "auto"] = work("fp32", needs=("workers", "training"))
+    wire_format: Literal[WireFormat, "auto"] = work("fp32", needs=("workers", "training"))
     """Number format in which gradients are sent. auto: the faster of the two here, as measured
     before training (a resumed run measures anew)."""
     fp16_allreduce: bool = work(False, decides="wire_format")
@@ -398,11 +399,6 @@ class Config(
         """How much of --batch-size the batches of an epoch, counted from 0, are to have."""
         steps = self.batch_size_warmup_epochs + 1
         return Fraction(int(min(epoch + 1, steps)), steps)
-
-    @property
-    def sends_fp16(self) -> bool:
-        """Whether gradients are sent as fp16."""
-        return self.wire_format == "fp16"
 
     @property
     def uses_timm(self) -> str:

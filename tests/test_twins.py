@@ -30,7 +30,7 @@ REASONS = {
     "Adasum's learning rate": ("if config.use_adasum:  # makes up", "lr_scale ="),
     "Horovod's optimizer": (
         "predivide", "hvd.broadcast_parameters(", "hvd.DistributedOptimizer(",
-        "build_optimizer(model, config),", "named_parameters=", "hvd.Compression",
+        "build_optimizer(model, config),", "named_parameters=", "COMPRESSION",
         "backward_passes_per_step=", "hvd.Adasum", "groups=",
     ),
     "DDP's network": (

@@ -1,6 +1,7 @@
 """`--wire-format auto` takes what trains faster, and all ranks take the same."""
 
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from recipe.config import Config
 from recipe.device import own_row
 from recipe.training import wire_format
-from recipe.training.wire_format import FORMATS, settle_wire_format
+from recipe.training.wire_format import settle_wire_format
+from recipe.wire_formats import WIRE_FORMATS, WireFormat
 
 MODEL = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
 AUTO = a_config(wire_format="auto", train_crop_size=8, batches_per_allreduce=3)
@@ -57,7 +59,7 @@ def settle(
 def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     chosen, distributed = settle(slow="fp32")
     assert chosen.wire_format == "fp16" and chosen.batches_per_allreduce == 3
-    assert [one.wire_format for one in distributed] == list(FORMATS)
+    assert [one.wire_format for one in distributed] == list(WIRE_FORMATS)
     assert all(one.batches_per_allreduce == 1 for one in distributed)
     assert settle(slow="fp16")[0].wire_format == "fp32"
     lines = capsys.readouterr().out.splitlines()
@@ -72,7 +74,7 @@ def test_the_network_stays_as_it_was() -> None:
 
 
 def test_a_format_that_is_named_is_not_measured() -> None:
-    for name in FORMATS:
+    for name in WIRE_FORMATS:
         config = a_config(wire_format=name)
         chosen, distributed = settle(slow="fp32", config=config)
         assert chosen is config and not distributed
@@ -109,3 +111,16 @@ def test_close_formats_are_measured_longer() -> None:
 def test_the_slowest_rank_decides_for_all() -> None:
     """Rank 1 of 2 is slow with fp16; rank 0, which is not, comes to the same choice."""
     assert settle(slow="fp32", others=[0.001, 5.0])[0].wire_format == "fp32"
+
+
+def test_each_format_is_known_to_both_engines() -> None:
+    """One that is in the table alone would be an error at once, not fp32 in silence."""
+    from ddp_train.buckets import HOOKS
+    from horovod_train.engine import COMPRESSION
+
+    assert set(get_args(WireFormat)) == WIRE_FORMATS.keys() == HOOKS.keys() == COMPRESSION.keys()
+    for one in WIRE_FORMATS.values():
+        dtype = getattr(torch, one.dtype)
+        assert one.bytes == torch.empty(0, dtype=dtype).element_size()
+        exact = torch.tensor([one.exact_integers, one.exact_integers + 1]).to(dtype).long()
+        assert exact.tolist() == [one.exact_integers, one.exact_integers]

@@ -36,6 +36,7 @@ from recipe.record.schema import (
 from recipe.training.half_weights import working_copy
 from recipe.training.schedule import learning_rate
 from recipe.variables import steers_rank
+from recipe.wire_formats import WIRE_FORMATS
 from recipe.world import World
 
 # Settings that say where files are or how gradients travel, not what is computed: the data itself
@@ -265,9 +266,9 @@ def summarize(
 
 def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
     """What one worker's gradients take on the wire in a step."""
-    fp16_wire = work.get("wire_format") == "fp16"
+    on_wire = WIRE_FORMATS[work.get("wire_format", "fp32")].bytes
     return sum(
-        weight.numel() * (2 if fp16_wire else weight.element_size())
+        weight.numel() * min(on_wire, weight.element_size())
         for weight in model.parameters()
         if weight.requires_grad
     )

@@ -11,7 +11,6 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import nn
@@ -21,15 +20,14 @@ from recipe.data.batches import to_device
 from recipe.device import own_row
 from recipe.training.model import autocast, compile_blocks
 from recipe.watch import heartbeat
+from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
-LEAST_GAIN = 1.01  # of fp16, which rounds what it sends; less is within what timing can tell
+LEAST_GAIN = 1.01  # of what rounds as it sends, over fp32; less is within what timing can tell
 # Rounds that count: the second number if the first leaves neither format CLEAR ahead. (On a slow
 # network steps take long, and show it soon.) A round more pays for connections and page faults.
 ROUNDS = (5, 20)
 CLEAR = 1.1
-WireFormat = Literal["fp32", "fp16"]
-FORMATS: tuple[WireFormat, ...] = ("fp32", "fp16")
 Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimizer]]
 
 
@@ -51,7 +49,7 @@ def settle_wire_format(
     if world.size == 1 or config.evaluate or config.has_fp16_weights:
         return replace(config, wire_format="fp32")  # none are sent, or most are fp16 already
     steps = [
-        trial(replace(config, wire_format=name), model, device, distribute) for name in FORMATS
+        trial(replace(config, wire_format=name), model, device, distribute) for name in WIRE_FORMATS
     ]
 
     def seconds(step: Callable[[], None]) -> float:
@@ -68,14 +66,18 @@ def settle_wire_format(
         own += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(own))]
         row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
         rows = sum_over_ranks(row).cpu()  # the same on all, who go on or stop together
-        slowest = rows.view(world.size, len(own), len(FORMATS)).amax(dim=0)
-        fp32, fp16 = slowest[1:].median(dim=0).values.tolist()
-        if max(fp32, fp16) > CLEAR * min(fp32, fp16):
+        slowest = rows.view(world.size, len(own), len(WIRE_FORMATS)).amax(dim=0)
+        medians = slowest[1:].median(dim=0).values.tolist()
+        found: dict[WireFormat, float] = dict(zip(WIRE_FORMATS, medians, strict=True))
+        fastest, second, *_ = sorted(found.values())
+        if second > CLEAR * fastest:
             break
-    chosen: WireFormat = "fp16" if LEAST_GAIN * fp16 < fp32 else "fp32"
+    chosen: WireFormat = min(found, key=lambda name: found[name])
+    if LEAST_GAIN * found[chosen] >= found["fp32"]:
+        chosen = "fp32"
     if world.is_first:
-        times = f"fp32 {1000 * fp32:.3g} ms, fp16 {1000 * fp16:.3g} ms a step"
-        print(f"wire format: {chosen} ({times})", flush=True)
+        times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in found.items())
+        print(f"wire format: {chosen} ({times} a step)", flush=True)
     del steps
     gc.collect()  # the engines' hooks and their networks hold each other
     return replace(config, wire_format=chosen)
