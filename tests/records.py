@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from compare.evidence.records import Comparison, RunRecord
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Case, OwnCase, OwnConfiguration, Plan, Share, Words
 from recipe.record.schema import Environment, Summary
@@ -51,6 +52,15 @@ def a_summary(**fields: Any) -> Summary:
         "fingerprint": {}, "ended_utc": "2026-11-21T12:01:00Z",
     }  # fmt: skip
     return Summary(**values | fields)
+
+
+def find(
+    comparison: Comparison, block: int, configuration: str, workers: int, case: str = ""
+) -> RunRecord:
+    """A planned run of a comparison."""
+    cell = (case, workers, configuration)
+    [run] = [run for run in comparison.runs if (run.block, run.cell) == (block, cell)]
+    return run
 
 
 def make_turns(

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import structs
+
 from compare.evidence import packed
 from compare.evidence.paired import confidence_after
 from compare.evidence.run_folder import (
@@ -54,6 +56,7 @@ class RunRecord:
     engine: str
     launcher: str
     workers: int
+    seed: int | None = None  # None: the user's own
     status: str = "not run"  # or of Outcome, or "unreadable"
     exit_code: int | None = None
     other_load: float | None = None
@@ -241,17 +244,9 @@ class Comparison:
             cells.setdefault(run.cell, []).append(run)
         return cells
 
-    @cached_property
-    def _by_place(self) -> dict[tuple[int, CellKey], RunRecord]:
-        return {(run.block, run.cell): run for run in self.runs}
-
     def complete_phase_runs(self, cell: CellKey) -> list[RunRecord]:
         """Return the cell's run that measured the phases; none if there is none."""
         return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
-
-    def find(self, block: int, configuration: str, workers: int, case: str = "") -> RunRecord:
-        """Return a planned run; KeyError if the plan has no such run."""
-        return self._by_place[block, (case, workers, configuration)]
 
 
 def newest_comparison(runs: Path) -> Path:
@@ -281,26 +276,24 @@ def recorded_comparison(results: Path) -> Path | None:
 def find_comparison(path: Path) -> Path:
     """Return the comparison that a user's path means: its own folder or plan.json, one of its
     blocks or runs, or a folder that holds no other. RecordError says what there is instead."""
-    if not path.exists():
-        raise RecordError(
-            f"{path} does not exist: give the path of a comparison, as in "
-            "`python compare/report.py runs/compare-...`"
-        )
     folder = path if path.is_dir() else path.parent
     here = folder.resolve()
-    for candidate in (here, *here.parents[:3]):  # block-1/CASE/CONFIGURATION-2 lies three below
-        if (candidate / "plan.json").exists():
-            return folder if candidate == here else candidate
     inside = sorted(plan.parent for plan in folder.glob("*/plan.json"))
-    if len(inside) == 1:
+    for candidate in (here, *here.parents[:3]):  # block-1/CASE/CONFIGURATION-2 lies three below
+        if path.exists() and (candidate / "plan.json").exists():
+            return folder if candidate == here else candidate
+    if path.exists() and len(inside) == 1:
         return inside[0]
-    if inside:
-        names = ", ".join(str(one) for one in inside[-5:])
-        raise RecordError(f"{path} holds {len(inside)} comparisons: give one of them, as {names}")
-    what = "is a single run: a comparison needs two" * (folder / "config.json").exists()
+    what = "holds no plan.json, so that it is no comparison"
+    if not path.exists():
+        what = "does not exist"
+    elif inside:
+        what = f"holds {len(inside)} comparisons, such as {inside[-1]}"
+    elif (folder / "config.json").exists():
+        what = "is a single run: a comparison needs two"
     raise RecordError(
-        f"{path} {what or 'holds no plan.json, so that it is no comparison'}: make one with "
-        "`make compare` or `python compare/run.py`"
+        f"{path} {what}: give the path of one, as in `python compare/report.py runs/compare-...`, "
+        "or make one with `make compare` or `python compare/run.py`"
     )
 
 
@@ -343,27 +336,29 @@ def load_comparison(folder: Path) -> Comparison:
 def load_run(comparison: Path, planned: PlannedRun) -> RunRecord:
     """Read one run folder; if it is broken, or another run than the planned one, its status is
     "unreadable", with the reason."""
-    run = RunRecord(
-        comparison / planned.folder, planned.block, planned.case, planned.configuration,
-        planned.engine, planned.launcher, planned.workers,
-    )  # fmt: skip
+    folder = comparison / planned.folder
+    place = structs.asdict(planned) | {"folder": folder}
     try:
-        outcome_path, summary_path = run.folder / "outcome.json", run.folder / "summary.json"
+        outcome_path, summary_path = folder / "outcome.json", folder / "summary.json"
         has_outcome, has_summary = packed.exists(outcome_path), packed.exists(summary_path)
-        outcome = read_record(outcome_path, Outcome) if has_outcome else Outcome()
-        if has_outcome and outcome.status == "completed" and not has_summary:
+        outcome = Outcome("completed" if has_summary else "not run")  # as of one started by hand
+        if has_outcome:
+            outcome = read_record(outcome_path, Outcome)
+        is_complete = outcome.status == "completed"
+        if is_complete and not has_summary:
             raise RecordError(f"{summary_path} is missing, though the run was completed")
-        run.status = outcome.status if has_outcome or has_summary else "not run"
-        run.exit_code, run.other_load = outcome.exit_code, outcome.other_load
-        run.seconds = outcome.seconds
-        command = run.folder / "command.txt"
-        run.command = packed.read_text(command).strip() if packed.exists(command) else ""
-        if run.is_complete:
-            run.written = read_run_folder(run.folder)
+        command = folder / "command.txt"
+        run = RunRecord(
+            **place,
+            **vars(outcome),
+            command=packed.read_text(command).strip() if packed.exists(command) else "",
+            written=read_run_folder(folder) if is_complete else None,
+        )
+        if is_complete:
             check_planned(run, planned)
-            check_end(run.folder / "metrics.jsonl", run.summary.steps)
+            check_end(folder / "metrics.jsonl", run.summary.steps)
     except RecordError as error:
-        run.status, run.written, run.reason = "unreadable", None, str(error)
+        return RunRecord(**place, status="unreadable", reason=str(error))
     return run
 
 
@@ -373,7 +368,7 @@ def check_planned(run: RunRecord, planned: PlannedRun) -> None:
     for file, name, written, wanted in (
         ("summary.json", "engine", run.summary.engine, run.engine),
         ("summary.json", "world_size", run.summary.world_size, world_size),
-        ("config.json", "seed", run.config.seed, planned.seed),
+        ("config.json", "seed", run.config.seed, run.seed),
     ):
         if wanted is not None and written != wanted:
             raise RecordError(
@@ -424,7 +419,6 @@ def load_side(
                 f"{getattr(environment, field_)!r}, but the plan has {planned!r} there"
             )
     return RunRecord(
-        folder / name, number, case, name, configuration.engine,
-        configuration.launcher, workers,
-        status="completed", exit_code=0, written=written,
+        folder / name, number, case, name, configuration.engine, configuration.launcher, workers,
+        status="completed", written=written,
     )  # fmt: skip

@@ -20,16 +20,6 @@ from compare.evidence.words import (
 )
 
 
-@dataclass(frozen=True)
-class LossGap:
-    """Where the training losses of two runs are farthest apart."""
-
-    largest: float
-    block: int
-    step: int
-    steps: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What is said of two configurations in one case at one number of workers; or, where
@@ -51,7 +41,7 @@ class Verdict:
     speed: Estimate | None = None  # first / second, images a second
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
-    loss_gap: LossGap | None = None
+    loss_gap: str = ""  # where the training losses are farthest apart, of unequal weights
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     family: int = 1  # verdicts of the report that Holm's correction is over
     first_in: tuple[int, int] = (0, 0)  # in how many of how many blocks `first` began
@@ -134,15 +124,7 @@ class Verdict:
         if self.equal_weights:
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
             told = f"{'' if all(self.equal_weights) else 'only '}{equal} of {blocks}"
-            apart = ""
-            if gap := self.loss_gap:
-                apart = (
-                    f"; the training losses differ by at most {gap.largest:.2g} "
-                    f"(step {gap.step} of {gap.steps}, block {gap.block})"
-                )
-            elif not all(self.equal_weights):
-                apart = "; they have no training step in common"
-            lines.append(f"Final weights bit-equal in {told}{apart}.")
+            lines.append(f"Final weights bit-equal in {told}{self.loss_gap}.")
         if self.cpu is not None:
             interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
             lines.append(
@@ -242,7 +224,7 @@ def judge_pair(
         margin=comparison.plan.margin,
         is_null_test=comparison.plan.null,
         equal_weights=equal,
-        loss_gap=largest_loss_gap(unequal),
+        loss_gap=loss_gap_text(unequal),
     )
     return with_speed(verdict, comparison, {first: 1, second: -1})
 
@@ -356,15 +338,18 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
     return " ".join(parts)
 
 
-def largest_loss_gap(pairs: Iterable[tuple[RunRecord, RunRecord]]) -> LossGap | None:
-    """Find where two runs' training losses are farthest apart, over the steps both have."""
-    gap = None
+def loss_gap_text(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> str:
+    """Say where two runs' training losses are farthest apart, over the steps that both have."""
+    gaps = []
     for a, b in pairs:
         losses = {line.step: line.loss for line in b.steps}
-        steps = [line for line in a.steps if line.step in losses]
-        for line in steps:
-            difference = abs(line.loss - losses[line.step])
-            # `not <=` so that a loss that became NaN counts as the largest gap, not as none
-            if gap is None or not difference <= gap.largest:
-                gap = LossGap(difference, a.block, line.step, steps[-1].step)
-    return gap
+        gaps += [
+            (abs(line.loss - losses[line.step]), f"step {line.step} of {a.steps[-1].step}", a.block)
+            for line in a.steps
+            if line.step in losses
+        ]
+    if not gaps:
+        return "; they have no training step in common" if pairs else ""
+    # A loss that became NaN is the largest gap, not none.
+    apart, step, block = max(gaps, key=lambda gap: (math.isnan(gap[0]), gap[0]))
+    return f"; the training losses differ by at most {apart:.2g} ({step}, block {block})"

@@ -243,16 +243,6 @@ def ladder_table(report: Report) -> Table:
 def phase_table(report: Report) -> Table:
     """Return the phases of each cell's step, and with signs what each verdict's two differ in."""
     rows, differences = report.phases, report.phase_differences
-    ratios = {
-        (v.case, v.workers, f"{v.first} − {v.second}"): v.speed.ratio
-        for v in report.verdicts
-        if v.speed is not None
-    }
-    denied = [
-        f"{row.configuration} ({place_text(row.case, row.workers)})"
-        for row in differences
-        if (row.step_seconds < 0) != (ratios[row.case, row.workers, row.configuration] > 1)
-    ]
 
     def milliseconds(field: str) -> Callable[[PhaseRow], TableCell]:
         def cell(row: PhaseRow) -> TableCell:
@@ -274,9 +264,6 @@ def phase_table(report: Report) -> Table:
     if differences:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
         note += "what the first saves."
-    if denied:
-        named = ", ".join(denied)
-        note += f" The runs that measured the phases do not show the verdict's difference: {named}."
     if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
         note += (
             f" Sent by each worker in a step, if the all-reduce is a ring: {' or '.join(sent)} MB. "

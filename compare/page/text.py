@@ -51,20 +51,28 @@ def notice_texts(report: Report, of: str = "") -> list[str]:
             for title, lines in report.notices]  # fmt: skip
 
 
-def side_by_side_text(reports: Sequence[Report]) -> str:
+def side_by_side_text(reports: Sequence[Report], markdown: bool = False) -> str:
     """Return the comparisons' cells in one table, what differs, and the verdicts of each."""
     both = SideBySide(reports)
-    parts = ["\n".join(f"{x}  {name}" for x, name in zip(both.letters, both.names, strict=True))]
-    parts += [table_text(both.table()), UNPAIRED, differences_grid(both, longest=40)]
+    named = zip(both.letters, both.names, strict=True)
+    pattern = "- {}: `{}`" if markdown else "{}  {}"
+    parts = ["### Side by side" * markdown, "\n".join(pattern.format(*pair) for pair in named)]
+    parts += [table_text(both.table(), markdown), UNPAIRED, differences_grid(both, markdown)]
     for letter, report in zip(both.letters, reports, strict=True):
-        lines = [f"{letter}: {verdict_text(verdict)}" for verdict in report.verdicts]
-        lines += [report.correction, *notice_texts(report, f"{letter}: ")]
-        parts.append("\n".join(filter(None, lines)))
-    return "\n\n".join(part for part in parts if part)
+        of = f"{letter}: "
+        if markdown:
+            parts += [markdown_verdict(verdict, of) for verdict in report.verdicts]
+            parts += [report.correction, *markdown_notices(report, of)]
+        else:
+            lines = [f"{of}{verdict_text(verdict)}" for verdict in report.verdicts]
+            lines += [report.correction, *notice_texts(report, of)]
+            parts.append("\n".join(filter(None, lines)))
+    return "\n\n".join(part for part in parts if part) + "\n" * markdown
 
 
-def differences_grid(both: SideBySide, longest: int = 10_000, markdown: bool = False) -> str:
+def differences_grid(both: SideBySide, markdown: bool) -> str:
     """Return in what comparisons differ as a table; empty if in nothing."""
+    longest = 10_000 if markdown else 40
     lines = [
         [name, *(v if len(v) <= longest else f"{v[: longest - 1]}…" for v in values)]
         for name, values in both.differences.items()
@@ -79,7 +87,7 @@ def differences_grid(both: SideBySide, longest: int = 10_000, markdown: bool = F
 def as_markdown(reports: Sequence[Report]) -> str:
     """Return the report as Markdown that can be pasted into an issue."""
     if len(reports) > 1:
-        return markdown_side_by_side(reports)
+        return side_by_side_text(reports, markdown=True)
     report = reports[0]
     tables = text_tables(report)
     parts = [
@@ -117,19 +125,6 @@ def markdown_table(table: Table) -> str:
     if not table.rows:
         return ""
     return f"**{table.title}**\n\n{table_text(table, markdown=True)}\n\n{escaped(table.note)}"
-
-
-def markdown_side_by_side(reports: Sequence[Report]) -> str:
-    """Return several comparisons as Markdown."""
-    both = SideBySide(reports)
-    named = zip(both.letters, both.names, strict=True)
-    parts = ["### Side by side", "\n".join(f"- {letter}: `{name}`" for letter, name in named)]
-    parts += [table_text(both.table(), markdown=True), UNPAIRED]
-    parts.append(differences_grid(both, markdown=True))
-    for letter, report in zip(both.letters, reports, strict=True):
-        parts += [markdown_verdict(verdict, f"{letter}: ") for verdict in report.verdicts]
-        parts += [report.correction, *markdown_notices(report, f"{letter}: ")]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def folded(title: str, text: str) -> str:
