@@ -33,23 +33,6 @@ from recipe.loop import Rung
 from recipe.training.model import blocks_of, build_optimizer
 
 
-def two_devices(first: torch.device, world: World) -> tuple[torch.device, torch.device]:
-    """This rank's two GPUs; the CPU twice without GPUs. UserError for too few."""
-    if first.type == "cpu":
-        return first, first
-    if torch.cuda.device_count() < 2 * world.local_size:
-        raise UserError(
-            f"{world.local_size} rank(s) on {world.host} need two GPUs each, and it has "
-            f"{torch.cuda.device_count()}: start fewer, or pass --no-cuda"
-        )
-    pair = (
-        torch.device("cuda", 2 * world.local_rank),
-        torch.device("cuda", 2 * world.local_rank + 1),
-    )
-    torch.cuda.set_device(pair[0])
-    return pair
-
-
 def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
     """Put the later blocks of a network, which hold the second half of its weights, on the second
     device; what each device holds then, in words. They are taken to compute in the order in which
@@ -75,7 +58,16 @@ class TwoDevices(Rung):
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
-        self.device, self.second = two_devices(self.device, world)
+        self.second = self.device
+        if self.device.type == "cuda":
+            number, own = torch.cuda.device_count(), 2 * world.local_rank
+            if number < 2 * world.local_size:
+                raise UserError(
+                    f"{world.local_size} rank(s) on {world.host} need two GPUs each, and it has "
+                    f"{number}: start fewer, or pass --no-cuda"
+                )
+            self.device, self.second = torch.device("cuda", own), torch.device("cuda", own + 1)
+            torch.cuda.set_device(self.device)
 
     def distribute(self) -> None:
         """Split the network."""

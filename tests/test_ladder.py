@@ -1,38 +1,76 @@
-"""The rungs in baselines/: equal to DDP step by step where they can be, and able to learn."""
+"""The rungs in baselines/: the same training as DDP or one process where they can be, and able to
+learn."""
 
+import itertools
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 import torchvision
-from launching import SMALL, launch, losses, rarely, read_json, resumed_at, train
+from launching import (
+    BIN,
+    SMALL,
+    TRAINERS,
+    launch,
+    losses,
+    rarely,
+    read_json,
+    resumed_at,
+    run,
+    train,
+    wait_until,
+)  # fmt: skip
+from torch import nn
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+from baselines import parameter_server
+from recipe.config import Config
+from recipe.errors import UserError
+from recipe.ranks import bind_rpc
+from recipe.training.model import build_optimizer
+
+pytestmark = pytest.mark.timeout(600)
 
 Trained = Callable[..., Path]
+FEW = "--max-steps 12 --log-interval 1 --checkpoint-steps 7 --keep-checkpoints 5"
+# shufflenet is no chain of layers.
+RESNET = f"--arch resnet18 --batch-size 6 {FEW}"
+MICRO_BATCHES = f"{RESNET} --batches-per-allreduce 4"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """How it is started here, how many workers of DDP train the same, and whether bit by bit."""
+    """How it is started here, what trains the same, and whether bit by bit."""
 
-    launcher: str = "torchrun"
+    flags: str = FEW
     ranks: int = 2
-    workers: int = 2
+    workers: int = 2  # of DDP that train the same; 0: single_process.py does
+    launcher: str = "torchrun"
     is_exact: bool = True
+    to_learn: str = ""  # flags for the digits
 
 
 RUNGS = {
-    "data_parallel": Rung("python", ranks=1, workers=1),
+    "data_parallel": Rung(launcher="python", ranks=1, workers=1),
     "parameter_averaging": Rung(),  # during its warm-up
     "zero_optimizer": Rung(),
     "fsdp": Rung(is_exact=False),
     "model_parallel": Rung(),
-}
+    "pipeline": Rung(
+        MICRO_BATCHES, workers=0,
+        to_learn="--batch-size 10 --batches-per-allreduce 4 --base-lr 0.0025",
+    ),
+    "parameter_server": Rung(f"--synchronous {FEW}", 3),
+    "ddp_with_rpc": Rung(ranks=3),
+    "rpc_pipeline": Rung(RESNET, workers=0),
+}  # fmt: skip
+RPC = ("parameter_server", "ddp_with_rpc", "rpc_pipeline")
 OFTEN = ("zero_optimizer", "fsdp")  # what make test tries
-FEW = "--max-steps 12 --log-interval 1 --checkpoint-steps 7 --keep-checkpoints 5"
 
 
 def start(name: str) -> tuple[str, str, int]:
@@ -51,19 +89,28 @@ def check_losses(one: Path, other: Path, is_exact: bool) -> None:
     assert losses(one) == (losses(other) if is_exact else pytest.approx(losses(other), rel=1e-3))
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("name", [name if name in OFTEN else rarely(name) for name in RUNGS])
-def test_the_steps_are_those_of_ddp(name: str, trained: Trained) -> None:
-    """Which with one worker are those of single_process.py (test_same_training)."""
-    rung, mine = RUNGS[name], trained_as(name, trained)
-    ddp = trained("torchrun" if rung.workers > 1 else "python", "ddp", FEW, rung.workers)
+def test_it_trains_as_without_it(name: str, trained: Trained) -> None:
+    """As DDP, which with one worker is single_process.py (test_same_training), or as that."""
+    rung, mine = RUNGS[name], trained_as(name, trained, RUNGS[name].flags)
+    summary = read_json(mine / "summary.json")
+    if rung.workers == 0:
+        plain = run(["python", TRAINERS["single_process"], *f"{SMALL} {rung.flags}".split()])
+        assert plain.returncode == 0, plain.output
+        assert summary["weights_sha256"] == plain.output.split("weights ")[-1].strip()
+        return
+    flags = rung.flags.removeprefix("--synchronous ")
+    ddp = trained("torchrun" if rung.workers > 1 else "python", "ddp", flags, rung.workers)
+    other = read_json(ddp / "summary.json")
     check_losses(mine, ddp, rung.is_exact)
-    one, other = (read_json(folder / "summary.json") for folder in (mine, ddp))
     # On some processors sharded weights are rounded as whole ones are: then they are equal, too.
     if rung.is_exact:
-        assert one["weights_sha256"] == other["weights_sha256"]
-    assert one["fingerprint"] == other["fingerprint"]
+        assert summary["weights_sha256"] == other["weights_sha256"]
+    assert summary["fingerprint"] == other["fingerprint"]
 
 
+@pytest.mark.launch
 @pytest.mark.full
 def test_a_sharded_optimizer_may_be_another_than_sgd(trained: Trained) -> None:
     adamw = f"{FEW} --optimizer adamw"
@@ -74,6 +121,7 @@ def test_a_sharded_optimizer_may_be_another_than_sgd(trained: Trained) -> None:
 LOCAL = f"{FEW} --warmup-epochs 0.1"  # gradients are averaged in six steps, then weights
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("first", "second", "arguments"),
     [
@@ -84,6 +132,7 @@ LOCAL = f"{FEW} --warmup-epochs 0.1"  # gradients are averaged in six steps, the
         rarely("ddp", "zero_optimizer", FEW),
         rarely("ddp", "model_parallel", FEW),
         rarely("parameter_averaging", "parameter_averaging", LOCAL),
+        *(rarely(name, name, RUNGS[name].flags) for name in ("pipeline", *RPC)),
     ],
 )
 def test_one_goes_on_with_the_other_s_checkpoint(
@@ -99,6 +148,7 @@ def test_one_goes_on_with_the_other_s_checkpoint(
     check_losses(folder, whole, is_exact=first == second or "fsdp" not in (first, second))
 
 
+@pytest.mark.launch
 @pytest.mark.full
 def test_weights_that_are_averaged_now_and_then_are_another_training_s(trained: Trained) -> None:
     local, ddp = (
@@ -111,6 +161,7 @@ def test_weights_that_are_averaged_now_and_then_are_another_training_s(trained: 
     assert losses(local)[8] != losses(ddp)[8]
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("name", OFTEN)
 def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) -> None:
     held = read_json(trained_as(name, trained) / "summary.json")["rung"]
@@ -125,15 +176,23 @@ def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) ->
         assert held["weight_bytes"] == [everything] * 2
 
 
+@pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.parametrize("name", RUNGS)
-def test_it_learns_the_digits(name: str, tmp_path: Path) -> None:
-    rung = RUNGS[name]
-    finished = launch(rung.launcher, name, f"--log-dir {tmp_path} --name run", rung.ranks)
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, rung.to_learn) for name, rung in RUNGS.items()),
+        ("rpc_pipeline", "--batch-size 20 --batches-per-allreduce 2 --base-lr 0.005"),
+    ],
+)
+def test_it_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
+    launcher, _, ranks = start(name)
+    finished = launch(launcher, name, f"{flags} --log-dir {tmp_path} --name run", ranks)
     assert finished.returncode == 0, finished.output
     assert read_json(tmp_path / "run" / "summary.json")["top1"] > 96
 
 
+@pytest.mark.launch
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -147,4 +206,134 @@ def test_what_wants_gpus_says_that_it_has_none(name: str, message: str, tmp_path
     flags = f"{SMALL} --max-steps 1 --no-cuda --log-dir {tmp_path}"
     finished = launch(launcher, name, flags, ranks)
     assert finished.returncode == 0, finished.output
+    assert message in finished.output
+
+
+# -- Pipelines -------------------------------------------------------------------------------------
+# A network whose normalisation, over all channels of an image, knows no other image.
+WITHOUT_BATCH_NORM = """
+import runpy, sys
+from torch import nn
+
+class Norm(nn.GroupNorm):
+    def __init__(self, channels):
+        super().__init__(1, channels)
+
+nn.BatchNorm2d = Norm
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_micro_batches_equal_the_whole_batch_without_batch_norm(
+    batch_norm: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_BATCH_NORM)
+    for name, ranks, trainer, arguments in [  # the rate of a step is the same
+        ("micro", 2, "pipeline", "--base-lr 0.001"),
+        ("whole", 1, "ddp", "--base-lr 0.004 --batch-size 24 --batches-per-allreduce 1"),
+    ]:
+        program = f"{'' if batch_norm else script} {TRAINERS[trainer]}"
+        flags = f"{SMALL} {MICRO_BATCHES} --warmup-epochs 0 {arguments}"
+        command = f"{BIN}/torchrun --nproc-per-node {ranks} {program} {flags}"
+        command += f" --log-dir {tmp_path} --name {name}"
+        finished = run(command.split())
+        assert finished.returncode == 0, finished.output
+    figures = read_json(tmp_path / "micro" / "summary.json")["rung"]
+    assert figures["equal_bubble_share"] == pytest.approx(0.2)  # (2 - 1) / (4 + 2 - 1)
+    assert 0 < figures["bubble_share"] < 1
+    micro, whole = losses(tmp_path / "micro"), losses(tmp_path / "whole")
+    assert (micro == pytest.approx(whole, rel=1e-4)) is not batch_norm
+
+
+# -- Parameter servers -----------------------------------------------------------------------------
+def weights_after(order: tuple[int, ...]) -> list[torch.Tensor]:
+    """What a synchronous server has after a push of each trainer, in this order."""
+    torch.manual_seed(0)
+    model, generator = nn.Linear(5, 3), torch.Generator().manual_seed(1)
+    gradients = torch.randn(3, 18, generator=generator)
+    server = parameter_server.Server(model, build_optimizer(model, Config()), 3, group=3)
+    answers = [server.take(trainer, 0, gradients[trainer], rate=0.1) for trainer in order]
+    assert all(answer.done() for answer in answers)
+    assert server.version == 1
+    return [weight.detach() for weight in model.parameters()]
+
+
+def test_a_synchronous_update_does_not_depend_on_who_comes_first() -> None:
+    first, *others = (weights_after(order) for order in itertools.permutations(range(3)))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_an_asynchronous_server_counts_staleness(tmp_path: Path) -> None:
+    flags = f"{SMALL} {FEW} --log-dir {tmp_path} --name run"
+    finished = launch("torchrun", "parameter_server", flags, ranks=3)
+    assert finished.returncode == 0, finished.output
+    figures = read_json(tmp_path / "run" / "summary.json")["rung"]
+    mean, largest = figures["staleness"], figures["largest_staleness"]
+    assert f"staleness: {mean:.2f} updates in the mean" in finished.output
+    # Both trainers' first gradients are of the first weights, so the later ones are stale.
+    assert largest >= 1
+    assert 0 < mean <= largest
+
+
+# -- What RPC opens --------------------------------------------------------------------------------
+def listening_at(launcher: subprocess.Popen) -> list[set[str]]:
+    """Of each rank below a launcher: the addresses at which it listens."""
+    return [
+        {one.laddr.ip for one in rank.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+        for rank in psutil.Process(launcher.pid).children()
+    ]
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.parametrize("name", RPC)
+def test_ranks_on_one_host_listen_at_the_loopback_only(name: str, tmp_path: Path) -> None:
+    rung, found = RUNGS[name], []
+
+    def look(launcher: subprocess.Popen) -> None:
+        wait_until((tmp_path / "run" / "metrics.jsonl").exists)  # RPC has started long before
+        found.extend(listening_at(launcher))
+
+    place = f"{SMALL} {rung.flags} --log-dir {tmp_path} --name run"
+    command = f"{BIN}/torchrun --nproc-per-node {rung.ranks} {TRAINERS[name]} {place}"
+    finished = run(command.split(), meanwhile=look)
+    assert finished.returncode == 0, finished.output
+    assert found == [{"127.0.0.1"}] * rung.ranks
+
+
+def test_rpc_between_hosts_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(UserError, match=r"RPC runs any code .* set GLOO_SOCKET_IFNAME"):
+        bind_rpc()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "")
+    bind_rpc()
+    assert os.environ["TP_SOCKET_IFNAME"] == "eth7"
+
+
+# -- What is refused -------------------------------------------------------------------------------
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("rung", "ranks", "flags", "message"),
+    [
+        ("pipeline", 2, "", "--batches-per-allreduce 1: is the number of micro-batches"),
+        ("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
+        ("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
+        ("rpc_pipeline", 2, "--arch mobilenet_v2", "this script knows how to cut a resnet"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    rung: str, ranks: int, flags: str, message: str, tmp_path: Path
+) -> None:
+    finished = launch("torchrun", rung, f"{flags} --log-dir {tmp_path}", ranks)
+    assert finished.returncode != 0
     assert message in finished.output
