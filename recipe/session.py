@@ -5,7 +5,6 @@ A session decides nothing and calls nobody back: where ranks have to talk, it is
 collective for it by the line that asks.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,12 +21,16 @@ from recipe.record.resume import resume
 from recipe.record.run_folder import open_run_folder, stop_is_asked
 from recipe.record.schema import RungFigures
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
-from recipe.training.metrics import Sums, check_evaluations, check_steps
+from recipe.training.metrics import (
+    Collective,
+    Sums,
+    align_batch_norm,
+    check_evaluations,
+    check_steps,
+    validate,
+)
 from recipe.training.state import Trainables
-from recipe.training.validation import align_batch_norm, validate
 from recipe.world import World
-
-Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Session:

@@ -17,15 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from baselines.model_parallel import split
 from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
-from recipe.training.metrics import batch_sums, evaluate
+from recipe.training.half_weights import copy_buffers
+from recipe.training.metrics import align_batch_norm, batch_sums, evaluate
 from recipe.training.model import (
     build_ema,
     build_model,
     build_optimizer,
-    copy_buffers,
     flat_batch_norm,
 )
-from recipe.training.validation import align_batch_norm
 
 CUDA = torch.device("cuda", 0)
 SYNTHETIC = Data(None, None, 20, 10, 1000)

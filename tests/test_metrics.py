@@ -13,8 +13,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import open_data, to_device
-from recipe.training.metrics import batch_sums, evaluate, means
-from recipe.training.validation import validate
+from recipe.training.metrics import batch_sums, evaluate, means, validate
 
 
 def sums_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,13 @@ def working_copy(model: nn.Module, config: Config) -> nn.Module:
     fp16_model = copy.deepcopy(model, shared)
     make_half(fp16_model, config)
     if not config.keeps_batch_norm_fp32:
-        fp16_model.register_forward_pre_hook(lambda *_: _copy_buffers(model, fp16_model))
-        fp16_model.register_forward_hook(lambda *_: _copy_buffers(fp16_model, model))
+        fp16_model.register_forward_pre_hook(lambda *_: copy_buffers(model, fp16_model))
+        fp16_model.register_forward_hook(lambda *_: copy_buffers(fp16_model, model))
     return fp16_model
 
 
-def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the BatchNorm statistics of `source`."""
     for theirs, mine in zip(source.buffers(), target.buffers(), strict=True):
         mine.copy_(theirs)
 

@@ -1,23 +1,27 @@
-"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; and what to
-say of a loss that is not finite."""
+"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; validation;
+and what to say of a loss that is not finite. The engine's collectives come as arguments."""
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from recipe.config import Config
-from recipe.data.batches import Batch, to_device
+from recipe.data.batches import Batch, Data, to_device, validation_batches
 from recipe.errors import UserError
-from recipe.training.half_weights import working_copy
-from recipe.training.model import autocast
+from recipe.training.half_weights import copy_buffers, working_copy
+from recipe.training.model import autocast, flat_batch_norm
+from recipe.training.state import Trainables
 from recipe.watch import heartbeat
+from recipe.world import World
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
 # float64 [4].
 Sums = torch.Tensor
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,50 @@ def evaluate(
         sums += batch_sums(outputs, targets, loss)
     network.train(was_training)
     return sums
+
+
+def align_batch_norm(
+    model: nn.Module,
+    config: Config,
+    world: World,
+    sum_over_ranks: Collective,
+    from_rank_0: Collective,
+) -> None:
+    """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
+    if config.batch_norm != "sync":
+        with flat_batch_norm(model) as statistics:
+            if config.batch_norm == "average":
+                statistics.copy_(sum_over_ranks(statistics) / world.size)
+            else:
+                statistics.copy_(from_rank_0(statistics))
+
+
+def validate(
+    parts: Trainables,
+    config: Config,
+    world: World,
+    data: Data,
+    device: torch.device,
+    workers: int,
+    sum_over_ranks: Collective,
+    from_rank_0: Collective,
+) -> list[Evaluation]:
+    """The model and its moving average, if it has one, on all validation images. Nothing for
+    synthetic data, whose labels are random, unless a flag asks for it."""
+    model, ema = parts.model, parts.ema
+    align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
+    if data.is_synthetic and not (config.evaluate or config.desired_acc):
+        return []
+    if ema is not None:
+        copy_buffers(model, ema.module)
+    evaluations = []
+    for weights, candidate in {"model": model, "ema": ema}.items():
+        if candidate is not None:
+            started = time.perf_counter()
+            batches = validation_batches(data, config, world, device, workers)
+            sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
+            evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
+    return evaluations
 
 
 def check_steps(steps: Sequence[Step], first_step: int) -> None:

@@ -397,28 +397,17 @@ def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step
         ema.update_parameters(model)
 
 
-def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` (the moving average) the BatchNorm statistics of `source` (the model)."""
-    for mine, theirs in zip(target.buffers(), source.buffers(), strict=True):
-        mine.copy_(theirs)
-
-
-def batch_norm_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """The running means and variances of all BatchNorm layers, in the model's order."""
-    return [
+@contextmanager
+def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All running means and variances of BatchNorm as one vector, for the ranks to exchange in one
+    message; written back at the end."""
+    buffers = [
         buffer
         for module in model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         for name, buffer in module.named_buffers(recurse=False)
         if name in ("running_mean", "running_var")
     ]
-
-
-@contextmanager
-def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All BatchNorm statistics as one vector, for the ranks to exchange in one message; written
-    back at the end."""
-    buffers = batch_norm_buffers(model)
     flat = torch.zeros(1)
     if buffers:  # of a network on two GPUs they are on both
         flat = torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
