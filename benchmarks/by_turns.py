@@ -26,7 +26,7 @@ from compare.evidence.turns import (
     throughput,
     work_per_cpu_second,
 )
-from compare.plan.blocks import drawn
+from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import TRAINERS
 from compare.plan.sources import ROOT
@@ -128,7 +128,7 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
     folder, rounds = options.out / "blocks" / benchmark.name, options.rounds(benchmark.turns)
 
     def block_of(number: int, label: str) -> Block:
-        order, place = drawn(sides, options.seed, benchmark.name, number), folder / str(number)
+        order, place = shuffled(sides, options.seed, benchmark.name, number), folder / str(number)
         if kept := finished_block(order, rounds, place):
             say(f"{label}: is there already")
             return kept

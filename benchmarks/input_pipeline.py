@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 from benchmarks.by_turns import QUICK_JPEGS, make_jpegs
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, Turn, estimate, estimate_value, work_per_cpu_second
-from compare.plan.blocks import drawn
+from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
 from recipe.config import Config
@@ -64,7 +64,7 @@ def measure(options: Options) -> Measured:
     rounds = options.rounds() * (1 if options.quick else SHORT_TURNS)
     blocks: list[Block] = []
     for number in range(1, options.num_blocks() + 1):
-        order, load = drawn([RAW, *NAMES], options.seed, number), round(getloadavg()[0], 2)
+        order, load = shuffled([RAW, *NAMES], options.seed, number), round(getloadavg()[0], 2)
         # A new process, which knows nothing of this one's threads and memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             turns = pool.submit(

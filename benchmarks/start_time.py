@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.by_turns import QUICK, Benchmark, Contender, make_side
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
-from compare.plan.blocks import drawn
+from compare.plan.blocks import shuffled
 from compare.running.launch import end_processes, new_mark, shown_tail
 from compare.running.scheduler import say, start_side, wait_for_quiet
 from compare.running.sides import MeasurementError, Side
@@ -39,7 +39,7 @@ def measure(options: Options) -> Measured:
     for number in range(1, options.num_blocks() + 1):
         starts: dict[str, list[float]] = {side.name: [] for side in sides}
         for time_ in range(1 if options.quick else TIMES_PER_BLOCK):
-            for side in drawn(sides, options.seed, number, time_):
+            for side in shuffled(sides, options.seed, number, time_):
                 wait_for_quiet(options.patience)
                 path = folder / str(number) / f"{side.name}-{time_}"
                 starts[side.name].append(seconds_to_first_step(side, path))

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.by_turns import QUICK, Benchmark, Contender, Work, make_side, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
-from compare.plan.blocks import drawn
+from compare.plan.blocks import shuffled
 from compare.running.scheduler import finished_block, run_block, say
 from compare.running.sides import MeasurementError, Side
 from tools import namespaces
@@ -89,8 +89,10 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
         def block_of(number: int, label: str, configuration: str = configuration) -> AtRate:
             place = (options.seed, configuration, number)
             at_rates = {}
-            for rate in drawn(list(rates), *place):
-                sides = drawn(sides_at(configuration, rates[rate], made[0], options), *place, rate)
+            for rate in shuffled(list(rates), *place):
+                sides = shuffled(
+                    sides_at(configuration, rates[rate], made[0], options), *place, rate
+                )
                 folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
                 namespaces.limit_rate(made, rate)
                 block = finished_block(sides, rounds, folder)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from compare.errors import run_main
 from compare.page.collectives import as_json, plot, read_measurement, text_report
-from compare.plan.blocks import drawn, seconds_left
+from compare.plan.blocks import seconds_left, shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import set_variables
 from compare.plan.hosts import most_on_a_host, read_hosts
@@ -233,7 +233,7 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
     launches = [
         (block, name)
         for block in range(1, options.blocks + 1)
-        for name in drawn(options.backends, options.seed, block)
+        for name in shuffled(options.backends, options.seed, block)
     ]
     names = (
         "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",

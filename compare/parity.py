@@ -128,7 +128,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise UserError about flags that cannot be meant together."""
+    """Raise UserError about flags that contradict each other."""
     only_live = {
         "--configurations": options.configurations, "--workers": options.workers,
         "--steps": options.steps, "--timeout": options.timeout, "--out": options.out,

@@ -252,23 +252,23 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
 
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
-    runs, phase_runs = plan.runs(), plan.phase_runs()
-    print(f"{count(len(runs), 'run')} in {count(plan.run_blocks, 'block')}, into {folder}")
-    if done := len(runs) - len(missing(runs, folder)):
-        print(f"{done} of them are there already and are not measured again (--new starts afresh)")
-    if plan.measure == "turns" and plan.blocks is not None:
-        print(f"then {count(plan.blocks, 'block')} in which all take turns")
-    elif plan.pairs() and plan.blocks is None:
-        what = "blocks in which all take turns" if plan.measure == "turns" else "more blocks"
-        within = f"until every 95 % interval is within +-{percentage(plan.until_interval)}"
-        print(
-            f"then {what}, {within}, for {plan.minutes:g} minutes of undisturbed measuring at most "
-            f"(but at least {MIN_BLOCKS} blocks)"
-        )
-    if phase_runs:
-        print(f"then {count(len(phase_runs), 'short run')} for the phases of a step")
-    if plan.time is not None:
-        print(f"{plan.plan_file} says: {plan.time} in all")
+    runs, phase_runs, by_turns = plan.runs(), plan.phase_runs(), plan.measure == "turns"
+    done = len(runs) - len(missing(runs, folder))
+    fixed = f"then {count(plan.blocks or 0, 'block')} in which all take turns"
+    until = (
+        f"then {'blocks in which all take turns' if by_turns else 'more blocks'}, until every 95 % "
+        f"interval is within +-{percentage(plan.until_interval)}, for {plan.minutes:g} minutes of "
+        f"undisturbed measuring at most (but at least {MIN_BLOCKS} blocks)"
+    )
+    lines = {
+        f"{count(len(runs), 'run')} in {count(plan.run_blocks, 'block')}, into {folder}": True,
+        f"{done} of them are there already and are not measured again (--new starts afresh)": done,
+        fixed: by_turns and plan.blocks is not None,
+        until: plan.pairs() and plan.blocks is None,
+        f"then {count(len(phase_runs), 'short run')} for the phases of a step": phase_runs,
+        f"{plan.plan_file} says: {plan.time} in all": plan.time,
+    }
+    print("\n".join(line for line, is_said in lines.items() if is_said))
 
 
 def raise_interrupt(*_: Any) -> None:

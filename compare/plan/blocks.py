@@ -1,4 +1,4 @@
-"""Blocks: each holds everything once, in an order drawn by lot. All that is measured in this
+"""Blocks: each holds everything once, in an order shuffled by lot. All that is measured in this
 project is measured in blocks, and says on the way how long the rest will take."""
 
 import random
@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def drawn(things: Iterable[T], *place: object) -> list[T]:
+def shuffled(things: Iterable[T], *place: object) -> list[T]:
     """Return the things in the order of one block.
 
     It depends on the block's place alone (a seed, a number, what else tells it from others): a
@@ -29,7 +29,7 @@ def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
     a steady drift cancels. `place` (a seed, and what tells these things from others) decides which
     thing stands for which letter of the square.
     """
-    labels = drawn(things, *place)
+    labels = shuffled(things, *place)
     n = len(labels)
     turn, is_backwards = divmod(number - 1, 2)
     row = turn % n if n % 2 else turn % (n // 2)  # backwards they are the square's other rows
@@ -56,8 +56,7 @@ def seconds_left(
     if not done:
         return None
     average = sum(seconds for _, seconds in done) / len(done)
-    left = 0.0
-    for kind in waiting:
-        same = [seconds for one, seconds in done if one == kind]
-        left += sum(same) / len(same) if same else average
-    return left
+    return sum(
+        sum(same) / len(same) if (same := [s for one, s in done if one == kind]) else average
+        for kind in waiting
+    )

