@@ -12,6 +12,7 @@ slightly down, never up; so does taking the worst of several rates.
 
 import os
 import re
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -84,6 +85,12 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
     rates = dict([*RATES.items()][1:2] if options.quick else RATES)
     rounds = options.rounds(TURNS)
     found, rows = Measured([]), []
+    # A script, so that the command is the same in the call that goes on after an interruption.
+    entrance = options.out.resolve() / f"on-{HOSTS[0]}.sh"
+    enter = shlex.join(["taskset", "-c", ",".join(map(str, cores_of(0))), *made[0].inside()])
+    entrance.parent.mkdir(parents=True, exist_ok=True)
+    entrance.write_text(f'#!/bin/sh\nexec {enter} "$@"\n')
+    entrance.chmod(0o755)
     for configuration, engine in engines.items():
 
         def block_of(number: int, label: str, configuration: str = configuration) -> AtRate:
@@ -91,7 +98,7 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
             at_rates = {}
             for rate in shuffled(list(rates), *place):
                 sides = shuffled(
-                    sides_at(configuration, rates[rate], made[0], options), *place, rate
+                    sides_at(configuration, rates[rate], entrance, options), *place, rate
                 )
                 folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
                 namespaces.limit_rate(made, rate)
@@ -116,19 +123,17 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
     return replace(found, rows=rows)
 
 
-def sides_at(configuration: str, steps: int, first: Host | None, options: Options) -> list[Side]:
-    """The sides, two workers each; `first` is the host on which they are started, None for a
-    command that a reader may paste there."""
+def sides_at(configuration: str, steps: int, entrance: Path | None, options: Options) -> list[Side]:
+    """The sides, two workers each; `entrance` starts a command on the first host, None is for one
+    that a reader may paste there."""
     work = QUICK if options.quick else WORK
-    start = list(START)
-    if first is not None:
-        start = ["taskset", "-c", ",".join(map(str, cores_of(0))), *first.inside(*start)]
+    start = START if entrance is None else (str(entrance), *START)
     sides = []
     for name in ("fp32", "fp16", "auto"):
         contender = Contender(configuration, workers=2, flags=f"--wire-format {name}", steps=steps)
         benchmark = Benchmark(name="wire_format", row=10, side={}, pair={})
         side = make_side(name, contender, benchmark, work, replace(options, quick=False))
-        sides.append(replace(side, launcher=tuple(start), over_hosts=True))
+        sides.append(replace(side, launcher=start, over_hosts=True))
     return sides
 
 
