@@ -46,9 +46,8 @@ def test_small_set(root: Path, workers: int) -> None:
     with pytest.raises(UserError) as error:
         read_all(open_data(folder_config(root)), root, workers)
     message = sentence(error.value)
-    assert message.startswith(f"{root}/train/a/1.png: ")
+    assert message.startswith(f"{root}/train/a/1.png: ") and "let pass" not in message
     assert "bytes more than its pixels need" in message
-    assert "let pass" not in message
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -63,17 +62,12 @@ def test_large_set(
     data = open_data(folder_config(root))
     read_all(data, root, workers)
     assert [found.count for found in data.suspects] == [1, 1]
-    assert [name for found in data.suspects for name in found.names] == [
-        f"{root}/train/a/1.png",
-        f"{root}/val/a/0.png",
-    ]
+    expected = [f"{root}/train/a/1.png", f"{root}/val/a/0.png"]
+    assert [name for found in data.suspects for name in found.names] == expected
     if not workers:  # those speak into the stderr that their server began with
         lines = capfd.readouterr().err.splitlines()
-        warnings = [line for line in lines if line.startswith("warning")]
-        assert [line.split(": ")[:2] for line in warnings] == [
-            ["warning", f"{root}/train/a/1.png"],
-            ["warning", f"{root}/val/a/0.png"],
-        ]
+        warned = [line.split(": ")[1] for line in lines if line.startswith("warning: ")]
+        assert warned == expected
 
 
 def test_too_many_in_a_large_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
