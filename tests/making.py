@@ -79,3 +79,11 @@ def write_images(root: Path, per_class: int, classes: str = "abc") -> Path:
             pixels = rng.integers(0, 256, (10, 12, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / label / f"{index}.png")
     return root
+
+
+def write_program(path: Path, text: str) -> Path:
+    """A shell script that stands in for a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import wait_until
+from making import write_program
 
 from horovod_train import build_horovod
 from horovod_train.build_horovod import BuildError
@@ -28,13 +29,6 @@ FACTS = {
     "gpu": None,
     "rpath": "$ORIGIN/../../torch/lib",
 }
-
-
-def write_program(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return path
 
 
 # ---- the cache

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from making import write_program
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -235,23 +236,18 @@ def test_secrets_are_passed_only_when_given(build: ModuleType, builder: str) -> 
         assert mounts.count(secret) == 5
 
 
-def program(folder: Path, name: str, code: int) -> None:
-    (folder / name).write_text(f"#!/bin/sh\nexit {code}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_a_docker_without_an_engine_is_passed_over(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    program(tmp_path, "docker", 1)
+    write_program(tmp_path / "docker", "exit 1")
     with pytest.raises(build.Problem, match="docker buildx ls` fails; podman is not on PATH"):
         build.find_builder(None)
-    program(tmp_path, "buildah", 0)
+    write_program(tmp_path / "buildah", "exit 0")
     assert build.find_builder(None) == "buildah"
     with pytest.raises(build.Problem, match="docker"):
         build.find_builder("docker")
-    program(tmp_path, "docker", 0)
+    write_program(tmp_path / "docker", "exit 0")
     assert build.find_builder(None) == "docker"
 
 

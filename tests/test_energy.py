@@ -72,22 +72,15 @@ def cpu_joules(meter: EnergyMeter) -> float:
     return meter.use().cpu_joules
 
 
-def test_packages_alone_are_added(powercap: Path) -> None:
-    meter = EnergyMeter(CPU, 0)
-    meter.start()
-    use_everywhere(powercap, 30)
-    meter.stop()
-    assert cpu_joules(meter) == pytest.approx(60)
-
-
-def test_counters_wrap(powercap: Path) -> None:
-    meter = EnergyMeter(CPU, 0)
-    meter.start()
+def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Path) -> None:
+    meters = [EnergyMeter(CPU, local_rank) for local_rank in range(3)]
+    for meter in meters:
+        meter.start()
     for _ in range(4):  # 800 kJ a package: each counter passes its range three times
         use_everywhere(powercap, 200_000)
-        meter.sample()
-    meter.stop()
-    assert cpu_joules(meter) == pytest.approx(1_600_000)
+        for meter in meters:
+            meter.sample()
+    assert [cpu_joules(meter) for meter in meters] == [pytest.approx(1_600_000), 0, 0]
 
 
 def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
@@ -121,37 +114,26 @@ def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Cloc
     assert meter.use().seconds == pytest.approx(2 * 4)
 
 
-def test_a_host_is_counted_once(powercap: Path) -> None:
-    meters = [EnergyMeter(CPU, local_rank) for local_rank in range(3)]
-    for meter in meters:
-        meter.start()
-    use_everywhere(powercap, 5)
-    for meter in meters:
-        meter.stop()
-    assert [cpu_joules(meter) for meter in meters] == [pytest.approx(10), 0, 0]
-
-
 def test_processors_that_cannot_be_read(powercap: Path) -> None:
     """Half of a host is no figure either; a folder in a file's place nobody reads, root neither."""
-    first = powercap / "intel-rapl:0"
-    counter, largest = (first / "energy_uj").read_text(), first / "max_energy_range_uj"
-    largest.rename(first / "away")
+    counter, largest = (
+        powercap / "intel-rapl:0" / name for name in ("energy_uj", "max_energy_range_uj")
+    )
+    content = counter.read_text()
+    largest.rename(powercap / "away")
     assert math.isnan(joules_of_a_stretch())
-    (first / "away").rename(largest)
-    (first / "energy_uj").write_text("\n")
+    (powercap / "away").rename(largest)
+    counter.write_text("\n")
     assert math.isnan(joules_of_a_stretch())
-    (first / "energy_uj").unlink()
+    counter.unlink()
     assert math.isnan(joules_of_a_stretch())
-    (first / "energy_uj").mkdir()
+    counter.mkdir()
     meter = EnergyMeter(CPU, 0)
     meter.start()
+    counter.rmdir()
+    counter.write_text(content)  # one reading that failed is enough
     meter.sample()
-    (first / "energy_uj").rmdir()
-    (first / "energy_uj").write_text(counter)  # one reading that failed is enough
-    meter.sample()
-    meter.stop()
-    assert math.isnan(cpu_joules(meter))
-    assert joules_of_a_stretch() == 0
+    assert math.isnan(cpu_joules(meter)) and joules_of_a_stretch() == 0
     for name in ("intel-rapl:0", "intel-rapl:1"):
         (powercap / name).rename(powercap / f"x-{name}")
     assert math.isnan(joules_of_a_stretch())

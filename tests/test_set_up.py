@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from making import write_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,13 +21,6 @@ def set_up(monkeypatch):
     for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
         monkeypatch.delenv(name, raising=False)
     return module
-
-
-def write_program(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return path
 
 
 def finish(set_up, venv: Path, **options) -> dict[str, str]:
