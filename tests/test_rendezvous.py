@@ -125,17 +125,11 @@ def test_a_host_whose_name_stands_for_loopback(
     assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
 
 
-def test_a_lone_process_meets_itself() -> None:
+def test_launchers_that_need_no_address() -> None:
     arguments = meeting_point(a_world())
     assert isinstance(arguments.pop("store"), dist.HashStore)
     assert arguments == {"rank": 0, "world_size": 1}
-
-
-def test_torchrun_has_told_everything() -> None:
     assert meeting_point(a_world(1, 2)) == {"init_method": "env://"}
-
-
-def test_horovodrun_over_gloo_tells_nothing() -> None:
     with pytest.raises(UserError, match=r"torchrun, mpirun or horovodrun --mpi"):
         meeting_point(a_world(1, 2, launcher="horovodrun"))
 

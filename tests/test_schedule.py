@@ -38,11 +38,8 @@ def test_linear_warm_up_begins_near_zero() -> None:
 
 def test_one_worker_needs_no_gradual_warm_up() -> None:
     assert {learning_rate(STEP, epoch / 10, 1) for epoch in range(50)} == {0.1}
-
-
-def test_no_warm_up() -> None:
     config = a_config(**{**vars(STEP), "warmup_epochs": 0.0})
-    assert learning_rate(config, 0.0, 8) == pytest.approx(0.8)
+    assert learning_rate(config, 0.0, 8) == pytest.approx(0.8), "nor does who asks for none"
 
 
 def test_steps() -> None:

@@ -76,7 +76,8 @@ def test_nccl_without_a_gpu_is_refused() -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """horovod_train.engine with a Horovod that says of itself what a test has it say."""
-    hvd = SimpleNamespace(size=lambda: 2, nccl_built=lambda: 0)
+    compression = SimpleNamespace(none=None, fp16=None)
+    hvd = SimpleNamespace(size=lambda: 2, nccl_built=lambda: 0, Compression=compression)
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     monkeypatch.delitem(sys.modules, "horovod_train.engine", raising=False)
@@ -86,7 +87,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
 
-    def says(built: str = "gloo mpi", enabled: str = "", nccl: bool = False, **others: str) -> Any:
+    def says(
+        built: str = "gloo mpi", enabled: str = "", nccl: bool = False, adasum: bool = False,
+        **others: str,
+    ) -> Any:  # fmt: skip
         for name in ("gloo", "mpi"):
             setattr(hvd, f"{name}_built", lambda name=name: name in built)
             setattr(hvd, f"{name}_enabled", lambda name=name: name in enabled)
@@ -127,6 +131,8 @@ def test_transport_of_horovod(
 @pytest.mark.parametrize(
     ("wanted", "launcher", "horovod", "device", "said"),
     [
+        ("auto", "horovodrun", {"enabled": "gloo", "adasum": True}, CPU,
+         "--use-adasum: needs MPI, not Gloo: start it by horovodr"),
         ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* start it with horovodrun --mpi"),
         ("gloo", "mpirun", {}, CPU, "mpirun started .* start it with horovodrun --gloo"),
         ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
@@ -140,18 +146,14 @@ def test_transport_of_horovod_is_refused(
     wanted: str, launcher: str, horovod: dict[str, Any], device: torch.device, said: str,
     engine: Any,
 ) -> None:  # fmt: skip
-    config, world = a_config(transport=wanted), a_world(1, 2, launcher=launcher)
-    module = engine(**horovod)
+    config = a_config(transport=wanted, use_adasum="adasum" in horovod)
+    world, module = (
+        a_world(1, 2, launcher=launcher),
+        engine(**horovod),
+    )
     with pytest.raises(UserError, match=said):
         module.prepare(config, world)
         module.check_transport(config, world, device)
-
-
-def test_adasum_over_gloo_is_refused(engine: Any) -> None:
-    config, world = a_config(use_adasum=True), a_world(1, 2, launcher="horovodrun")
-    with pytest.raises(UserError, match=r"--use-adasum: needs MPI, not Gloo: start it by horovodr"):
-        engine(enabled="gloo").check_transport(config, world, CPU)
-    assert engine(enabled="mpi").check_transport(config, world, CPU) == "MPI"
 
 
 COLLECTIVES = """
