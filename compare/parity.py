@@ -15,13 +15,17 @@ Exit code: 0 equal or within the tolerance, 1 diverged, 2 a mistake in what was 
 """
 
 import argparse
+import dataclasses
 import math
 import sys
+import textwrap
 from pathlib import Path
 
+import msgspec
+from tabulate import tabulate
+
 from compare.errors import run_main
-from compare.evidence.parity import compare_ranks, compare_runs
-from compare.page.parity import json_report, text_report
+from compare.evidence.parity import Pair, Parity, compare_ranks, compare_runs, numbered
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.options import positive
 from compare.plan.plan import RESERVED_FLAGS, Plan, Run
@@ -32,6 +36,7 @@ from recipe.flags import flag_name
 
 TAIL_LINES = 40  # of a failed run's output that are shown; torchrun's own end takes 30
 DEFAULT_STEPS = 5
+WIDTH = 100  # columns
 
 
 def run_both(options: argparse.Namespace) -> tuple[Path, Path]:
@@ -81,6 +86,66 @@ def compare(options: argparse.Namespace) -> int:
         parity = compare_runs(run_a, run_b, *tolerance)
     print(json_report(parity) if options.json else text_report(parity))
     return 1 if parity.diverged else 0
+
+
+def text_report(parity: Parity) -> str:
+    """Return the result for a terminal, at most 100 columns wide."""
+    told = [f"{parity.a} against {parity.b}: {parity.compared}"]
+    told += [f"not compared: {missing}" for missing in parity.not_compared]
+    rows = [
+        [name, kind.tensors, kind.bit_equal, kind.unequal,
+         kind.beyond if kind.judged else "not judged",
+         distance_text(kind.most_ulps.distance.ulps) if kind.most_ulps else "0",
+         distance_text(kind.most_relative.distance.relative) if kind.most_relative else "0"]
+        for name, kind in parity.kinds.items()
+    ]  # fmt: skip
+    headers = ["kind", "tensors", "bit-equal", "unequal", "beyond", "most ulps", "most relative"]
+    alignment = ("left", *["right"] * 6)
+    table = tabulate(rows, headers, disable_numparse=True, colalign=alignment).splitlines()
+    after = [
+        f"{name}, most ulps: {place_text(kind.most_ulps)}"
+        for name, kind in parity.kinds.items()
+        if kind.most_ulps
+    ]
+    if parity.final_weights:
+        after.append(f"final weights of the whole runs: {parity.final_weights}")
+    after += [f"the settings differ: {setting}" for setting in parity.settings] + parity.why
+    if first := parity.first_divergence:
+        head = "First divergence" if parity.exact else "First beyond the tolerance"
+        after.append(f"{head}: {first.kind}, {place_text(first)}")
+    tolerance = "" if parity.exact else f" ({parity.max_ulps} ulps or {parity.relative:g} relative)"
+    after.append(f"Result: {parity.verdict}{tolerance}")
+    return "\n".join([*wrapped(told), "", *table, "", *wrapped(after)])
+
+
+def wrapped(texts: list[str]) -> list[str]:
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    ]
+
+
+def distance_text(distance: float | None) -> str:
+    if distance is None:
+        return "no number"
+    return f"{distance:,}" if isinstance(distance, int) and distance < 10**6 else f"{distance:.2e}"
+
+
+def place_text(pair: Pair) -> str:
+    """Return where two tensors differ, and by how much."""
+    where = f"step {pair.step}" + f", layer {pair.layer}" * bool(pair.layer)
+    where += f", {numbered('rank', pair.ranks)}" * (pair.ranks != [-1])
+    ulps, relative = pair.distance.ulps, pair.distance.relative
+    far = "" if ulps is None else f" ({distance_text(ulps)} ulps at most, {relative:.2e} relative)"
+    return f"{where}: {pair.distance.what}{far}"
+
+
+def json_report(parity: Parity) -> str:
+    """Return the result as JSON; a distance that no number can say is null."""
+    judged = {"verdict": parity.verdict, "diverged": parity.diverged}
+    text = msgspec.json.encode({**dataclasses.asdict(parity), **judged})
+    return msgspec.json.format(text, indent=2).decode()
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:

@@ -1,51 +1,74 @@
-"""Two runs, or the ranks of one, compared: where they differ first, and what that points to."""
+"""Two runs, or the ranks of one, compared: where they differ first, and what that points to.
 
-import dataclasses
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+Distances are in ulps and relative: see compare/parity.py.
+"""
+
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from compare.evidence import packed
-from compare.evidence.distances import Distance, measure
-from compare.evidence.traces import (
-    Pair,
-    metric_pairs,
-    rank_pairs,
-    read_if_there,
-    read_steps,
-    trace_files,
-    trace_pairs,
-)
+from compare.evidence.run_folder import read_object, read_text
 from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError
 
+# The arrays of a trace, in the order in which a step computes them; buffers never feed back into
+# training, and so cannot be the cause of anything. `top1` is of runs without traces.
+KINDS = ("loss", "gradient", "weight", "buffer", "top1")
+INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}  # as wide as a float of so many bytes
+READ_ERRORS = (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
-@dataclass
-class Place:
-    """Where tensors differ, and how much there."""
+# What a run computed: by step and rank (-1: means over all ranks) arrays by name, or their file.
+Arrays = dict[str, np.ndarray]
+Steps = dict[tuple[int, int], Path | Arrays]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far apart two tensors are."""
+
+    ulps: int | None  # largest; None: no number can say, as with NaN on one side only
+    relative: float | None
+    what: str = ""  # the values that lie farthest apart; empty: bit-equal
+    same_tensor: bool = True  # False: of another shape or type, or missing in one run
+
+    def within(self, max_ulps: int, relative: float) -> bool:
+        """Tell whether the distance is within either tolerance."""
+        if self.ulps is None or self.relative is None:
+            return False
+        return self.ulps <= max_ulps or self.relative <= relative
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One tensor in both runs."""
 
     step: int
-    layer: str
-    position: int
     ranks: list[int]
-    distance: Distance  # on the first of the ranks
+    kind: str
+    layer: str
+    position: int  # in the file, which has the order of the forward pass
+    distance: Distance
 
 
 @dataclass
-class KindResult:
+class Kind:
     """What the comparison of all tensors of one kind has shown."""
 
-    tensors: int = 0
-    bit_equal: int = 0
-    unequal: int = 0  # more than the sign of zeros
-    beyond: int = 0  # beyond the tolerance
-    judged: bool = True
-    most_ulps: Place | None = None
-    most_relative: Place | None = None
-    first_unequal: Place | None = None
-    first_beyond: Place | None = None
+    tensors: int
+    bit_equal: int
+    unequal: int  # more than the sign of zeros
+    beyond: int  # beyond the tolerance
+    judged: bool
+    first: Pair | None  # unequal
+    most_ulps: Pair | None
+    most_relative: Pair | None
 
 
 @dataclass
@@ -56,25 +79,30 @@ class Parity:
     b: str
     compared: str
     not_compared: list[str]
-    kinds: dict[str, KindResult]
     max_ulps: int
     relative: float
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    first_divergence: Pair | None = None  # beyond the tolerance
     settings: list[str] = field(default_factory=list)  # of the fingerprints, that differ
     final_weights: str | None = None  # "bit-equal", "different"; None: not known
     why: list[str] = field(default_factory=list)  # sentences
 
     @property
     def exact(self) -> bool:
+        """Tell whether no tolerance was given."""
         return self.max_ulps == 0 and self.relative == 0
 
     @property
     def diverged(self) -> bool:
-        # A digest knows no distance, so with a tolerance it is shown, but does not judge.
-        last = self.exact and self.final_weights == "different"
-        return last or any(kind.judged and kind.beyond for kind in self.kinds.values())
+        """Tell whether anything is beyond the tolerance. A digest knows no distance, so with a
+        tolerance it is shown, but does not judge."""
+        return self.first_divergence is not None or (
+            self.exact and self.final_weights == "different"
+        )
 
     @property
     def verdict(self) -> str:
+        """The result in a few words."""
         judged = [kind for kind in self.kinds.values() if kind.judged]
         if self.diverged:
             return "diverged"
@@ -85,48 +113,151 @@ class Parity:
         return "bit-equal"
 
 
-def compare_pairs(
-    pairs: Iterable[Pair], max_ulps: int, relative: float, names: tuple[str, str]
-) -> dict[str, KindResult]:
-    """Return for each kind what its pairs of tensors show; holds one pair at a time."""
-    kinds: dict[str, KindResult] = {}
-    for pair in pairs:
-        kind = kinds.setdefault(pair.kind, KindResult())
-        if pair.a is None or pair.b is None:
-            problem = f"in {names[pair.a is None]} only"
-            distance = Distance(False, None, None, problem, same_tensor=False)
-        else:
-            distance = measure(pair.a, pair.b)
-        kind.tensors += 1
-        kind.bit_equal += distance.bit_equal
-        if distance.equal:
-            continue
-        place = Place(pair.step, pair.layer, pair.position, [pair.rank], distance)
-        kind.unequal += 1
-        kind.first_unequal = earlier(kind.first_unequal, place)
-        if not distance.within(max_ulps, relative):
-            kind.beyond += 1
-            kind.first_beyond = earlier(kind.first_beyond, place)
-        if kind.most_ulps is None or size(distance.ulps) > size(kind.most_ulps.distance.ulps):
-            kind.most_ulps = place
-        largest = kind.most_relative
-        if largest is None or size(distance.relative) > size(largest.distance.relative):
-            kind.most_relative = place
-    return kinds
+# -- Distances -------------------------------------------------------------------------------------
 
 
-def earlier(known: Place | None, new: Place) -> Place:
-    """Return the place of the earlier step, and in a step that of the earlier layer; places that
-    differ in the rank alone become one."""
-    if known is None or (new.step, new.position) < (known.step, known.position):
-        return dataclasses.replace(new, ranks=list(new.ranks))
-    if (new.step, new.position) == (known.step, known.position):
-        known.ranks += new.ranks
-    return known
+def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return element by element how many representable numbers apart two arrays are: uint64.
+
+    The bits of a float, read as an integer with a sign, are in the order of the numbers once the
+    negative ones are mirrored, and neighbours differ by 1 (B. Dawson, "Comparing Floating Point
+    Numbers, 2012 Edition"). Of integers it is the plain difference.
+    """
+
+    def ordered(values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind != "f":
+            return values.astype(np.int64)
+        kind = INTEGERS[values.dtype.itemsize]
+        bits = values.view(kind).astype(np.int64)
+        return np.where(bits < 0, np.iinfo(kind).min - bits, bits)
+
+    x, y = ordered(a), ordered(b)
+    # Two's complement: right even where the signed difference of two float64 would overflow.
+    return np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
+
+
+def measure(a: np.ndarray, b: np.ndarray) -> Distance:
+    """Return how far apart two tensors of the same step are. The relative distance is normwise, in
+    the maximum norm (N. Higham, "Accuracy and Stability of Numerical Algorithms", section 6)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        what = f"{a.dtype}{list(a.shape)} against {b.dtype}{list(b.shape)}"
+        return Distance(None, None, what, same_tensor=False)
+    shape = a.shape
+    a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    if np.array_equal(a.view(np.uint8), b.view(np.uint8)):
+        return Distance(0, 0.0)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(x) & np.isfinite(y)
+    odd = ~finite & (x != y) & ~(np.isnan(x) & np.isnan(y))
+    ulps = np.where(finite, ulp_distances(a, b), 0)
+    worst = int(odd.argmax() if odd.any() else ulps.argmax())
+    what = f"{x[worst]:.9g} against {y[worst]:.9g}"
+    if odd.any():
+        return Distance(None, None, f"{what} in {odd.sum()} of {a.size} elements")
+    largest = [float(np.abs(v[np.isfinite(v)]).max(initial=0.0)) for v in (x, y)]
+    if shape:
+        what += f" at {[int(i) for i in np.unravel_index(worst, shape)]}"
+        what += f", largest values {largest[0]:.3g} and {largest[1]:.3g}"
+    apart = float(np.abs(np.subtract(x, y, out=np.zeros(a.size), where=finite)).max())
+    return Distance(int(ulps[worst]), apart / max(largest) if any(largest) else 0.0, what)
+
+
+# -- Reading ---------------------------------------------------------------------------------------
+
+
+def read_trace(run: Path) -> Steps:
+    """Return the files of a run's trace (recipe/record/probes.py), by step and rank."""
+    return {
+        (int(path.stem.removeprefix("step-")), int(path.parent.name.removeprefix("rank-"))): path
+        for path in run.glob("trace/rank-*/step-*.npz")
+    }
+
+
+def read_means(run: Path) -> Steps:
+    """Return loss and top-1 of the steps in a run's metrics.jsonl, whose last line may be half
+    written: means over all ranks."""
+    path, steps = run / "metrics.jsonl", Steps()
+    texts = read_text(path).splitlines()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            if line["kind"] == "step":
+                values = {name: np.asarray(float(line[name])) for name in ("loss", "top1")}
+                steps[int(line["step"]), -1] = values
+        except (ValueError, KeyError, TypeError):
+            if number < len(texts):
+                raise UserError(
+                    f"{path}, line {number} is no record of a step: {text:.80}"
+                ) from None
+    return steps
+
+
+def load(source: Path | Arrays) -> Arrays:
+    """Return the arrays of one step of one rank."""
+    if isinstance(source, dict):
+        return source
+    try:
+        with np.load(source) as arrays:
+            return dict(arrays)
+    except READ_ERRORS as error:
+        raise UserError(
+            f"{source} cannot be read ({error}): it is damaged, or no trace; train again with "
+            "--tensor-steps"
+        ) from None
+
+
+# -- Comparing -------------------------------------------------------------------------------------
+
+
+def compare_steps(parity: Parity, a: Steps, b: Steps, unjudged: Iterable[str] = ()) -> None:
+    """Fill in what the steps and ranks that two sides share have shown; kinds that are `unjudged`
+    are compared, and no divergence."""
+    pairs: dict[str, list[Pair]] = {}
+    for step, rank in sorted(a.keys() & b.keys()):
+        x, y = load(a[step, rank]), load(b[step, rank])
+        for position, name in enumerate(dict.fromkeys([*x, *y])):
+            kind, _, layer = name.partition("/")
+            if name in x and name in y:
+                distance = measure(np.asarray(x[name]), np.asarray(y[name]))
+            else:
+                only = f"in {parity.a if name in x else parity.b} only"
+                distance = Distance(None, None, only, same_tensor=False)
+            pair = Pair(step, [rank], kind, layer, position, distance)
+            pairs.setdefault(kind, []).append(pair)
+    beyond = []
+    for name in sorted(pairs.keys() & {*KINDS}, key=KINDS.index):
+        unequal = [pair for pair in pairs[name] if pair.distance.ulps != 0]
+        far = [p for p in unequal if not p.distance.within(parity.max_ulps, parity.relative)]
+        parity.kinds[name] = Kind(
+            len(pairs[name]),
+            sum(not pair.distance.what for pair in pairs[name]),
+            len(unequal),
+            len(far),
+            name not in unjudged,
+            first_of(unequal),
+            max(unequal, key=lambda pair: size(pair.distance.ulps), default=None),
+            max(unequal, key=lambda pair: size(pair.distance.relative), default=None),
+        )
+        beyond += far if name not in unjudged else []
+    parity.first_divergence = first_of(beyond)
 
 
 def size(distance: float | None) -> float:
-    return math.inf if distance is None else distance
+    return float("inf") if distance is None else distance
+
+
+def first_of(pairs: Sequence[Pair]) -> Pair | None:
+    """Return the pair of the earliest step, and in a step what is computed first, with all ranks
+    that differ there."""
+
+    def place(pair: Pair) -> tuple[int, int, int]:
+        return pair.step, KINDS.index(pair.kind), pair.position
+
+    first = min(pairs, key=place, default=None)
+    if first is None:
+        return None
+    ranks = [rank for pair in pairs if place(pair) == place(first) for rank in pair.ranks]
+    return replace(first, ranks=ranks)
 
 
 def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
@@ -134,171 +265,96 @@ def compare_runs(run_a: Path, run_b: Path, max_ulps: int = 0, relative: float = 
     for run in (run_a, run_b):
         if not packed.is_folder(run):
             raise UserError(f"{run}: there is no such run folder")
-    names = distinct_names(run_a, run_b)
-    a, b = trace_files(run_a), trace_files(run_b)
-    if a and b:
-        parity = compare_traces(a, b, names, max_ulps, relative)
-    else:
-        parity = compare_metrics(run_a, run_b, names, max_ulps, relative)
-        lacking = [name for name, files in zip(names, (a, b), strict=True) if not files]
-        parity.not_compared.insert(0, (
+    names = shortest_unique_names([run_a, run_b])
+    if names[0] == names[1]:
+        names = [f"{names[0]} (first)", f"{names[1]} (second)"]
+    a, b = read_trace(run_a), read_trace(run_b)
+    lacking = [name for name, steps in zip(names, (a, b), strict=True) if not steps]
+    if lacking:
+        a, b = read_means(run_a), read_means(run_b)
+    ranks, shared = {rank for _, rank in a} & {rank for _, rank in b}, a.keys() & b.keys()
+    if not shared:
+        raise UserError(
+            f"{names[0]} and {names[1]} have no step of a rank in common: "
+            f"{described(a)} against {described(b)}"
+        )
+    missing = []
+    if lacking:
+        missing.append(
             f"gradients, weights and buffers of each step: {' and '.join(lacking)} "
             f"{'has' if len(lacking) == 1 else 'have'} no trace (train with --tensor-steps N)"
-        ))  # fmt: skip
+        )
+    for name, own in ((names[0], a), (names[1], b)):
+        if alone := {rank for _, rank in own} - ranks:
+            missing.append(f"{numbered('rank', alone)}: in {name} only; another number of ranks is "
+                           "another global batch, unless --batch-size makes up for it")  # fmt: skip
+        if steps := {step for step, rank in own.keys() - shared if rank in ranks}:
+            missing.append(f"{numbered('step', steps)}: in {name} only")
+    parity = Parity(names[0], names[1], described(shared), missing, max_ulps, relative)
+    compare_steps(parity, a, b)
     ends = [read_if_there(run / "summary.json") for run in (run_a, run_b)]
     prints = [end.get("fingerprint") or {} for end in ends]
-    parity.settings = [
-        f"{name}: {prints[0].get(name)!r} against {prints[1].get(name)!r}"
-        for name in sorted(prints[0].keys() | prints[1].keys())
-        if all(prints) and prints[0].get(name) != prints[1].get(name)
-    ]
-    parity.final_weights, open_question = compare_ends(ends, names)
-    if open_question:
-        parity.not_compared.append(open_question)
-    parity.why = explain(parity, prints, first_step(a, b) if a and b else 1)
+    if all(prints):
+        parity.settings = [
+            f"{name}: {prints[0].get(name)!r} against {prints[1].get(name)!r}"
+            for name in sorted(prints[0].keys() | prints[1].keys())
+            if prints[0].get(name) != prints[1].get(name)
+        ]
+    compare_ends(parity, ends)
+    starts = [fingerprint.get("initial_weights_sha256") for fingerprint in prints]
+    parity.why = explain(parity, starts, min(step for step, _ in shared))
     if parity.why and parity.settings:
         parity.why.append("The settings differ, too (above): they may be all of the cause.")
     return parity
 
 
-def compare_traces(
-    a: dict[int, dict[int, Path]],
-    b: dict[int, dict[int, Path]],
-    names: tuple[str, str],
-    max_ulps: int,
-    relative: float,
-) -> Parity:
-    ranks = sorted(a.keys() & b.keys())
-    shared = {rank: a[rank].keys() & b[rank].keys() for rank in ranks}
-    if not any(shared.values()):
-        raise UserError(
-            f"{names[0]} and {names[1]} have no step of a rank in common: {numbered('rank', a)}, "
-            f"{numbered('step', *a.values())} against {numbered('rank', b)}, "
-            f"{numbered('step', *b.values())}"
-        )
-    missing = []
-    for name, own, other in ((names[0], a, b), (names[1], b, a)):
-        if alone := own.keys() - other.keys():
-            missing.append(f"{numbered('rank', alone)}: in {name} only; another number of ranks is "
-                           "another global batch, unless --batch-size makes up for it")  # fmt: skip
-        steps = {step for rank in ranks for step in own[rank].keys() - other[rank].keys()}
-        if steps:
-            missing.append(f"{numbered('step', steps)}: in {name} only")
-    compared = f"{numbered('rank', ranks)}, {numbered('step', *shared.values())}"
-    kinds = compare_pairs(trace_pairs(a, b), max_ulps, relative, names)
-    return Parity(*names, compared, missing, kinds, max_ulps, relative)
-
-
-def compare_metrics(
-    run_a: Path, run_b: Path, names: tuple[str, str], max_ulps: int, relative: float
-) -> Parity:
-    steps = [read_steps(run) for run in (run_a, run_b)]
-    numbers_a, numbers_b = ({line["step"] for line in lines} for lines in steps)
-    if not numbers_a & numbers_b:
-        raise UserError(
-            f"{names[0]} and {names[1]} have no step in common: "
-            f"{numbered('step', numbers_a)} against {numbered('step', numbers_b)}"
-        )
-    missing = [
-        f"{numbered('step', alone)}: in {name} only"
-        for name, alone in ((names[0], numbers_a - numbers_b), (names[1], numbers_b - numbers_a))
-        if alone
-    ]
-    compared = f"means over the ranks, {numbered('step', numbers_a & numbers_b)}"
-    kinds = compare_pairs(metric_pairs(*steps), max_ulps, relative, names)
-    return Parity(*names, compared, missing, kinds, max_ulps, relative)
-
-
-def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
-    """Compare the ranks of one run: gradients and weights must be the same on all of them."""
-    if not packed.is_folder(run):
-        raise UserError(f"{run}: there is no such run folder")
-    files = trace_files(run)
-    if len(files) < 2:
-        raise UserError(
-            f"{run}: holds traces of {len(files)} rank(s), and two are needed: train on several "
-            "with --tensor-steps N"
-        )
-    first, *others = sorted(files)
-    missing = ["loss: each rank has its own images"]
-    if steps := {step for rank in others for step in files[first].keys() ^ files[rank].keys()}:
-        missing.append(f"{numbered('step', steps)}: not there on all ranks")
-    names = (f"rank {first}", f"{numbered('rank', others)}")
-    kinds = compare_pairs(rank_pairs(files), max_ulps, relative, names)
-    if not kinds:
-        raise UserError(f"{run}: its ranks have no step in common")
-    config = read_if_there(run / "config.json")
-    if "buffer" in kinds and config.get("batch_norm") != "sync":
-        kinds["buffer"].judged = False  # each rank has its own images
-    if "gradient" in kinds and config.get("use_adasum"):
-        kinds["gradient"].judged = False  # Adasum combines the updates, not the gradients
-    compared = f"{run.name}, {numbered('step', files[first])}"
-    parity = Parity(*names, compared, missing, kinds, max_ulps, relative)
-    gradient, weight = (
-        kind.first_unequal.step if kind and kind.judged and kind.first_unequal else None
-        for kind in (kinds.get("gradient"), kinds.get("weight"))
-    )
-    if gradient is not None and (weight is None or gradient <= weight):
-        parity.why = [f"The gradients of the ranks differ first, in step {gradient}: what each "
-                      "rank got from the exchange is not the same."]  # fmt: skip
-    elif weight is not None:
-        parity.why = [f"The weights of the ranks differ first, in step {weight}, with equal "
-                      "gradients: the ranks began with other weights, or another state of the "
-                      "optimizer."]  # fmt: skip
-    return parity
-
-
-def compare_ends(
-    summaries: list[dict[str, Any]], names: tuple[str, str]
-) -> tuple[str | None, str | None]:
-    """Return how the weights at the end of two whole runs compare, or why that is not known."""
-    for name, summary in zip(names, summaries, strict=True):
-        if not summary.get("weights_sha256"):
-            return None, f"final weights: {name} has no summary.json, so it has not ended"
+def compare_ends(parity: Parity, summaries: list[dict[str, Any]]) -> None:
+    """Fill in how the weights at the end of two whole runs compare, or why that is not known."""
+    digests = [summary.get("weights_sha256") for summary in summaries]
     steps = [summary.get("steps") for summary in summaries]
-    if steps[0] != steps[1]:
-        return None, f"final weights: the runs ended after {steps[0]} and {steps[1]} steps"
-    same = summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
-    return "bit-equal" if same else "different", None
+    if not all(digests):
+        name = parity.a if not digests[0] else parity.b
+        open_question = f"{name} has no summary.json, so it has not ended"
+        parity.not_compared.append(f"final weights: {open_question}")
+    elif steps[0] != steps[1]:
+        open_question = f"the runs ended after {steps[0]} and {steps[1]} steps"
+        parity.not_compared.append(f"final weights: {open_question}")
+    else:
+        parity.final_weights = "bit-equal" if digests[0] == digests[1] else "different"
 
 
-def explain(parity: Parity, prints: list[dict[str, Any]], first: int) -> list[str]:
-    """Return sentences that say what differed first, and what that points to.
+def explain(parity: Parity, starts: list[str | None], first: int) -> list[str]:
+    """Return sentences that say what differed first, and what that points to, given the digests of
+    both runs' initial weights and the first step.
 
     The first difference of any size counts, not the first beyond the tolerance: a rounding in one
     step's gradients is in the next step's loss.
     """
-    since = {
-        name: kind.first_unequal.step for name, kind in parity.kinds.items() if kind.first_unequal
-    }
-    if any(
-        kind.first_unequal and not kind.first_unequal.distance.same_tensor
-        for kind in parity.kinds.values()
-    ):
+    unequal = {name: kind.first for name, kind in parity.kinds.items() if kind.first}
+    if not all(pair.distance.same_tensor for pair in unequal.values()):
         return ["The runs do not hold the same tensors: another model, or other layers frozen."]
+    since = {name: pair.step for name, pair in unequal.items()}
+    start = min((since[name] for name in KINDS[:3] if name in since), default=None)
+    cause = next((name for name in KINDS[:3] if since.get(name) == start), "")
     sentences = []
-    chain = [name for name in ("loss", "gradient", "weight") if name in since]
-    start = min((since[name] for name in chain), default=None)
     buffers = since.get("buffer")
-    if buffers is not None and (start is None or buffers < start or
-                                (buffers == start and since.get("loss") != start)):  # fmt: skip
+    if buffers and (not start or buffers < start or (buffers == start and cause != "loss")):
         sentences.append(
             f"The buffers differ from step {buffers} on, with equal losses: the BatchNorm policy "
             "(whose statistics are kept, and when the ranks share them)."
         )
-    if start is None:
-        if not sentences and "top1" in since:
-            sentences.append(f"The top-1 differs from step {since['top1']} on, with equal losses.")
-        if not sentences and parity.final_weights == "different":
-            sentences.append("All that was compared is equal, but the final weights are not: the "
-                             "runs parted later, or in what was not compared.")  # fmt: skip
-        return sentences
-    cause = next(name for name in chain if since[name] == start)
-    return [*sentences, cause_sentence(cause, start, parity, prints, first)]
+    if start:
+        sentences.append(cause_sentence(cause, start, parity, starts, first))
+    elif not sentences and "top1" in since:
+        sentences.append(f"The top-1 differs from step {since['top1']} on, with equal losses.")
+    elif not sentences and parity.final_weights == "different":
+        sentences.append("All that was compared is equal, but the final weights are not: the runs "
+                         "parted later, or in what was not compared.")  # fmt: skip
+    return sentences
 
 
 def cause_sentence(
-    cause: str, start: int, parity: Parity, prints: list[dict[str, Any]], first: int
+    cause: str, start: int, parity: Parity, starts: list[str | None], first: int
 ) -> str:
     """Return what it points to that the tensors of a kind differ first."""
     if cause == "gradient":
@@ -316,12 +372,11 @@ def cause_sentence(
             f"The mean losses differ from step {start} on. Whether data, forward, engine or "
             "optimizer came first, only traces can tell."
         )
-    begun = [fingerprint.get("initial_weights_sha256") for fingerprint in prints]
     if start > first:
         weights = "with equal weights before it: "
-    elif not all(begun):
+    elif not all(starts):
         weights = "and of the weights before it nothing is recorded: they, "
-    elif begun[0] == begun[1]:
+    elif starts[0] == starts[1]:
         weights = "with equal initial weights: "
     else:
         weights = "and the initial weights differ, too: they, or "
@@ -331,24 +386,64 @@ def cause_sentence(
     )
 
 
-def first_step(a: dict[int, dict[int, Path]], b: dict[int, dict[int, Path]]) -> int:
-    """Return the first step that two traces share."""
-    return min(step for rank in a.keys() & b.keys() for step in a[rank].keys() & b[rank].keys())
+def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
+    """Compare the ranks of one run: gradients and weights must be the same on all of them."""
+    if not packed.is_folder(run):
+        raise UserError(f"{run}: there is no such run folder")
+    files = read_trace(run)
+    ranks = sorted({rank for _, rank in files})
+    if len(ranks) < 2:
+        raise UserError(
+            f"{run}: holds traces of {len(ranks)} rank(s), and two are needed: train on several "
+            "with --tensor-steps N"
+        )
+    steps = {step for step, rank in files if rank == ranks[0]}
+    missing = ["loss: each rank has its own images"]
+    if partial := {step for step, _ in files if any((step, rank) not in files for rank in ranks)}:
+        missing.append(f"{numbered('step', partial)}: not there on all ranks")
+    others = {(step, rank): file for (step, rank), file in files.items() if rank != ranks[0]}
+    first = {(step, rank): files[step, ranks[0]] for step, rank in others if step in steps}
+    if not first:
+        raise UserError(f"{run}: its ranks have no step in common")
+    names = (f"rank {ranks[0]}", numbered("rank", ranks[1:]))
+    config = read_if_there(run / "config.json")
+    unjudged = {"loss"}
+    if config.get("batch_norm") != "sync":
+        unjudged.add("buffer")  # each rank has its own images
+    if config.get("use_adasum"):
+        unjudged.add("gradient")  # Adasum combines the updates, not the gradients
+    compared = f"{run.name}, {numbered('step', steps)}"
+    parity = Parity(*names, compared, missing, max_ulps, relative)
+    compare_steps(parity, first, others, unjudged)
+    del parity.kinds["loss"]
+    since = {n: k.first.step for n, k in parity.kinds.items() if k.judged and k.first}
+    gradient, weight = since.get("gradient"), since.get("weight")
+    if gradient and (not weight or gradient <= weight):
+        parity.why = [f"The gradients of the ranks differ first, in step {gradient}: what each "
+                      "rank got from the exchange is not the same."]  # fmt: skip
+    elif weight:
+        parity.why = [f"The weights of the ranks differ first, in step {weight}, with equal "
+                      "gradients: the ranks began with other weights, or another state of the "
+                      "optimizer."]  # fmt: skip
+    return parity
 
 
-def distinct_names(a: Path, b: Path) -> tuple[str, str]:
-    """Return what to call two runs: their folders' names, with what tells them apart."""
-    first, second = shortest_unique_names([a, b])
-    if first != second:
-        return first, second
-    return f"{a.name} (first)", f"{b.name} (second)"
+def read_if_there(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a run; {} if there is none, as of a run that has not ended."""
+    return read_object(path) if packed.exists(path) else {}
 
 
-def numbered(noun: str, *collections: Iterable[int]) -> str:
+def described(places: Iterable[tuple[int, int]]) -> str:
+    """Return steps and ranks in words."""
+    ranks = {rank for _, rank in places}
+    who = "means over the ranks" if ranks == {-1} else numbered("rank", ranks)
+    return f"{who}, {numbered('step', {step for step, _ in places})}"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
     """Return whole numbers as a person writes them: `steps 1 to 5, 7`."""
-    numbers = sorted({number for collection in collections for number in collection})
     spans: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
@@ -357,4 +452,5 @@ def numbered(noun: str, *collections: Iterable[int]) -> str:
         str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}"
         for low, high in spans
     ]
-    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(texts) or 'none'}"
+    plural = "" if texts and len(spans) == 1 and spans[0][0] == spans[0][1] else "s"
+    return f"{noun}{plural} {', '.join(texts) or 'none'}"
