@@ -24,9 +24,8 @@ from compare.evidence.equality import (
     compare_facts,
 )
 from compare.evidence.notices import ASIDE, MISSING, WARNINGS, notices
-from compare.evidence.phases import PhaseRow, phase_rows
 from compare.evidence.records import Comparison, RunRecord, load_comparison
-from compare.evidence.rows import speed_rows, training_rows
+from compare.evidence.rows import PhaseRow, phase_rows, speed_rows, training_rows
 from compare.evidence.run_folder import RunFolder
 from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import label_of

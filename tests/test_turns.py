@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from compare.evidence import turns
-from compare.evidence.load import quiet_load
-from compare.evidence.turns import Block, Turn
+from compare.evidence.turns import Block, Turn, quiet_load
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
 from compare.running import sides, take_turns

@@ -150,10 +150,8 @@ def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
         for run in comparison.written
         if run.configuration in (first, second) and run.config.knobs
     ]
-    if not tuned:
-        return set()
     variables = {name for config in tuned for name in config.knob_variables}
-    return {*names_of("speed"), *variables}
+    return {*names_of("speed"), *variables} if tuned else set()
 
 
 def compared_text(comparison: Comparison, first: str, second: str) -> str:

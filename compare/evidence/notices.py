@@ -4,10 +4,9 @@ disturbed the others."""
 from statistics import mean
 
 from compare.evidence import packed
-from compare.evidence.load import most_load
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.stopping import Goal, reason_to_stop
-from compare.evidence.turns import estimate
+from compare.evidence.turns import estimate, most_load
 from compare.evidence.words import count, place_text, run_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -29,8 +28,11 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     for run in (*comparison.runs, *comparison.phase_runs):
         if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(trouble(run))
-        elif load := load_warning(run):
-            found[WARNINGS if matters(run) else ASIDE].append(load)
+        elif (run.other_load or 0) > most_load(cores := run.environment.cores):
+            found[WARNINGS if matters(run) else ASIDE].append(
+                f"{run_text(run)}: other processes kept {run.other_load:.1f} of "
+                f"{count(cores, 'core')} busy"
+            )
     for (case, workers), blocks in comparison.turns.items():
         for one in blocks:
             where = place_text(case, workers)
@@ -92,16 +94,6 @@ def trouble(run: RunRecord) -> str:
     if run.status != "not run":
         what += f"; see {packed.file_of(run.folder / 'output.log')}"
     return f"{run_text(run)}: {what}"
-
-
-def load_warning(run: RunRecord) -> str:
-    """Say it if other processes kept too many cores busy during a run; empty if not."""
-    cores = run.environment.cores
-    if run.other_load is None or run.other_load <= most_load(cores):
-        return ""
-    return (
-        f"{run_text(run)}: other processes kept {run.other_load:.1f} of {count(cores, 'core')} busy"
-    )
 
 
 def left_out_text(configuration: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import mean, median
 
-from compare.evidence.load import QUIET_CORES
 from compare.evidence.paired import (
     CONFIDENCE,
     MIN_BLOCKS,
@@ -16,6 +15,7 @@ from compare.evidence.paired import (
     variance,
 )
 
+QUIET_CORES = 0.15  # that others may keep busy, on a small machine
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
 
 
@@ -93,6 +93,22 @@ class Block:
         return median(
             value(turn) for turn in self.turns if turn.side == side and turn.round in rounds
         )
+
+
+def quiet_load(cores: int) -> float:
+    """Return the largest load in a turn that counts: a large machine always does something."""
+    return max(QUIET_CORES, 0.05 * cores)
+
+
+def least_load(cores: int) -> float:
+    """Return the load that is worth a warning before a measurement: a mail program that wakes up
+    now and then keeps fewer cores busy, a compiler more."""
+    return max(0.2, 0.05 * cores)
+
+
+def most_load(cores: int) -> float:
+    """Return the largest load during a run that leaves its figures beyond doubt."""
+    return 0.1 * cores
 
 
 def throughput(turn: Turn) -> float:

@@ -12,8 +12,8 @@ from typing import Any
 import tabulate
 
 from compare.evidence import packed
-from compare.evidence.load import least_load
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
+from compare.evidence.turns import least_load
 from compare.evidence.verdicts import holm
 from compare.evidence.words import digits
 from compare.page.chart import (

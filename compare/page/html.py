@@ -20,8 +20,13 @@ from compare.page.side_by_side import SideBySide
 from compare.page.tables import square_tables, tables
 
 # What environment.json says of the machine and the software, in the order of the page.
-MACHINE = ("hosts", "device", "device_name", "cpu_model", "cores", "affinity", "allocator")
-SOFTWARE = ("python", "torch", "torchvision", "horovod", "mpi", "cuda", "git_commit")
+MACHINE = (
+    "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
+)  # fmt: skip
+SOFTWARE = (
+    "launcher", "transport", "python", "torch", "torchvision", "horovod", "mpi", "cuda",
+    "git_commit",
+)  # fmt: skip
 MAX_COMMANDS = 24
 MAX_PLOT_CHARACTERS = 600_000  # of all plots: a page is to stay below a megabyte
 
@@ -48,8 +53,11 @@ def render_page(report: Report) -> str:
         commands=commands(comparison),
         machine=environment_lines(comparison, MACHINE),
         software=environment_lines(comparison, SOFTWARE),
-        transports=transports(comparison),
-        details=configuration_lines(comparison),
+        details=[
+            (name, shlex.join([*(f"{key}={v}" for key, v in own.variables.items()), *own.flags]))
+            for name, own in comparison.configurations.items()
+            if own.variables or own.flags
+        ],
         methods=list(dict.fromkeys(v.speed.method for v in verdicts if v.speed)),
     )
 
@@ -155,33 +163,4 @@ def environment_lines(comparison: Comparison, fields: tuple[str, ...]) -> list[t
         texts = [f"{value} ({', '.join(names)})" for value, names in where.items()]
         if where:
             lines.append((field, "; ".join(texts) if len(texts) > 1 else next(iter(where))))
-    return lines
-
-
-def transports(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """Return the transport that each configuration's gradients really took."""
-    order = [*comparison.configurations]
-    found = {
-        (
-            run.workers,
-            order.index(run.configuration),
-            run.launcher,
-            run.environment.transport,
-            short(run.environment.threads),
-        )
-        for run in comparison.written
-    }
-    return [
-        (f"{order[index]}, {count(n, 'worker')}", launcher, transport, threads)
-        for n, index, launcher, transport, threads in sorted(found)
-    ]
-
-
-def configuration_lines(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the flags and variables that configurations have of their own."""
-    lines = []
-    for name, own in comparison.configurations.items():
-        words = [f"{key}={value}" for key, value in own.variables.items()]
-        if words or own.flags:
-            lines.append((name, shlex.join([*words, *own.flags])))
     return lines

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from compare.evidence.paired import Estimate
-from compare.evidence.phases import ALONE, PHASES, PhaseRow
 from compare.evidence.references import Reference
-from compare.evidence.rows import in_detail, speeds
+from compare.evidence.rows import ALONE, PHASES, PhaseRow, in_detail, speeds
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, digits, three_digits
 from compare.page import learning

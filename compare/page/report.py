@@ -10,13 +10,15 @@ from typing import Any
 from compare.evidence.equality import Fact, compare_place
 from compare.evidence.notices import notices
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
-from compare.evidence.phases import PhaseRow, phase_differences, phase_rows
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.references import Reference
 from compare.evidence.rows import (
+    PhaseRow,
     SpeedRow,
     StepRow,
     TrainingRow,
+    phase_differences,
+    phase_rows,
     speed_rows,
     step_rows,
     training_rows,

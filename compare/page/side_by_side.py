@@ -12,7 +12,7 @@ from compare.evidence.rows import SpeedRow
 from compare.evidence.run_folder import recorded
 from compare.evidence.words import short, shortest_unique_names
 from compare.page.report import Report
-from compare.page.tables import Column, Table, TableCell, column, figure
+from compare.page.tables import Column, Table, column, figure
 
 # What environment.json says that may explain a difference, the seed's and the clock's aside.
 ENVIRONMENT = (
@@ -94,10 +94,7 @@ def speed_column(name: str, field: str, at: int) -> Column:
 
 
 def ratio_column(name: str, field: str, at: int) -> Column:
-    def cell(line: Line) -> TableCell:
-        return figure(line.ratios(field)[at], "{:.3f}")
-
-    return Column(name, cell)
+    return Column(name, lambda line: figure(line.ratios(field)[at], "{:.3f}"))
 
 
 def values_text(comparison: Comparison, name: str) -> str:

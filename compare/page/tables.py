@@ -8,9 +8,8 @@ from typing import Any
 import tabulate
 
 from compare.evidence.paired import Estimate
-from compare.evidence.phases import PHASES, PhaseRow
 from compare.evidence.records import ENGINES
-from compare.evidence.rows import BLOCKS_IN_DETAIL, IMAGES, TrainingRow, hours
+from compare.evidence.rows import BLOCKS_IN_DETAIL, IMAGES, PHASES, PhaseRow, TrainingRow, hours
 from compare.evidence.words import digits, loss_text, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.page.report import Report

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from compare.evidence.equality import difference_text
-from compare.evidence.phases import PHASES
 from compare.evidence.records import Comparison
+from compare.evidence.rows import PHASES
 from compare.evidence.verdicts import Verdict
 from compare.page.report import Report
 from compare.page.side_by_side import UNPAIRED, SideBySide

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from compare.evidence.load import least_load
+from compare.evidence.turns import least_load
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_here, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run

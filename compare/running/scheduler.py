@@ -35,9 +35,8 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.load import quiet_load
 from compare.evidence.run_folder import read_block
-from compare.evidence.turns import Block, Turn
+from compare.evidence.turns import Block, Turn, quiet_load
 from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
     busy_cpu_seconds,
