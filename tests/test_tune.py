@@ -22,9 +22,18 @@ from compare.plan.options import parse_options
 from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import tune as tune_module
-from compare.running.knobs_to_try import Values, free_knobs, horovod_knobs, settings_knobs
 from compare.running.sides import MeasurementError, Side
-from compare.running.tune import Found, comparison_command, head_of, tuning_plan, write_file
+from compare.running.tune import (
+    Found,
+    Values,
+    comparison_command,
+    free_knobs,
+    head_of,
+    horovod_knobs,
+    settings_knobs,
+    tuning_plan,
+    write_file,
+)
 from recipe.errors import UserError
 from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, refusal
 
@@ -219,7 +228,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blocks:
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = {value: Knobs({}, {"HOROVOD_CYCLE_TIME": value}) for value in ("0.5", "9")}
     knobs = {"ddp": {"buckets": BUCKETS, "static": STATIC}, "horovod": {"cycle": cycle}}
-    monkeypatch.setattr("compare.running.knobs_to_try.knobs_for", lambda c, plan: knobs[c.engine])
+    monkeypatch.setattr("compare.running.tune.knobs_for", lambda c, plan: knobs[c.engine])
     monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
     return blocks
 
@@ -326,7 +335,7 @@ def test_tuning_and_training_with_the_file(
     monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
     cycle = {"0.5": Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"})}
     knobs = {"ddp": {"static": STATIC}, "horovod": {"cycle": cycle}}
-    monkeypatch.setattr("compare.running.knobs_to_try.knobs_for", lambda c, plan: knobs[c.engine])
+    monkeypatch.setattr("compare.running.tune.knobs_for", lambda c, plan: knobs[c.engine])
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
     monkeypatch.setattr(tune_module, "LOOK_BLOCKS", 1)
     path, runs = tmp_path / "k.toml", tmp_path / "runs"

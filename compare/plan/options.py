@@ -139,7 +139,10 @@ def positive(text: str) -> int:
 
 def read_definition(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag tells it."""
-    head, *rest = split_words(text) or [""]
+    try:
+        head, *rest = shlex.split(text) or [""]
+    except ValueError as error:
+        raise UserError(f"--define {text!r}: {error}") from None
     name, _, base = head.partition("=")
     environment: dict[str, str] = {}
     while rest and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
@@ -148,18 +151,10 @@ def read_definition(text: str) -> tuple[str, dict[str, Any]]:
     return name, {"base": base, "flags": rest, "environment": environment}
 
 
-def split_words(text: str) -> list[str]:
-    """Split flags as a shell does."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"flags {text!r}: {error}") from None
-
-
 def read_case(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=flags`."""
     name, _, flags = text.partition("=")
-    return name, {"flags": split_words(flags)}
+    return name, {"flags": flags}
 
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:

@@ -225,37 +225,45 @@ def problems(plan: Plan) -> Iterator[str]:
 
 def wrong_names(plan: Plan) -> Iterator[str]:
     """Yield what is wrong with the names of configurations, cases and pairs."""
-    for kind, names in (("configuration", plan.configuration), ("case", plan.case)):
-        for name in names:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or ".failed-" in name:
-                yield (
-                    f"{kind} {name!r}: a folder will bear this name; use letters, digits, '-', '_' "
-                    "and '.'"
-                )
-    for name, own in plan.configuration.items():
-        if name in CONFIGURATIONS:
-            yield (
-                f"configuration {name!r} is a ready one: give yours another name, as in "
-                f"'{name}-tuned'"
-            )
-        if own.base not in CONFIGURATIONS:
-            near = near_match(own.base, CONFIGURATIONS)
-            yield f"configuration {name!r}: its base {own.base!r} is no ready configuration; {near}"
+    kinds: dict[str, Iterable[str]] = {"configuration": plan.configuration, "case": plan.case}
+    yield from (
+        f"{kind} {name!r}: a folder will bear this name; use letters, digits, '-', '_' and '.'"
+        for kind, named in kinds.items()
+        for name in named
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or ".failed-" in name
+    )
+    yield from (
+        f"configuration {name!r} is a ready one: give yours another name, as in '{name}-tuned'"
+        for name in plan.configuration.keys() & CONFIGURATIONS.keys()
+    )
+    yield from (
+        f"configuration {name!r}: its base {own.base!r} is no ready configuration; "
+        f"{near_match(own.base, CONFIGURATIONS)}"
+        for name, own in plan.configuration.items()
+        if own.base not in CONFIGURATIONS
+    )
     if not plan.configurations:
         yield "--configurations: name at least one"
-    for name in plan.configurations:
-        if name not in plan.known():
-            near = near_match(name, plan.known())
-            yield f"--configurations {name}: there is no such configuration; {near}"
+    yield from (
+        f"--configurations {name}: there is no such configuration; {near_match(name, plan.known())}"
+        for name in plan.configurations
+        if name not in plan.known()
+    )
     if plan.null and plan.judged_pairs:
         yield "--null compares each configuration with itself: leave --pairs out"
-    for first, second in plan.judged_pairs:
-        pair = f"--pairs {first}:{second}"
-        for name in {first, second} - set(plan.configurations):
-            near = near_match(name, plan.configurations)
-            yield f"{pair}: {name} is not among the configurations of the plan; {near}"
-        if first == second:
-            yield f"{pair}: nothing differs; to compare a configuration with itself use --null"
+    yield from (
+        f"--pairs {':'.join(pair)}: {name} is not among the configurations of the plan; "
+        f"{near_match(name, plan.configurations)}"
+        for pair in plan.judged_pairs
+        for name in pair
+        if name not in plan.configurations
+    )
+    yield from (
+        f"--pairs {first}:{second}: nothing differs; to compare a configuration with itself use "
+        "--null"
+        for first, second in plan.judged_pairs
+        if first == second
+    )
 
 
 def flag_lists(plan: Plan) -> list[tuple[str, ...]]:
@@ -265,18 +273,23 @@ def flag_lists(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def wrong_trainer_flags(plan: Plan) -> Iterator[str]:
-    for words in flag_lists(plan):
-        for word in words:
-            if reason := RESERVED_FLAGS.get(flag_name(word)):
-                yield f"{word} cannot be passed to the trainers: {reason}"
-    for name, own in plan.configuration.items():
-        if last_value(own.flags, "--seed") is not None:
-            yield (
-                f"configuration {name!r}: its flags give a seed, which must be the same for all "
-                "configurations, else they would not do the same training"
-            )
-        if RUN_MARK in own.environment:
-            yield f"configuration {name!r}: {RUN_MARK} is run.py's own"
+    yield from (
+        f"{word} cannot be passed to the trainers: {RESERVED_FLAGS[flag_name(word)]}"
+        for words in flag_lists(plan)
+        for word in words
+        if flag_name(word) in RESERVED_FLAGS
+    )
+    yield from (
+        f"configuration {name!r}: its flags give a seed, which must be the same for all "
+        "configurations, else they would not do the same training"
+        for name, own in plan.configuration.items()
+        if last_value(own.flags, "--seed") is not None
+    )
+    yield from (
+        f"configuration {name!r}: {RUN_MARK} is run.py's own"
+        for name, own in plan.configuration.items()
+        if RUN_MARK in own.environment
+    )
 
 
 def wrong_scaling(plan: Plan) -> Iterator[str]:
@@ -290,15 +303,17 @@ def wrong_scaling(plan: Plan) -> Iterator[str]:
             f"{given}: give {missing}, too. In strong scaling a global batch is shared by the "
             "workers and trained with one global rate, whatever their number"
         )
-    for words in flag_lists(plan):
-        for word in words:
-            if reason := OF_GLOBAL_BATCH.get(flag_name(word)):
-                yield f"{word} does not go together with --global-batch-size: {reason}"
-        if last_value(words, "--warmup-method") == "gradual":
-            yield (
-                "--warmup-method gradual begins at one worker's learning rate, which is another "
-                "one at each number of workers: with --global-batch-size use linear"
-            )
+    yield from (
+        f"{word} does not go together with --global-batch-size: {OF_GLOBAL_BATCH[flag_name(word)]}"
+        for words in flag_lists(plan)
+        for word in words
+        if flag_name(word) in OF_GLOBAL_BATCH
+    )
+    if "gradual" in [last_value(words, "--warmup-method") for words in flag_lists(plan)]:
+        yield (
+            "--warmup-method gradual begins at one worker's learning rate, which is another one at "
+            "each number of workers: with --global-batch-size use linear"
+        )
     plan.block(1)  # which refuses what does not divide
 
 
