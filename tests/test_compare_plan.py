@@ -28,7 +28,7 @@ from compare.run import main
 from compare.running.sides import NoTurns, training_side
 from recipe.config import parse_args
 from recipe.errors import UserError
-from recipe.flags import flag_name, names_of, without_flag
+from recipe.flags import flag_name, names_of
 from recipe.training.schedule import learning_rate
 from recipe.world import World
 
@@ -418,7 +418,7 @@ def test_no_two_runs_share_a_rendezvous(here):
     told = [rendezvous(command) for command in first + second]
     for part in zip(*told, strict=True):
         assert len(set(part)) == 4
-    assert first == dry_run(*words, "first"), "tune.py knows a run by its command"
+    assert first == dry_run(*words, "first"), "a block that is repeated has the same command"
     run = plan_of(*words, "first").runs()[0]
     sides = [training_side(run, Path(out) / "block-1") for out in ("first", "second", "first")]
     one, two, again = (rendezvous(list(side.launcher)) for side in sides)
@@ -590,11 +590,6 @@ def test_varied_fields_bear_the_names_of_the_configuration():
     assert varied_fields([base, replace(base, flags=flags)]) == [
         "batch_size", "cuda", "wd", "static_graph", "lr_min",
     ]  # fmt: skip
-
-
-def test_a_flag_is_taken_out_in_every_form():
-    words = ["--a", "--max-steps", "3", "--max_steps=4", "--b", "5"]
-    assert without_flag(words, "--max-steps") == ["--a", "--b", "5"]
 
 
 @pytest.mark.parametrize(("own", "steps"), [((), "120"), (("--max-steps", "30"), "30"),
