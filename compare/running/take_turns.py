@@ -134,8 +134,9 @@ def main() -> None:
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
     sys.argv = program
     folder = Path(program[0]).resolve().parent
-    sys.path[0] = str(folder)  # as `python SCRIPT` has it
-    if folder.name in TRAINERS:
+    is_trainer = folder.name in TRAINERS  # a module of the project; else as `python SCRIPT` has it
+    sys.path[0] = str(folder.parent if is_trainer else folder)
+    if is_trainer:
         train(folder.name, Path(program[0]).stem)
     else:
         runpy.run_path(program[0], run_name="__main__")
