@@ -30,7 +30,6 @@ from compare.evidence.run_folder import RunFolder
 from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import label_of
 from compare.page.html import render_page
-from compare.page.plot import Selection
 from compare.page.plots import plot_phases
 from compare.page.report import Report
 from compare.page.text import terminal_report
@@ -542,7 +541,7 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
     change(slow, phases=Phases(steps=50, step_seconds=0.110, **parts))
     [row] = explained(comparison)
     assert milliseconds(row)["the engine's own work"] == -15
-    plot = plot_phases(Selection(Report(comparison), "", comparison.complete))
+    plot = plot_phases(Report(comparison), "")
     assert plot is not None and "there is no exchange" in plot.caption
     assert "exposed communication 15" not in plot.svg
 

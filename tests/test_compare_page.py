@@ -15,7 +15,7 @@ from test_compare_records import edit, make_comparison, make_square
 
 from compare import report
 from compare.evidence.records import load_comparison
-from compare.page.chart import standalone
+from compare.page.chart import PALETTE, standalone
 from compare.page.plots import all_plots
 from compare.page.report import Report
 from compare.plan.plan import Case
@@ -326,6 +326,18 @@ def test_print_has_light_colours_and_no_buttons(browser, pages, name):
         assert not page.locator(".tools").first.is_visible()
         assert page.evaluate(FAULTS) == []
         assert len(page.pdf(format="A4")) > 10_000
+
+
+def test_colours_stand_in_one_place(pages):
+    """Each colour is a variable of PALETTE, on light and dark screens and on paper."""
+    for path in pages.values():
+        text = path.read_text()
+        style = text[text.index("<style>") : text.index("</style>")]
+        used = set(re.findall(r"var\(--([\w-]+)\)", text)) - {"serif", "sans", "mono", "c"}
+        assert used <= PALETTE.keys()
+        colours = [colour for three in PALETTE.values() for colour in three]
+        assert sorted(re.findall(r"#[0-9a-f]{3,6}\b", style)) == sorted(colours)
+    assert used and all(len(three) == 3 for three in PALETTE.values())
 
 
 def test_a_plot_opens_by_itself(browser, tmp_path):

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compare.evidence.exchange import Exchange, ExchangeStep, Message, read_exchange
 from compare.page.chart import standalone
-from compare.page.exchange import plot_exchange, plot_exchanges
-from compare.page.plot import Selection
+from compare.page.exchange import plot_exchanges
+from compare.page.plots import plot_exchange
 from ddp_train import timeline
 from ddp_train.buckets import bucket_hook
 from recipe.errors import UserError
@@ -169,12 +169,11 @@ def test_the_page_shows_it_of_each_configurations_first_profiled_run(tmp_path: P
         SimpleNamespace(configuration=name, folder=tmp_path / folder)
         for name, folder in (("ddp", "plain"), ("ddp", "a"), ("horovod", "b"), ("other", "plain"))
     ]
-    selection = Selection(None, "", runs, 2)  # type: ignore[arg-type]
-    assert plot_exchange(selection) is None
+    assert plot_exchange(runs) is None  # type: ignore[arg-type]
     a_ddp_run(tmp_path / "a")
     a_horovod_run(tmp_path / "b")
-    plot = plot_exchange(selection)
-    assert plot is not None and plot.name == "exchange-2" and plot.title.endswith(", 2 workers")
+    plot = plot_exchange(runs)  # type: ignore[arg-type]
+    assert plot is not None
     assert {row[0] for row in plot.table[1:]} == {"ddp, 1", "ddp, 2", "horovod, 1", "horovod, 2"}
 
 

@@ -17,13 +17,14 @@ from compare.evidence.turns import least_load
 from compare.evidence.verdicts import holm
 from compare.evidence.words import digits
 from compare.page.chart import (
+    COLOURS,
     MARKERS,
     MUTED,
-    Chart,
-    Key,
+    Layer,
+    Plot,
     Scale,
+    Series,
     logarithmic,
-    series_colour,
     standalone,
 )
 from recipe.errors import UserError
@@ -335,26 +336,23 @@ def plot(measurement: Measurement) -> str:
         raise UserError("--svg: there is nothing to draw without --sizes")
     sizes = sorted({figure.bytes for figure in figures})
     ticks = tuple((float(size), size_text(size)) for size in sizes[:: -(-len(sizes) // 5)])
-    x = Scale(sizes[0] / 1.4, sizes[-1] * 1.4, ticks, logarithmic=True)
+    x = Scale(sizes[0] / 1.4, sizes[-1] * 1.4, ticks, "message, bytes of fp32", logarithmic=True)
     copies = [copies["alone_bytes_per_second"] / 1e9 for copies in measurement.copies.values()]
-    keys = [
-        Key(name, series_colour(i), marker=MARKERS[i % len(MARKERS)])
-        for i, name in enumerate(measurement.worlds)
+    y = logarithmic([*(figure.busbw / 1e9 for figure in figures), *copies], "bus bandwidth, GB/s")
+    key = "memory copy by one rank: bytes read + written"
+    layers = [
+        Layer("line", [(x.low, copy), (x.high, copy)], MUTED, 1, "3 2", key=key) for copy in copies
     ]
-    keys.append(Key("fp16 wire", MUTED, dash="3 2.4", width=1.1))
-    keys.append(Key("memory copy by one rank: bytes read + written", MUTED, dash="3 2"))
-    y = logarithmic([*(figure.busbw / 1e9 for figure in figures), *copies])
-    chart = Chart(x, y, "message, bytes of fp32", "bus bandwidth, GB/s", keys=keys)
-    for copy in copies:
-        chart.rule(y=copy)
-    for i, name in enumerate(measurement.worlds):
+    for number, name in enumerate(measurement.worlds):
+        colour, marker = COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)]
         for wire in measurement.plan["wires"]:
             own = [f for f in figures if (f.backend, f.wire) == (name, wire)]
-            colour, thin = series_colour(i), wire != "fp32"
+            thin, told = wire != "fp32", f"{name}, {wire}"
             line = [(float(figure.bytes), figure.busbw / 1e9) for figure in own]
-            chart.line(line, colour, width=1.1 if thin else 1.6, dash="3 2.4" if thin else "")
-            for size, rate in line:
-                chart.mark(size, rate, MARKERS[i % len(MARKERS)], colour, size=2.6, hollow=thin)
-                chart.hit(size, rate, f"{name}, {wire}, {size_text(int(size))}: {rate:.3g} GB/s")
+            texts = [f"{told}, {size_text(int(size))}: {rate:.3g} GB/s" for size, rate in line]
+            width, dash = (1.1, "3 2.4") if thin else (1.6, "")
+            layers.append(Layer("line", line, colour, width, dash, key=told))
+            layers.append(Layer(marker, line, colour, 2.6, hollow=thin, texts=texts, key=told))
     n = measurement.plan["workers"]
-    return standalone(chart.as_svg(f"Allreduce over {n} workers: bus bandwidth over message size"))
+    title = f"Allreduce over {n} workers: bus bandwidth over message size"
+    return standalone(Plot("allreduce", title, "", x, y, [Series(layers)]).svg)

@@ -2,38 +2,22 @@
 began and ended. A panel for each run, all with the same axes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from statistics import median
 
-from compare.evidence.exchange import Exchange, Message, read_exchange
-from compare.page.chart import INK, MUTED, Key, Scale, linear
-from compare.page.plot import Axis, Layer, Plot, Selection, Series
-from recipe.errors import UserError
+from compare.evidence.exchange import Exchange, Message
+from compare.page.chart import INK, MUTED, Layer, Plot, Scale, Series, bar, linear
 
 PANEL = 96.0  # a panel's height, units of the picture
 PITCH = 1.3  # from one panel to the next, in panels: above each stands the run's name
 COLOUR = "var(--communication)"
-# Colour and opacity of an all-reduce's parts.
-HIDDEN, EXPOSED, WAITS = (COLOUR, 0.45), (COLOUR, 1.0), (MUTED, 0.35)
+# Name, colour and opacity of an all-reduce's parts.
+HIDDEN, EXPOSED = ("all-reduce, hidden", COLOUR, 0.45), ("exposed", COLOUR, 1.0)
+WAITS = ("waits for a rank", MUTED, 0.35)
 PARTS = ("hidden", "exposed")
 COLUMNS = (
     ("message", ""), ("gradients", ""), ("size", "MB"), ("ready", "ms"),
     ("ready on all ranks", "ms"), ("all-reduce begins", "ms"), ("ends", "ms"),
 )  # fmt: skip
-
-
-def plot_exchange(selection: Selection) -> Plot | None:
-    """Show it of each configuration's first run with --profile-steps; None if there is none."""
-    named: dict[str, Exchange] = {}
-    for run in selection.runs:
-        with suppress(UserError):  # a damaged profile keeps back no report; timeline.py names it
-            if run.configuration not in named and (exchange := read_exchange(run.folder)):
-                named[run.configuration] = exchange
-    if not named:
-        return None
-    plot = plot_exchanges(list(named.items()))
-    return replace(plot, name=selection.file_name(plot.name), title=selection.title(plot.title))
 
 
 def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
@@ -59,18 +43,11 @@ def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
         "inferred, as soon as rank 0 has them and one of Gloo's two threads (MPI's one) is free; "
         "it waits for the other ranks. Figures: medians of the profiled steps; profiling slows "
         "them.",
-        Axis("ms since the backward pass began", linear([0, reach], zero=True)),
-        Axis("", Scale(0, panels * total, tuple(ticks))),
+        linear([0, reach], "ms since the backward pass began", zero=True),
+        Scale(0, panels * total, ticks),
         series,
         COLUMNS,
-        height=panels * PANEL,
-        keys=[
-            Key("gradients ready", INK, width=1.2),
-            Key("on all ranks", MUTED, width=0.8),
-            Key("all-reduce, hidden", HIDDEN[0], "box", opacity=HIDDEN[1]),
-            Key("exposed", EXPOSED[0], "box", opacity=EXPOSED[1]),
-            Key("waits for a rank", WAITS[0], "box", opacity=WAITS[1]),
-        ],
+        panels * PANEL,
     )
 
 
@@ -90,16 +67,23 @@ def panel(name: str, exchange: Exchange, floor: float, total: float) -> Iterator
             list(bars(message, step.computed, middle, PANEL * message.megabytes / total)),
             cells(f"{name}, {number}", message),
         )
-    yield Series([stairs(step.met, floor, MUTED, 0.8), stairs(step.ready, floor, INK, 1.2)])
+    yield Series(
+        [
+            stairs("on all ranks", step.met, floor, MUTED, 0.8),
+            stairs("gradients ready", step.ready, floor, INK, 1.2),
+        ]
+    )
 
 
-def stairs(ready: Sequence[tuple[float, float]], floor: float, colour: str, width: float) -> Layer:
+def stairs(
+    key: str, ready: Sequence[tuple[float, float]], floor: float, colour: str, width: float
+) -> Layer:
     """How the MB that are ready add up."""
     line, level = [(0.0, floor)], floor
     for time, size in ready:
         line += [(time, level), (time, level + size)]
         level += size
-    return Layer("line", line, colour, width)
+    return Layer("line", line, colour, width, key=key)
 
 
 def bars(message: Message, computed: float, y: float, thickness: float) -> Iterator[Layer]:
@@ -108,12 +92,11 @@ def bars(message: Message, computed: float, y: float, thickness: float) -> Itera
     met = min(end, max(begin, message.met or begin))
     turn = min(end, max(met, computed))
     text = ", ".join(cells("", message)[1:])
-    for start, stop, (colour, opacity) in (
+    for start, stop, (key, colour, opacity) in (
         (begin, met, WAITS), (met, turn, HIDDEN), (turn, end, EXPOSED),
     ):  # fmt: skip
         if stop > start:
-            yield Layer("bar", [(start, y), (stop, y)], colour, max(thickness, 0.6),
-                        opacity=opacity, texts=[text])  # fmt: skip
+            yield bar(start, stop, y, colour, max(thickness, 0.6), opacity, text, key)
 
 
 def cells(name: str, message: Message) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from compare.evidence.records import Comparison
 from compare.evidence.run_folder import recorded
 from compare.evidence.words import count, place_text, short
 from compare.page import plots
+from compare.page.chart import css_variables
 from compare.page.report import Report
 from compare.page.side_by_side import SideBySide
 from compare.page.tables import square_tables, tables
@@ -77,7 +78,7 @@ def template(name: str) -> Any:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.globals["aside"] = ASIDE
+    environment.globals |= {"aside": ASIDE, "colours": css_variables}
     environment.filters |= {
         "count": count,
         "breakable": breakable,
@@ -144,7 +145,10 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
     runs = comparison.runs or comparison.sides
     first = min(run.block for run in runs)
     found = [
-        (plots.named(run.case) + run.name, run.command or shlex.join(run.environment.command))
+        (
+            ", ".join(filter(None, (run.case, run.name))),
+            run.command or shlex.join(run.environment.command),
+        )
         for run in runs
         if run.block == first and (run.command or run.is_complete)
     ]
