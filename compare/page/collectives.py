@@ -343,6 +343,7 @@ def plot(measurement: Measurement) -> str:
     layers = [
         Layer("line", [(x.low, copy), (x.high, copy)], MUTED, 1, "3 2", key=key) for copy in copies
     ]
+    layers.append(Layer("line", (), MUTED, 1.1, "3 2.4", key="fp16 wire"))
     for number, name in enumerate(measurement.worlds):
         colour, marker = COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)]
         for wire in measurement.plan["wires"]:
@@ -351,8 +352,9 @@ def plot(measurement: Measurement) -> str:
             line = [(float(figure.bytes), figure.busbw / 1e9) for figure in own]
             texts = [f"{told}, {size_text(int(size))}: {rate:.3g} GB/s" for size, rate in line]
             width, dash = (1.1, "3 2.4") if thin else (1.6, "")
-            layers.append(Layer("line", line, colour, width, dash, key=told))
-            layers.append(Layer(marker, line, colour, 2.6, hollow=thin, texts=texts, key=told))
+            in_legend = "" if thin else name
+            layers.append(Layer("line", line, colour, width, dash, key=in_legend))
+            layers.append(Layer(marker, line, colour, 2.6, hollow=thin, texts=texts, key=in_legend))
     n = measurement.plan["workers"]
     title = f"Allreduce over {n} workers: bus bandwidth over message size"
     return standalone(Plot("allreduce", title, "", x, y, [Series(layers)]).svg)
