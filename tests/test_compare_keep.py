@@ -66,7 +66,7 @@ def test_a_comparison_is_kept_with_its_report(comparison, tmp_path, capsys):
     assert parity.main(pair) == 0
     assert "final weights of the whole runs: bit-equal" in capsys.readouterr().out
     assert timeline.main(pair) == 2
-    assert "holds no profile/" in capsys.readouterr().err
+    assert "is no run folder with a profile/" in capsys.readouterr().err
 
 
 def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
