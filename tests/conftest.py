@@ -1,10 +1,12 @@
 """What holds for all tests."""
 
 import functools
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.default_int_handler)
     both = filter(None, (config.option.part, config.option.markexpr))
     config.option.markexpr = " and ".join(f"({expression})" for expression in both)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test, or what it calls, sets in the environment goes with it: the next test of this
+    process would find it set by the user."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
