@@ -514,6 +514,12 @@ def test_a_difference_is_told_by_phase_with_its_sign(tmp_path):
     change(slow.phases, exposed_communication_seconds=None, backward_seconds=0.091)
     [row] = explained(comparison)
     assert milliseconds(row) == {"data": 0, "forward": 2, "backward": -31, "optimizer": 0}
+    # Runs that contradict the verdict do not explain it.
+    denial = "do not show the verdict&#39;s difference"
+    assert denial not in " ".join(render_page(Report(comparison)).split())
+    change(slow.phases, step_seconds=0.090)
+    page = " ".join(render_page(Report(comparison)).split())
+    assert f"{denial}: ddp-torchrun − horovod-mpi" in page
 
 
 def test_phases_are_held_against_the_verdict_of_their_own_place(tmp_path):

@@ -263,6 +263,19 @@ def phase_table(report: Report) -> Table:
     if differences:
         note += " Under a difference that a verdict shows: first less second, so that a minus is "
         note += "what the first saves."
+    ratios = {
+        (v.case, v.workers, f"{v.first} − {v.second}"): v.speed.ratio
+        for v in report.verdicts
+        if v.speed is not None
+    }
+    denied = [
+        f"{row.configuration} ({place_text(row.case, row.workers)})"
+        for row in differences
+        if (row.step_seconds < 0) != (ratios[row.case, row.workers, row.configuration] > 1)
+    ]
+    if denied:
+        note += " The runs that measured the phases do not show the verdict's difference: "
+        note += f"{', '.join(denied)}."
     if sent := dict.fromkeys(f"{row.sent_bytes / 1e6:.1f}" for row in rows if row.sent_bytes):
         note += (
             f" Sent by each worker in a step, if the all-reduce is a ring: {' or '.join(sent)} MB. "
