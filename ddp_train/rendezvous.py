@@ -33,20 +33,20 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
     prepare_gloo(world)
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
-    if world.launcher == "horovodrun":
+    meeting = world.started_by.meeting
+    if not meeting:
         raise UserError(
-            "horovodrun over Gloo started this process and gives DDP no address to meet at: start "
-            "ddp_train/train.py "
-            "with torchrun, mpirun or horovodrun --mpi"
+            f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
+            "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
         )
     first_host = os.environ.get("MASTER_ADDR", "")
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
-    if world.launcher == "torchrun":
+    if meeting == "environment":
         arguments = {"init_method": "env://"}
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
         arguments["init_method"] = f"tcp://{first_host}:{port}"
-    elif world.launcher == "slurm":
+    elif meeting == "Slurm":
         first_host = slurm_address(os.environ)[0]
         arguments["store"] = _store_through_slurm(world)
     else:

@@ -34,8 +34,8 @@ def choose_transport(config: Config, world: World, device: torch.device) -> tupl
 
 
 def _prepare_mpi_backend(world: World) -> None:
-    if world.launcher in ("torchrun", "horovodrun"):
-        by = "torchrun" if world.launcher == "torchrun" else "horovodrun over Gloo"
+    if world.launcher != "none" and not world.started_by.starts_mpi:
+        by = world.started_by.shown or world.launcher
         raise UserError(
             f"--transport mpi: {by} started this process, and no ranks of MPI; start "
             "ddp_train/train.py with mpirun or horovodrun --mpi"

@@ -45,7 +45,7 @@ def _ask_for(transport: str, world: World) -> None:
         )
     starts_gloo = world.launcher == "horovodrun"  # over MPI it is mpirun
     if world.launcher != "none" and starts_gloo != (transport == "gloo"):
-        by = "horovodrun over Gloo" if starts_gloo else world.launcher
+        by = world.started_by.shown or world.launcher
         raise UserError(
             f"--transport {transport}: {by} started this process, where Horovod cannot "
             f"use it; start it with horovodrun --{transport}"

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from recipe.world import World
+from recipe.world import FINISH_S, LAUNCHERS, World
 
 # Ranks other than 0 hold their message back, so that an error that all ranks share is told once:
 # rank 0 tells it and leaves, and the launcher ends the others while they wait. An error that only
@@ -24,23 +24,12 @@ LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
 WRITES: list[Future[None]] = []
-FINISH_S = 60
 RESUME_HINT = (
     "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
     "has kept one"
 )
 # Together they tell one job on a host from another, whichever launcher started it.
-JOB_VARIABLES = (
-    "TORCHELASTIC_RUN_ID",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMPI_MCA_ess_base_jobid",
-    "PMIX_NAMESPACE",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
+JOB_VARIABLES = [name for launcher in LAUNCHERS.values() for name in launcher.job]
 LOST_PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",

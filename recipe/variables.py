@@ -1,6 +1,8 @@
 """Environment variables that change what an engine does or how fast: one list for the plan of a
 comparison, for a run's environment.json, and for files of knobs."""
 
+from recipe.world import LAUNCHERS
+
 STEERING_PREFIXES = (
     "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
@@ -30,16 +32,16 @@ HOROVOD_VARIABLES = (
 )
 
 # In a rank's environment launchers have written into these families, too: who the rank is and
-# where it meets the others. There only the second list is the user's.
-SHARED_WITH_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "SLURM_", "CUDA_", "OMP_")
+# where it meets the others. There only the second list is the user's. (For the threads of MKL and
+# OpenBLAS the trainers have a rule of their own.)
+SHARED_WITH_LAUNCHERS = (
+    *(family for launcher in LAUNCHERS.values() for family in launcher.sets),
+    "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+)  # fmt: skip
 OF_THE_USER = (
     *HOROVOD_VARIABLES, "HOROVOD_CCL", "HOROVOD_TIMELINE", "OMPI_MCA_coll", "OMP_WAIT_POLICY",
     "OMP_PROC_BIND", "OMP_PLACES", "CUDA_LAUNCH_BLOCKING",
 )  # fmt: skip
-SET_BY_LAUNCHERS = {
-    "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_SOCKET_IFNAME",
-    "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",  # the trainers have a rule of their own for threads
-}  # fmt: skip
 
 
 def steers(name: str) -> bool:
@@ -51,4 +53,4 @@ def steers_rank(name: str) -> bool:
     """Whether it does, and no launcher has set it for the rank in whose environment it is."""
     if name.startswith(SHARED_WITH_LAUNCHERS):
         return name.startswith(OF_THE_USER)
-    return steers(name) and name not in SET_BY_LAUNCHERS
+    return steers(name)

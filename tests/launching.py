@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from recipe import world
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TRAINERS = {
@@ -154,10 +156,11 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def change_on_rank(rank: int, module: str, code: str, folder: Path) -> dict[str, str]:
     """The environment in which `code` runs on one rank, as soon as that has imported a `module`."""
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code))
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code, RANKS))
     return {"PYTHONPATH": str(folder)}
 
 
+RANKS = [launcher.variables[0] for launcher in world.LAUNCHERS.values()]
 # Runs in each Python process at its start.
 SITECUSTOMIZE = """
 import builtins, os, sys
@@ -168,7 +171,7 @@ def patched(name, *args, **kwargs):
         builtins.__import__ = real_import
         exec({2!r}, {{"module": sys.modules[name]}})
     return imported
-if "{0}" in map(os.environ.get, ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")):
+if "{0}" in map(os.environ.get, {3!r}):
     builtins.__import__ = patched
 """
 

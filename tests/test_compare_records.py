@@ -212,12 +212,15 @@ def test_a_whole_comparison_is_read(tmp_path):
     assert len(run.steps) == STEPS_PER_EPOCH * EPOCHS
 
 
-def test_a_setting_of_an_older_trainer_has_its_name_of_today(tmp_path):
+def test_what_an_older_trainer_wrote_has_its_name_of_today(tmp_path):
     comparison = load_comparison(make_comparison(tmp_path / "compare-1"))
     folder = tmp_path / "compare-1" / comparison.runs[0].folder
     edit(folder / "config.json", trace_steps=3)
     edit_fingerprint(folder, "trace_steps", 3)
+    for name in ("environment.json", "summary.json"):
+        edit(folder / name, launcher="slurm")
     run = read_run_folder(folder)
+    assert run.environment.launcher == run.summary.launcher == "srun"
     assert run.config.flags["tensor_steps"] == run.summary.fingerprint["tensor_steps"] == 3
 
 

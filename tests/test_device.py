@@ -185,7 +185,7 @@ def test_ranks_take_what_they_see(
     """That no two of them have the same one is checked by test_agreement.py::test_gpus."""
     gpus(monkeypatch, visible)
     monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
-    devices = [choose_device(a_config(), a_world(rank, 4, launcher="slurm")) for rank in range(4)]
+    devices = [choose_device(a_config(), a_world(rank, 4, launcher="srun")) for rank in range(4)]
     assert [device.index for device in devices] == indices
 
 

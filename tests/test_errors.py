@@ -149,7 +149,7 @@ def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("launcher", "seconds"), [("none", 60), ("slurm", 60), ("torchrun", 30), ("mpirun", 1)]
+    ("launcher", "seconds"), [("none", 60), ("srun", 60), ("torchrun", 30), ("mpirun", 1)]
 )
 def test_a_checkpoint_has_the_launcher_s_patience(
     launcher: str, seconds: float, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ def test_launchers_that_need_no_address() -> None:
         meeting_point(a_world(1, 2, launcher="horovodrun"))
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "slurm"])
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_an_address_that_the_user_gives(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node7")
     expected = {"init_method": "tcp://node7:29500", "rank": 1, "world_size": 2}
@@ -172,8 +172,8 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
             Thread(target=tell_once, args=(listener, told), daemon=True).start()
         # Rank 1 is there first.
         with ThreadPoolExecutor() as pool:
-            late = pool.submit(meeting_point, a_world(1, 2, launcher="slurm"))
-            first = meeting_point(a_world(0, 2, launcher="slurm"))
+            late = pool.submit(meeting_point, a_world(1, 2, launcher="srun"))
+            first = meeting_point(a_world(0, 2, launcher="srun"))
             second = late.result(60)
     assert (first["rank"], second["rank"]) == (0, 1)
     first["store"].set("key", "value")
@@ -184,13 +184,13 @@ def test_slurm_without_a_free_port(step: list[int]) -> None:
     with ExitStack() as others, pytest.raises(UserError, match="MASTER_PORT"):
         for port in step:
             others.enter_context(socket.create_server(("127.0.0.1", port)))
-        meeting_point(a_world(0, 2, launcher="slurm"))
+        meeting_point(a_world(0, 2, launcher="srun"))
 
 
 def test_slurm_without_a_rank_0(step: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MEETING_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"rank 0 was not found on 127.0.0.1.*did it start"):
-        meeting_point(a_world(1, 2, launcher="slurm"))
+        meeting_point(a_world(1, 2, launcher="srun"))
 
 
 def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:

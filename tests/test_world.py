@@ -20,7 +20,7 @@ def facts(world: World) -> tuple[str, int, int, int, int]:
 
 def environ(launcher: str, rank: int, size: int, local_rank: int, local_size: int | str) -> dict:
     values = map(str, (rank, size, local_rank, local_size))
-    return dict(zip(LAUNCHERS[launcher], values, strict=True))
+    return dict(zip(LAUNCHERS[launcher].variables, values, strict=True))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -44,7 +44,7 @@ def test_no_launcher() -> None:
             "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
-        ("slurm", "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"),
+        ("srun", "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"),
     ],
 )
 def test_the_variables_are_those_that_launchers_set(launcher: str, names: str) -> None:
@@ -55,7 +55,7 @@ def test_the_variables_are_those_that_launchers_set(launcher: str, names: str) -
 
 @pytest.mark.parametrize(
     ("inner", "outer"),
-    [("torchrun", "slurm"), ("torchrun", "mpirun"), ("mpirun", "slurm"), ("mpich", "slurm")],
+    [("torchrun", "srun"), ("torchrun", "mpirun"), ("mpirun", "srun"), ("mpich", "srun")],
 )
 def test_the_innermost_launcher_counts(inner: str, outer: str) -> None:
     both = environ(outer, 1, 2, 0, 1) | environ(inner, 5, 8, 1, 4)
@@ -70,8 +70,8 @@ def test_an_allocation_alone_starts_nothing() -> None:
 
 def test_srun_with_pmi2_is_slurm() -> None:
     """Slurm's PMI plugin sets MPICH's global variables, but not its local ones."""
-    both = environ("slurm", 3, 4, 1, "2(x2)") | {"PMI_RANK": "3", "PMI_SIZE": "4"}
-    assert facts(read_world(both)) == ("slurm", 3, 4, 1, 2)
+    both = environ("srun", 3, 4, 1, "2(x2)") | {"PMI_RANK": "3", "PMI_SIZE": "4"}
+    assert facts(read_world(both)) == ("srun", 3, 4, 1, 2)
     assert facts(read_world({"PMI_RANK": "3", "PMI_SIZE": "4"})) == ("mpich", 3, 4, 3, 4)
 
 
@@ -87,7 +87,7 @@ def test_srun_with_pmi2_is_slurm() -> None:
 )
 def test_slurm_task_counts(tasks: str, sizes: list[int]) -> None:
     for node, size in enumerate(sizes):
-        variables = environ("slurm", 0, sum(sizes), 0, tasks) | {"SLURM_NODEID": str(node)}
+        variables = environ("srun", 0, sum(sizes), 0, tasks) | {"SLURM_NODEID": str(node)}
         assert read_world(variables).local_size == size
 
 

@@ -27,7 +27,11 @@ from recipe.record.schema import (
 )
 
 Record = TypeVar("Record")
-FORMER_NAMES = {"trace_steps": "tensor_steps"}  # of settings, in the folders of older trainers
+# A setting and a launcher as older trainers wrote them, and as they are called today.
+FORMER_NAMES = {
+    '"trace_steps":': '"tensor_steps":',
+    '"launcher": "slurm"': '"launcher": "srun"',
+}
 
 
 class RecordError(UserError):
@@ -241,10 +245,10 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object, with the names that settings have today."""
+    """Read a file that holds a JSON object, with the names of today."""
     text = read_text(path)
     for former, name in FORMER_NAMES.items():
-        text = text.replace(f'"{former}":', f'"{name}":')
+        text = text.replace(former, name)
     return decode(text, path)
 
 

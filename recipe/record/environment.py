@@ -58,7 +58,7 @@ def describe(
     cores: torch.Tensor,
 ) -> Environment:
     """Everything about this run's surroundings that a reader of its figures may want to know."""
-    with_mpi = world.launcher == "mpirun" or transport == "MPI"
+    with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
     return Environment(
         format=FORMAT,
         engine=engine,
