@@ -13,11 +13,13 @@ if __name__ == "__main__":
     world = read_world()
     config = parse_args("single", world)
 
+import os
+
 import torch
 
 from recipe.data.batches import open_data, samples_per_step, to_device, training_batches
 from recipe.data.batches import training_end, validation_batches
-from recipe.device import choose_device, core_row, loader_workers, share_of_cores
+from recipe.device import choose_device, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
 from recipe.training.half_weights import round_weights, train_masters, working_copy
@@ -38,7 +40,8 @@ def main(config: Config, world: World) -> None:
         )
     data = open_data(config, world)
     device = choose_device(config, world)
-    threads = config.threads or share_of_cores(core_row(world)[None], rank=0)
+    place = world.host, sorted(os.sched_getaffinity(0))
+    threads = config.threads or share_of_cores([place], rank=0)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
 

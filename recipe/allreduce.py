@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from recipe.config import Config
-from recipe.device import choose_device, core_row, host_names, own_row
+from recipe.device import choose_device, gather, own_row
 from recipe.errors import UserError
 from recipe.files import replace_file
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
@@ -127,7 +127,7 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
     messages = [Message(str(size), (size // FP32_BYTES,)) for size in options.sizes]
     if options.model != "none":
         messages += model_messages(options.model)
-    hosts = host_names(backend.sum_over_ranks(own_row(world, core_row(world))))
+    hosts = gather(world.host, world, backend.sum_over_ranks)
     lines: list[dict[str, Any]] = [{
         "kind": "world",
         "backend": backend.name,

@@ -10,8 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, field, fields, make_dataclass, replace
-from functools import cache
+from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -87,11 +86,19 @@ def are_digits(argv: Sequence[str]) -> bool:
 
 def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None) -> Config:
     """Parse into one group of flags a section, then into the flat Config."""
+    types = get_type_hints(Config)
     sections: list[Any] = []
-    for title in SECTIONS:
-        section: Any = _with_defaults(SECTIONS[title], base)
-        shown: Any = Annotated[section, arg(help=inspect.getdoc(section))]  # else tyro looks for it
-        sections.append((title, shown, field(default_factory=section)))
+    for title, section in SECTIONS.items():
+        # tyro would find what documents each flag by itself, but keeps the source's line breaks.
+        params = docstring_parser.parse_from_object(section).params
+        docs = {item.arg_name: " ".join((item.description or "").split()) for item in params}
+        flags: list[Any] = []
+        for name in section.__annotations__:
+            shown = arg(help=docs[name], aliases=FLAGS[name].aliases)
+            flags.append((name, Annotated[types[name], shown], getattr(base, name)))
+        group: Any = make_dataclass(section.__name__, flags, frozen=True)
+        group.__doc__ = section.__doc__
+        sections.append((title, group, field(default_factory=group)))
     preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
     preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
     about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
@@ -150,33 +157,6 @@ def _flag_names() -> list[str]:
         is_bool = isinstance(getattr(Config(), name), bool)
         names += [spelled(name), *[spelled(f"no_{name}")][:is_bool], *FLAGS[name].aliases]
     return sorted(names)
-
-
-def _with_defaults(section: type, base: Config) -> type:
-    """`section` with the values of `base` as defaults and the docs of its fields as help.
-
-    tyro would find the docs by itself, but it keeps the line breaks of the source in them.
-    """
-    types, docs = _types_and_docs(section)
-    flags: list[Any] = [
-        (
-            name,
-            Annotated[types[name], arg(help=docs[name], aliases=FLAGS[name].aliases)],
-            getattr(base, name),
-        )
-        for name in (item.name for item in fields(section))
-    ]
-    return make_dataclass(
-        section.__name__, flags, frozen=True, namespace={"__doc__": section.__doc__}
-    )
-
-
-@cache
-def _types_and_docs(section: type) -> tuple[dict[str, Any], dict[str, str]]:
-    """Of each flag its type, and what `--help` says of it; kept, as both are read from source."""
-    params = docstring_parser.parse_from_object(section).params
-    docs = {item.arg_name: " ".join((item.description or "").split()) for item in params}
-    return get_type_hints(section), docs
 
 
 OPT_LEVELS: dict[str, Literal["fp32", "fp16", "O2", "O3"]] = {

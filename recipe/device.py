@@ -1,22 +1,25 @@
 """Which device and how many CPU threads a rank gets: one rule for both engines."""
 
 import ctypes
+import json
 import math
 import os
 import resource
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.world import World
 
-MAX_CORES = 4096
-NAME_BYTES = 64
 MAX_DEFAULT_WORKERS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and values from malloc.h, man 3 mallopt
 LARGEST_INT = 2**31 - 1
@@ -70,43 +73,25 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
-def core_row(world: World) -> torch.Tensor:
-    """This rank's host name and the cores that it may use, for the ranks to exchange: int64
-    [NAME_BYTES + MAX_CORES]."""
-    row = torch.zeros(NAME_BYTES + MAX_CORES, dtype=torch.int64)
-    name = world.host.encode()[:NAME_BYTES]
-    row[: len(name)] = torch.tensor(list(name))
-    row[[NAME_BYTES + core for core in os.sched_getaffinity(0)]] = 1
-    return row
-
-
-def share_of_cores(rows: torch.Tensor, rank: int) -> int:
-    """Threads for `rank`, given every rank's `core_row` [ranks, ...]: its cores, each divided among
-    those who may use it.
+def share_of_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
+    """Threads for `rank`, given every rank's host and the cores that it may use: its cores, each
+    divided among those who may use it.
 
     Right whether the launcher bound ranks to cores (mpirun's default for two ranks), to sockets
     (its default for more), or not at all (horovodrun, torchrun). At least 1.
     """
-    same_host = (rows[:, :NAME_BYTES] == rows[rank, :NAME_BYTES]).all(dim=1)
-    masks = rows[same_host, NAME_BYTES:]
-    cores = (rows[rank, NAME_BYTES:] / masks.sum(dim=0).clamp(min=1)).sum().item()
-    return max(1, int(min(cores, cpu_quota_cores() / len(masks)) + 1e-6))
+    own_host, own_cores = places[rank]
+    masks = [cores for host, cores in places if host == own_host]
+    users = Counter(core for cores in masks for core in cores)
+    share = sum(1 / users[core] for core in own_cores)
+    return max(1, int(min(share, cpu_quota_cores() / len(masks)) + 1e-6))
 
 
-def host_names(rows: torch.Tensor) -> list[str]:
-    """The name of each rank's host, from every rank's `core_row`."""
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows[:, :NAME_BYTES]]
-
-
-def core_ranges(rows: torch.Tensor) -> list[str]:
-    """The cores that each rank may use, as in "0-3,8", from every rank's `core_row`."""
-    told = []
-    for row in rows[:, NAME_BYTES:]:
-        cores = row.nonzero().flatten().tolist()
-        runs = groupby(enumerate(cores), lambda pair: pair[1] - pair[0])  # both grow by one
-        ranges = [[core for _, core in run] for _, run in runs]
-        told.append(",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ranges))
-    return told
+def core_ranges(cores: Sequence[int]) -> str:
+    """These cores, in ascending order, as in "0-3,8"."""
+    runs = groupby(enumerate(cores), lambda pair: pair[1] - pair[0])  # both grow by one
+    ranges = [[core for _, core in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ranges)
 
 
 def cpu_quota_cores(
@@ -141,6 +126,18 @@ def own_row(world: World, values: torch.Tensor) -> torch.Tensor:
     rows = values.new_zeros(world.size, len(values))
     rows[world.rank] = values
     return rows
+
+
+def gather(
+    value: Any, world: World, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any]:
+    """Every rank's `value`, on all ranks, by rank: what JSON can hold, of any size; tuples come
+    back as lists."""
+    text = torch.tensor(list(json.dumps(value).encode()))  # int64: Horovod adds no bytes
+    sizes = sum_over_ranks(own_row(world, torch.tensor([len(text)]))).flatten().tolist()
+    padded = nn.functional.pad(text, (0, max(sizes) - len(text)))
+    rows = sum_over_ranks(own_row(world, padded)).tolist()
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def loader_workers(config: Config, device: torch.device, threads: int) -> int:

@@ -24,20 +24,16 @@ import difflib
 import json
 import os
 import re
-import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from recipe.errors import UserError
 from recipe.flags import FLAGS, knob_types
 from recipe.variables import HOROVOD_VARIABLES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Settings of each engine that are knobs, as Config names them, with what a file may give them.
 SETTINGS = {engine: knob_types(engine) for engine in ("ddp", "horovod")}
@@ -71,84 +67,64 @@ class Knobs:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+def _table_of(engine: str) -> Any:
+    """The form of an engine's table: its settings, and a table of variables."""
+    settings: list[Any] = [(name, kind | None, None) for name, kind in SETTINGS[engine].items()]
+    text = Annotated[str, msgspec.Meta(pattern="^[^\0]*$")]  # no variable can hold a zero byte
+    variables: Any = ("environment", dict[str, text], msgspec.field(default_factory=dict))
+    return msgspec.defstruct(engine, [*settings, variables], forbid_unknown_fields=True)
+
+
+FILE: Any = msgspec.defstruct(
+    "File",
+    [(engine, _table_of(engine) | None, None) for engine in SETTINGS],
+    forbid_unknown_fields=True,
+)
+
+
 def read_knobs(path: str | None, engine: str) -> Knobs:
     """Read the tables of `engine` ("horovod" or "ddp"); UserError, with file and key, if any table
     of the file cannot be meant. None is no file, and an engine without tables has no knobs."""
-    if path is None:
-        return Knobs()
-    tables = read_all_knobs(Path(path).expanduser())
+    tables = read_all_knobs(Path(path).expanduser()) if path is not None else {}
     return tables.get(engine, Knobs())
 
 
 def read_all_knobs(path: Path) -> dict[str, Knobs]:
     """Read and check a whole file: the knobs of each engine that it names."""
     try:
-        tables = tomllib.loads(path.read_text())
+        file = msgspec.toml.decode(path.read_bytes(), type=FILE)
     except FileNotFoundError:
         raise UserError(
             f"--knobs {path}: there is no such file; `python compare/run.py --tune {path}` makes "
             "one for this machine"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--knobs {path}: cannot be read ({error}); name a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--knobs {path}: is not TOML: {error}") from None
-    for engine, table in tables.items():
-        if engine not in SETTINGS:
-            raise _unknown(path, engine, "table", SETTINGS)
-        if not isinstance(table, dict):
-            raise UserError(
-                f"--knobs {path}: {engine} = {table!r}: write it as a table, [{engine}]"
-            )
-    return {engine: _read_table(path, engine, table) for engine, table in tables.items()}
-
-
-def _read_table(path: Path, engine: str, table: dict[str, Any]) -> Knobs:
-    settings = {name: value for name, value in table.items() if name != "environment"}
-    for name, value in settings.items():
-        if name not in SETTINGS[engine]:
-            elsewhere = [other for other in SETTINGS if name in SETTINGS[other]]
-            if elsewhere:
-                raise UserError(
-                    f"--knobs {path}: {engine}.{name}: {engine} has no such setting; it belongs "
-                    f"under [{elsewhere[0]}]"
-                )
-            raise _unknown(path, f"{engine}.{name}", "knob", (*SETTINGS[engine], "environment"))
-        _check_value(path, engine, name, value)
-    variables = table.get("environment", {})
-    if not isinstance(variables, dict):
+    except (OSError, ValueError) as error:  # no TOML, or another key or type than FILE has
+        known = "; ".join(f"[{engine}] {', '.join(own)}" for engine, own in SETTINGS.items())
         raise UserError(
-            f"--knobs {path}: {engine}.environment = {variables!r}: write it as a table, "
-            f"[{engine}.environment]"
-        )
-    for name, value in variables.items():
-        _check_variable(path, engine, name, value)
-    numbers = {name: SETTINGS[engine][name](value) for name, value in settings.items()}
-    return Knobs(numbers, dict(variables))
+            f"--knobs {path}: {error}; there are {known}, and a table of variables of each, such "
+            'as [ddp.environment] with NCCL_ALGO = "Ring"'
+        ) from None
+    tables = {engine: getattr(file, engine) for engine in SETTINGS}
+    knobs = {}
+    for engine, table in tables.items():
+        if table is not None:
+            settings = {name: getattr(table, name) for name in SETTINGS[engine]}
+            given = {name: value for name, value in settings.items() if value is not None}
+            _check_table(f"--knobs {path}: {engine}", engine, given, table.environment)
+            knobs[engine] = Knobs(given, table.environment)
+    return knobs
 
 
-def _check_value(path: Path, engine: str, name: str, value: Any) -> None:
-    types, kind = {
-        bool: ((bool,), "true or false"),
-        int: ((int,), "a whole number"),
-        float: ((int, float), "a number"),
-    }[SETTINGS[engine][name]]
-    wrong = f"--knobs {path}: {engine}.{name} = {value!r}: "
-    if type(value) not in types:
-        raise UserError(f"{wrong}give {kind}")
-    bound = FLAGS[name].bound
-    if bound and not bound.holds(value):
-        raise UserError(wrong + bound.advice)
-
-
-def _check_variable(path: Path, engine: str, name: str, value: Any) -> None:
-    key = f"{engine}.environment.{name}"
-    if reason := refusal(engine, name):
-        raise UserError(f"--knobs {path}: {key}: {reason}")
-    if not isinstance(value, str):
-        raise UserError(f"--knobs {path}: {key} = {value!r}: is a variable; give a text, in quotes")
-    if "\0" in value:
-        raise UserError(f"--knobs {path}: {key}: no variable can hold a zero byte; leave it out")
+def _check_table(
+    place: str, engine: str, settings: dict[str, Any], variables: dict[str, str]
+) -> None:
+    for name, value in settings.items():
+        bound = FLAGS[name].bound
+        if bound and not bound.holds(value):
+            raise UserError(f"{place}.{name} = {value!r}: {bound.advice}")
+    for name in variables:
+        if reason := refusal(engine, name):
+            raise UserError(f"{place}.environment.{name}: {reason}")
 
 
 def refusal(engine: str, name: str) -> str | None:
@@ -172,13 +148,6 @@ def refusal(engine: str, name: str) -> str | None:
     )
 
 
-def _unknown(path: Path, key: str, kind: str, known: Iterable[str]) -> UserError:
-    names = list(known)
-    close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-    return UserError(f"--knobs {path}: {key}: there is no such {kind}; {hint}")
-
-
 def set_variables(
     knobs: Knobs, environ: MutableMapping[str, str] = os.environ
 ) -> tuple[dict[str, str], list[str]]:
@@ -199,16 +168,8 @@ def knobs_text(knobs: Mapping[str, Knobs]) -> str:
     # JSON's numbers, strings, true and false are TOML's, too.
     parts = []
     for engine, own in knobs.items():
-        if own.settings or not own.variables:
-            lines = [
-                f"{name} = {json.dumps(value, ensure_ascii=False)}"
-                for name, value in own.settings.items()
-            ]
-            parts.append("\n".join([f"[{engine}]", *lines]))
-        if own.variables:
-            lines = [
-                f"{name} = {json.dumps(value, ensure_ascii=False)}"
-                for name, value in own.variables.items()
-            ]
-            parts.append("\n".join([f"[{engine}.environment]", *lines]))
+        for table, values in {"": own.settings, ".environment": own.variables}.items():
+            if values or not table:
+                lines = [f"{n} = {json.dumps(v, ensure_ascii=False)}" for n, v in values.items()]
+                parts.append("\n".join([f"[{engine}{table}]", *lines]))
     return "\n\n".join(parts) + "\n"

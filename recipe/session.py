@@ -5,16 +5,20 @@ A session decides nothing and calls nobody back: where ranks have to talk, it is
 collective for it by the line that asks.
 """
 
-from dataclasses import replace
+import math
+import os
+from dataclasses import asdict, replace
 
 import torch
+from msgspec import convert
 from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step, training_batches, training_end
-from recipe.device import core_row, loader_workers, own_row, share_of_cores
+from recipe.device import gather, loader_workers, share_of_cores
+from recipe.errors import UserError
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
-from recipe.record.environment import describe, fingerprint, summarize, usage_row
+from recipe.record.environment import Usage, describe, fingerprint, measure_usage, summarize
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
 from recipe.record.resume import resume
@@ -25,8 +29,7 @@ from recipe.training.metrics import (
     Collective,
     Sums,
     align_batch_norm,
-    check_evaluations,
-    check_steps,
+    means,
     validate,
 )
 from recipe.training.state import Trainables
@@ -55,8 +58,9 @@ class Session:
         keys = comparison_keys(engine, config, data, device)
         check_same_training(keys, world, device, sum_over_ranks)
         # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-        self.cores = sum_over_ranks(own_row(world, core_row(world)))
-        self.threads = config.threads or share_of_cores(self.cores, world.rank)
+        own = world.host, sorted(os.sched_getaffinity(0))
+        self.places = gather(own, world, sum_over_ranks)
+        self.threads = config.threads or share_of_cores(self.places, world.rank)
         torch.set_num_threads(self.threads)
         self.workers = loader_workers(config, device, self.threads)
 
@@ -84,7 +88,7 @@ class Session:
         """Say what is trained, on what, in the run folder and on the console; `transport` is what
         carries the gradients."""
         self.environment = describe(
-            self.world, self.engine, transport, self.device, self.threads, self.cores
+            self.world, self.engine, transport, self.device, self.threads, self.places
         )
         speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
         self.recorder = Recorder(
@@ -114,7 +118,9 @@ class Session:
         """Write the steps since the last call; UserError for a loss that is not finite."""
         steps = self.meter.take_steps(sum_over_ranks)
         self.recorder.write_steps(steps)
-        check_steps(steps, self.first_step)
+        for line in steps:
+            place = f"at step {line.step} (learning rate {line.learning_rate:.4g})"
+            check_loss(line.loss, place, is_first=0 < self.first_step == line.step - 1)
 
     def stop_is_asked(self, from_rank_0: Collective) -> bool:
         """Whether somebody has asked for the end, by a file in the run folder."""
@@ -129,7 +135,10 @@ class Session:
             parts, self.config, self.world, self.data, self.device, self.workers,
             sum_over_ranks, from_rank_0,
         )  # fmt: skip
-        check_evaluations(evaluations, self.progress.step, self.config, self.first_step)
+        step = self.progress.step
+        is_first = step == self.first_step and (step > 0 or self.config.evaluate)
+        for one in evaluations:
+            check_loss(means(one.sums)["loss"], f"of validation after step {step}", is_first)
         self.progress.train_seconds = self.meter.train_seconds
         return self.recorder.write_evaluations(self.epoch, evaluations)
 
@@ -159,9 +168,9 @@ class Session:
     ) -> None:
         """Training is over: write the summary, with the last evaluation's `figures`, and what a
         rung has measured of itself."""
-        row = usage_row(self.meter, model, self.device)
-        usage = sum_over_ranks(own_row(self.world, row))
-        summary = summarize(self.environment, self.work, self.meter, figures, usage, model)
+        own = measure_usage(self.meter, self.world, model, self.device)
+        used = convert(gather(asdict(own), self.world, sum_over_ranks), list[Usage])
+        summary = summarize(self.environment, self.work, self.meter, figures, used, model)
         finish_checkpoint()
         self.recorder.close(replace(summary, rung=rung or RungFigures()))
 
@@ -169,3 +178,15 @@ class Session:
         """Training was asked to stop: the record ends where another session may go on."""
         finish_checkpoint()
         self.recorder.stop()
+
+
+def check_loss(loss: float, place: str, is_first: bool) -> None:
+    """UserError, on all ranks alike, for a loss that is not finite; `is_first`: of weights with
+    which this session began."""
+    if math.isfinite(loss):
+        return
+    remedy = "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
+    remedy += "--clip-grad-norm"
+    if is_first:
+        remedy = "the weights that it began with are no good; take an earlier checkpoint"
+    raise UserError(f"the loss is {loss} {place}: {remedy}")

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 from making import CPU, a_config, a_world
 from msgspec import structs
 from records import a_plan, find
@@ -37,7 +36,6 @@ from compare.plan.configurations import Configuration
 from compare.plan.plan import Case
 from recipe.config import Config
 from recipe.data.batches import open_data
-from recipe.device import core_row
 from recipe.flags import FLAGS
 from recipe.record.environment import describe, fingerprint
 from recipe.record.schema import Energy, Input, Phases, Rank, Summary
@@ -99,8 +97,7 @@ def real(tmp_path_factory) -> Comparison:
     """A comparison of the two engines in which every run says of itself what real ones do."""
     comparison = compare(tmp_path_factory.mktemp("real"), blocks=1, phase_steps=0)
     told = real_fingerprint(CONFIG)
-    cores = torch.stack([core_row(a_world(rank, 2)) for rank in range(2)])
-    surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, cores)
+    surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, [("here", [0, 1])] * 2)
     for run in comparison.runs:
         environment = replace(surroundings, mpi=None)
         if run.engine == "horovod":

@@ -1,5 +1,6 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
+import dataclasses
 import io
 import itertools
 import os
@@ -579,10 +580,10 @@ def test_help_is_answered_before_torch_is_loaded(help_text: str) -> None:
 def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> None:
     for title in SECTIONS:
         assert f"─ {title} options ─" in help_text
-    for item in config_module.fields(Config):
+    for item in dataclasses.fields(Config):
         flag = rf"--{item.name.replace('_', '-')}\b"  # but for what --knobs has set
         assert re.search(flag, help_text) or item.name == "knob_variables", item.name
-    assert help_text.count("(default:") >= len(config_module.fields(Config)) - 13
+    assert help_text.count("(default:") >= len(dataclasses.fields(Config)) - 13
     assert "(default: digits)" in help_text
 
 

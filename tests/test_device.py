@@ -1,10 +1,13 @@
 """Devices, shares of the cores, and what is measured of a process."""
 
 import math
-import os
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,17 +16,13 @@ from making import CPU, a_config, a_world
 
 from recipe import device
 from recipe.device import (
-    MAX_CORES,
     MAX_DEFAULT_WORKERS,
-    NAME_BYTES,
     choose_device,
     core_ranges,
-    core_row,
     cpu_quota_cores,
     cpu_seconds,
-    host_names,
+    gather,
     loader_workers,
-    own_row,
     peak_memory_bytes,
     share_of_cores,
 )
@@ -35,17 +34,8 @@ def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_quota_cores", lambda: float("inf"))
 
 
-def rows(*ranks: tuple[str, range | set[int]]) -> torch.Tensor:
-    """Each rank's host and cores, as the ranks have exchanged them."""
-    table = torch.zeros(len(ranks), NAME_BYTES + MAX_CORES, dtype=torch.int64)
-    for row, (host, cores) in zip(table, ranks, strict=True):
-        row[: len(host)] = torch.tensor(list(host.encode()))
-        row[[NAME_BYTES + core for core in cores]] = 1
-    return table
-
-
-def shares(*ranks: tuple[str, range | set[int]]) -> list[int]:
-    return [share_of_cores(rows(*ranks), rank) for rank in range(len(ranks))]
+def shares(*places: tuple[str, Sequence[int]]) -> list[int]:
+    return [share_of_cores(places, rank) for rank in range(len(places))]
 
 
 @pytest.mark.usefixtures("no_quota")
@@ -53,7 +43,7 @@ def test_shares_of_cores() -> None:
     eight = range(8)
     assert shares(("a", eight)) == [8]
     assert shares(("a", eight), ("a", eight)) == [4, 4]  # torchrun, horovodrun: not bound
-    assert shares(("a", {0}), ("a", {1})) == [1, 1]  # mpirun with two ranks: bound to a core
+    assert shares(("a", [0]), ("a", [1])) == [1, 1]  # mpirun with two ranks: bound to a core
     assert shares(*[("a", range(4))] * 2, *[("a", range(4, 8))] * 2) == [2, 2, 2, 2]  # to sockets
     assert shares(("a", eight), ("b", range(4))) == [8, 4]  # other hosts take nothing away
     assert shares(("a", eight), ("b", range(4)), ("a", eight), ("b", range(4))) == [4, 2, 4, 2]
@@ -61,7 +51,7 @@ def test_shares_of_cores() -> None:
     assert shares(*[("a", eight)] * 3) == [2, 2, 2]  # rounded down, for all alike
     assert shares(("a", range(6)), ("a", range(4, 8))) == [5, 3]  # they share two cores
     for size in (3, 7, 11, 49):  # no rounding error
-        assert share_of_cores(rows(*[("a", range(size * 3))] * size), 0) == 3
+        assert shares(*[("a", range(size * 3))] * size) == [3] * size
 
 
 def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +59,7 @@ def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cpu_quota_cores", lambda: 4.0)
     assert shares(("a", range(64))) == [4]
     assert shares(("a", range(64)), ("a", range(64))) == [2, 2]
-    assert shares(("a", {0}), ("a", {1})) == [1, 1]
+    assert shares(("a", [0]), ("a", [1])) == [1, 1]
 
 
 V2 = "0::/slice/job/step\n"
@@ -100,26 +90,32 @@ def test_quotas(
     if membership is not None:
         (tmp_path / "membership").write_text(membership)
     assert cpu_quota_cores(tmp_path / "membership", tmp_path) == cores
+    assert cpu_quota_cores() > 0  # of this host
 
 
-def test_this_host_s_quota() -> None:
-    assert cpu_quota_cores() > 0
+def test_ranges_of_cores() -> None:
+    ranges = {"0": [0], "0-3,8": [0, 1, 2, 3, 8], "5,7-8": [5, 7, 8], "": []}
+    assert {core_ranges(cores): cores for cores in ranges.values()} == ranges
 
 
-def test_rows_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5})
-    assert torch.equal(core_row(a_world(host="node7")), rows(("node7", {1, 5}))[0])
-    core_row(a_world(host="n" * 300))  # a long name is cut, not an error
-    table = rows(("b", {0}), ("a.site", {0, 1, 2, 3, 8}), ("b", {5, 7, 8}), ("b", set()))
-    assert host_names(table) == ["b", "a.site", "b", "b"]
-    assert core_ranges(table) == ["0", "0-3,8", "5,7-8", ""]
+def test_all_ranks_get_what_each_has_to_say() -> None:
+    """Of any length, under collectives that add up."""
+    values = [("a", [1, 5], 1.5), ("b" * 300, [], None), ("ü", [0], math.inf)]
+    barrier, sent = threading.Barrier(3, timeout=20), [torch.empty(0)] * 3
 
+    def as_rank(rank: int) -> list[Any]:
+        def sum_over_ranks(row: torch.Tensor) -> torch.Tensor:
+            sent[rank] = row
+            barrier.wait()
+            assert {one.dtype for one in sent} == {torch.int64}, "Horovod adds up no bytes"
+            total = torch.stack(sent).sum(dim=0)
+            barrier.wait()
+            return total
 
-def test_rows_of_all_ranks_add_up() -> None:
-    values = [torch.tensor([1.5, 2.0]), torch.tensor([3.0, -4.0]), torch.tensor([0.0, 7.0])]
-    table = sum(own_row(a_world(rank, 3), values[rank]) for rank in range(3))
-    assert torch.equal(torch.as_tensor(table), torch.stack(values))
-    assert own_row(a_world(), torch.ones(2, dtype=torch.int64)).dtype == torch.int64
+        return gather(values[rank], a_world(rank, 3), sum_over_ranks)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(as_rank, range(3))) == [[list(value) for value in values]] * 3
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:

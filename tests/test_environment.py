@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, TinyNet, a_config, a_world, write_images
+from msgspec import convert
 from records import an_environment
 from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import open_data
-from recipe.device import core_row, own_row
 from recipe.flags import RunFlags
 from recipe.record import environment
-from recipe.record.energy import EnergyMeter
+from recipe.record.energy import EnergyMeter, EnergyUse
 from recipe.record.environment import (
+    Usage,
     cpu_model,
     describe,
     fingerprint,
     first_line_of,
     git_commit,
+    measure_usage,
     summarize,
-    usage_of,
-    usage_row,
     weights_sha256,
 )
 from recipe.record.meter import PhaseSums
-from recipe.record.schema import Energy
+from recipe.record.schema import Energy, Rank
 from recipe.training.model import build_model
 
 CONFIG = a_config(
@@ -151,7 +151,6 @@ METER: Any = SimpleNamespace(
     network_bytes=5e6,
     first_step=15,
     first_samples_seen=100,
-    images_per_second=8.0,
     step_seconds=50.0,
     train_seconds=60.0,
     phases=PhaseSums(),
@@ -162,25 +161,31 @@ METER: Any = SimpleNamespace(
     config=a_config(),
 )
 RAN_ON = an_environment(rank_hosts=["here", "there"])
+NO_ENERGY = EnergyUse(math.nan, math.nan, math.nan, math.nan)
 FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 
-def rows_of(*ranks: tuple[float, float, float]) -> torch.Tensor:
-    """Rows of (digest, CPU seconds, memory), and of each rank 10 steps with phases of 1 to 5 s, no
-    energy, 40 files of 1 MB, 2 suspect images, and 5 MB sent."""
-    before = [10.0, 15.0, 1.0, 2.0, 3.0, 4.0, 5.0, *[math.nan] * 4]
-    return torch.tensor(
-        [[*before, *rank, 40.0, 40e6, 2.0, 5e6] for rank in ranks], dtype=torch.float64
+def a_usage(rank: int, cpu_seconds: float, memory: int, **others: Any) -> Usage:
+    """Of a rank that waited 1 s in steps of 15 s, with 40 files of 1 MB, 2 of them suspect."""
+    record = Rank(
+        rank=rank,
+        host=("here", "there")[rank],
+        cpu_seconds=cpu_seconds,
+        peak_memory_bytes=memory,
+        steps=10,
+        step_seconds=15.0,
+        data_seconds=1.0,
     )
+    return replace(Usage(record, NO_ENERGY, "digest", 40, 40_000_000, 2, 5e6), **others)
 
 
-def summary_of(usage: torch.Tensor, figures: dict[str, float] = FIGURES) -> dict[str, Any]:
-    return asdict(summarize(RAN_ON, {"seed": 42}, METER, figures, usage, TinyNet()))
+def summary_of(*used: Usage, figures: dict[str, float] = FIGURES) -> dict[str, Any]:
+    return asdict(summarize(RAN_ON, {"seed": 42}, METER, figures, used, TinyNet()))
 
 
 def test_summary() -> None:
-    usage = rows_of((7, 10.0, 1000), (7, 30.0, 3000))
-    summary = summary_of(usage)
+    used = [a_usage(0, 10.0, 1000), a_usage(1, 30.0, 3000)]
+    summary = summary_of(*used)
     expected = {
         "engine": "ddp",
         "launcher": "torchrun",
@@ -196,6 +201,7 @@ def test_summary() -> None:
         "peak_memory_bytes": 3000,  # the hungriest rank's
         "top1": 50.0,
         "best_top1": 50.0,
+        "ranks": [asdict(one.rank) for one in used],
         "input": {
             "images_per_second": 200 / 50,
             "files_per_second": 80 / 50,
@@ -206,49 +212,35 @@ def test_summary() -> None:
         "suspect_images": {"count": 4, "names": []},
     }
     assert {name: summary[name] for name in expected} == expected
-    ranks = [(rank["host"], rank["cpu_seconds"]) for rank in summary["ranks"]]
-    assert ranks == [("here", 10.0), ("there", 30.0)]
-    assert summary["ranks"][1]["step_seconds"] == 15
     assert json.loads(json.dumps(summary)) == summary
-    assert summary_of(usage, {**FIGURES, "top1": 30.0})["best_top1"] == 40.0
-    not_evaluated = summary_of(usage, {})
+    assert summary_of(*used, figures={**FIGURES, "top1": 30.0})["best_top1"] == 40.0
+    not_evaluated = summary_of(*used, figures={})
     assert {not_evaluated[name] for name in ("loss", "top1", "top5", "best_top1")} == {None}
-    usage[0, -1] = math.nan  # a host that does not say
-    assert summary_of(usage)["network_bytes_per_step"] is None
+    silent = a_usage(0, 10.0, 1000, network_bytes=math.nan)  # a host that does not say
+    assert summary_of(silent, used[1])["network_bytes_per_step"] is None
 
 
 def test_ranks_that_drifted_apart() -> None:
-    usage = rows_of((7, 10.0, 1000), (8, 30.0, 3000))
     with pytest.raises(RuntimeError, match="different weights"):
-        summary_of(usage)
+        summary_of(a_usage(0, 10.0, 1000), a_usage(1, 30.0, 3000, weights_sha256="other"))
 
 
-def test_usage_tells_weights_apart() -> None:
-    torch.manual_seed(0)
-    model = TinyNet()
-    usage = usage_of(usage_row(METER, model, CPU).tolist())
-    assert usage.cpu_seconds > 0
-    assert usage.peak_memory_bytes > 1e6
-    digest = usage.weights
-    assert digest == int(digest) < 2**48
-    # BatchNorm's statistics may differ between ranks: --batch-norm says what is done about them.
-    model.norm.running_mean += 1  # type: ignore[operator]
-    assert usage_of(usage_row(METER, model, CPU).tolist()).weights == digest
-    with torch.no_grad():
-        model.head.bias[0] += 1
-    assert usage_of(usage_row(METER, model, CPU).tolist()).weights != digest
+def test_usage_travels_as_json() -> None:
+    usage = measure_usage(METER, a_world(1, 2, host="there"), TinyNet(), CPU)
+    assert usage.rank.cpu_seconds > 0 and usage.rank.peak_memory_bytes > 1e6
+    assert (usage.rank.rank, usage.rank.host) == (1, "there")
+    received = convert(json.loads(json.dumps(asdict(usage))), Usage)
+    assert received.rank == usage.rank and math.isnan(received.files)
 
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp_train/train.py", "--epochs", "3"])
-    world = a_world(0, 2)
-    cores = own_row(world, core_row(world)) + own_row(
-        replace(world, rank=1), core_row(replace(world, host="there"))
-    )
-    facts = asdict(describe(world, "ddp", "Gloo", CPU, 1, cores))
+    places = [("here", [0, 1]), ("there", [3])]
+    facts = asdict(describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, places))
     expected = {
         "hosts": ["here", "there"],
         "rank_hosts": ["here", "there"],
+        "affinity": ["0-1", "3"],
         "engine": "ddp",
         "transport": "Gloo",
         "launcher": "torchrun",
@@ -261,7 +253,6 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu_model": cpu_model(),
     }
     assert {name: facts[name] for name in expected} == expected and cpu_model()
-    assert len(facts["affinity"]) == 2
     assert facts["allocator"] in ("C library", *environment.ALLOCATORS)
     assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
     assert json.loads(json.dumps(facts)) == facts

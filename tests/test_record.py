@@ -15,6 +15,7 @@ from making import CPU, TinyNet, a_config, a_world
 from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipe import session as sessions
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import UserError
@@ -26,9 +27,9 @@ from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
 from recipe.record.resume import take_over
 from recipe.session import Session
-from recipe.training.metrics import Evaluation, check_evaluations
+from recipe.training.metrics import Evaluation
 from recipe.training.phases import WARM_UP_STEPS
-from recipe.training.state import Progress
+from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
 NUM_TRAIN = 20  # five steps an epoch
@@ -157,7 +158,7 @@ def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
     }
     epoch = lines(folder, "epoch")[1]
     assert (epoch["epoch"], epoch["step"], epoch["samples_seen"]) == (1, 10, 40)
-    assert epoch["loss"] == 2.0 + (6 + 7 + 8 + 9 + 10) / 5
+    assert epoch["loss"] == pytest.approx(2.0 + (6 + 7 + 8 + 9 + 10) / 5)
     assert (epoch["seconds"], epoch["images_per_second"]) == (2.5, 8.0)
     evaluation = lines(folder, "eval")[1]
     assert (evaluation["loss"], evaluation["top1"], evaluation["top5"]) == (1.5, 50.0, 75.0)
@@ -188,9 +189,9 @@ def test_throughput_without_warm_up_and_evaluation(
     config, world = replace(CONFIG, batches_per_allreduce=passes), a_world(0, size)
     session = Training(tmp_path / "run", clock, replace(progress), config, world)
     session.steps(WARM_UP_STEPS, seconds=100.0)
-    assert session.meter.images_per_second is None
+    assert session.meter.phases.images_per_second is None
     session.steps(6)  # with an evaluation of 2 s among them
-    assert session.meter.images_per_second == 8.0 * passes * size
+    assert session.meter.phases.images_per_second == 8.0 * passes * size
     assert session.meter.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
 
 
@@ -205,24 +206,33 @@ def test_loss_that_is_not_finite(loss: float, rank: int, tmp_path: Path, clock: 
     assert rank > 0 or len(lines(tmp_path / "run", "step")) == 2
 
 
-def test_an_evaluation_that_is_not_finite() -> None:
-    """The last step may have broken the weights, after its own loss."""
-    broken = [Evaluation("model", torch.tensor([math.nan, 0.0, 0.0, 8.0]), 1.0)]
-    with pytest.raises(UserError, match="validation loss is nan after step 4: training has diverg"):
-        check_evaluations(broken, 4, CONFIG, first_step=0)
-    with pytest.raises(UserError, match="weights that it began with are no good"):
-        check_evaluations(broken, 4, replace(CONFIG, evaluate=True), first_step=4)
-
-
-def test_a_bad_checkpoint_is_told_from_a_divergence(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize(("earlier", "remedy"), [(0, "no good; take an earlier"), (1, "--base-lr")])
+def test_bad_weights_are_told_from_a_divergence(
+    earlier: int, remedy: str, tmp_path: Path, clock: Clock
+) -> None:
     config = replace(CONFIG, resume="auto")
     session = Training(tmp_path / "run", clock, Progress(step=7, samples_seen=28), config)
-    with pytest.raises(UserError, match=r"at step 8 .* no good; take an earlier checkpoint"):
+    session.steps(earlier)
+    with pytest.raises(UserError, match=f"at step {8 + earlier} .*{remedy}"):
         session.steps(1, loss=math.nan)
-    later = Training(tmp_path / "later", clock, Progress(step=7, samples_seen=28), config)
-    later.steps(1)
-    with pytest.raises(UserError, match=r"at step 9 .*--base-lr"):
-        later.steps(1, loss=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluate", "remedy"),
+    [(0, False, "training has diverged"), (7, False, "began with"), (0, True, "began with")],
+)
+def test_an_evaluation_that_is_not_finite(
+    step: int, evaluate: bool, remedy: str, tmp_path: Path, clock: Clock, monkeypatch: Any
+) -> None:
+    """The last step may have broken the weights, after its own loss."""
+    broken = [Evaluation("model", torch.tensor([math.nan, 0.0, 0.0, 8.0]), 1.0)]
+    monkeypatch.setattr(sessions, "validate", lambda *_: broken)
+    session = Training(tmp_path, clock, Progress(step), replace(CONFIG, evaluate=evaluate))
+    session.device, session.workers, parts = CPU, 0, Trainables(*[None] * 4)  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match=f"the loss is nan of validation after step {step}: .*{remedy}"
+    ):
+        session.validate(parts, lambda sums: sums, lambda sums: sums)
 
 
 @pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
@@ -244,13 +254,6 @@ def test_a_disk_that_fills_up_is_one_sentence(part: str, tmp_path: Path, clock: 
             (tmp_path / "run/summary.json").mkdir()
         session.steps(1)
         recorder.close(SUMMARY)
-
-
-def test_json_has_no_nan(tmp_path: Path, clock: Clock) -> None:
-    session = Training(tmp_path / "run", clock)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        session.recorder.close(replace(SUMMARY, loss=math.nan))
-    assert not (tmp_path / "run/summary.json").exists()
 
 
 def test_a_file_asks_rank_0_alone_to_stop(
@@ -348,7 +351,7 @@ def test_batches_that_grow(tmp_path: Path, clock: Clock) -> None:
     assert [line["epoch"] for line in steps] == [*[0] * 5, *[1] * 3, 2]
     assert [line["images_per_second"] for line in steps] == [*[8.0] * 5, *[16.0] * 4]
     warm = [*[4] * 5, *[8] * 4][WARM_UP_STEPS:]
-    assert session.meter.images_per_second == sum(warm) / (len(warm) * 0.5)
+    assert session.meter.phases.images_per_second == sum(warm) / (len(warm) * 0.5)
     _, second = lines(tmp_path / "run", "epoch")
     assert second["loss"] == pytest.approx(2 + (6 + 7 + 8) / 3)
 
@@ -429,7 +432,6 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
     again = Training(
         tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
     )
-    assert not summary.exists()
     again.evaluate(3)  # the epoch that would come next
     assert lines(tmp_path / "run", "eval")[-1]["epoch"] == 2
     again.recorder.close(replace(SUMMARY, images_per_second=None))
@@ -438,6 +440,7 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
         tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
     )
     more.steps(1)
+    assert not summary.exists()
     more.recorder.close(replace(SUMMARY, top1=51.0))
     assert json.loads(summary.read_text())["top1"] == 51.0
 
@@ -564,11 +567,11 @@ def test_progress_bar_only_on_a_terminal(
 def test_only_steps_with_an_exchange_count_for_throughput(tmp_path: Path, clock: Clock) -> None:
     session = Training(tmp_path / "run", clock, config=replace(CONFIG, ablation_steps=4))
     session.steps(8)
-    assert session.meter.images_per_second is None  # steps 6 to 8 were without
+    assert session.meter.phases.images_per_second is None  # steps 6 to 8 were without
     session.steps(1, seconds=100.0)  # the first of a stretch
     session.steps(3)
     session.steps(3, seconds=100.0)  # without again
-    assert session.meter.images_per_second == 8.0
+    assert session.meter.phases.images_per_second == 8.0
     assert session.meter.phases.means().steps == 3
     exchanged = [line["exchanged"] for line in lines(tmp_path / "run", "step")]
     assert exchanged[:12] == [True] * 4 + [False] * 4 + [True] * 4

@@ -307,11 +307,10 @@ def test_lock_pins_every_package_and_names_no_index():
 
 
 def test_lock_holds_everything_that_pyproject_asks_for():
+    from msgspec import toml
     from packaging.requirements import Requirement
 
-    from recipe.knobs import tomllib  # Python's, or tomli
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = toml.decode((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     del extras["dali"]  # large, and only for who decodes on GPUs
     del extras["timm"]  # for its networks and optimizers alone

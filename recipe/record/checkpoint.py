@@ -59,13 +59,26 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def save_checkpoint(path: Path, contents: dict[str, Any]) -> None:
+def save_checkpoint(
+    path: Path, contents: dict[str, Any], is_best: bool = False, keep: int | None = None
+) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
-    the old file whole."""
+    the old file whole. Make it best.pt if it `is_best`, and delete all but the newest `keep`."""
+    if bad := not_finite(contents):
+        raise UserError(
+            f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
+            "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
+            "--clip-grad-norm"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
+        if is_best:
+            _mark_best(path, path.with_name("best.pt"))
+        if keep is not None:
+            for old in checkpoints_in(path.parent)[:-keep]:
+                old.unlink()
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
@@ -122,7 +135,7 @@ def keep_checkpoint(
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta)
     keep = config.keep_checkpoints
-    WRITES.append(WRITER.submit(_write_and_tidy, path, contents, is_best, keep))
+    WRITES.append(WRITER.submit(save_checkpoint, path, contents, is_best, keep))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
@@ -173,26 +186,6 @@ def not_finite(contents: Any, name: str = "") -> str | None:
         found = (not_finite(value, f"{name}.{key}".lstrip(".")) for key, value in items)
         return next(filter(None, found), None)
     return None
-
-
-def _write_and_tidy(path: Path, contents: dict[str, Any], is_best: bool, keep: int) -> None:
-    folder = path.parent
-    if bad := not_finite(contents):
-        raise UserError(
-            f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
-            "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
-            "--clip-grad-norm"
-        )
-    save_checkpoint(path, contents)
-    try:
-        if is_best:
-            _mark_best(path, folder / "best.pt")
-        for file in checkpoints_in(folder)[:-keep]:
-            file.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{path}: was written, but the files beside it could not be renewed ({_reason(error)})"
-        ) from error
 
 
 def _mark_best(path: Path, best: Path) -> None:

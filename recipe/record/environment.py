@@ -7,9 +7,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
-from recipe.device import core_ranges, cpu_seconds, host_names, peak_memory_bytes
+from recipe.device import core_ranges, cpu_seconds, peak_memory_bytes
 from recipe.flags import names_of
 from recipe.record.energy import EnergyUse, energy_summary
 from recipe.record.meter import StepMeter
@@ -28,7 +28,6 @@ from recipe.record.schema import (
     FORMAT,
     Environment,
     Input,
-    Phases,
     Rank,
     Summary,
     SuspectImages,
@@ -55,9 +54,11 @@ def describe(
     transport: str,
     device: torch.device,
     threads: int,
-    cores: torch.Tensor,
+    places: Sequence[tuple[str, Sequence[int]]],
 ) -> Environment:
-    """Everything about this run's surroundings that a reader of its figures may want to know."""
+    """Everything about this run's surroundings that a reader of its figures may want to know;
+    `places`: each rank's host, and the cores that it may use."""
+    rank_hosts = [host for host, _ in places]
     with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
     return Environment(
         format=FORMAT,
@@ -67,14 +68,14 @@ def describe(
         transport=transport,
         world_size=world.size,
         local_size=world.local_size,
-        hosts=list(dict.fromkeys(host_names(cores))),
-        rank_hosts=host_names(cores),
+        hosts=list(dict.fromkeys(rank_hosts)),
+        rank_hosts=rank_hosts,
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
         cpu_model=cpu_model(),
         cores=os.cpu_count() or 1,
         threads=threads,
-        affinity=core_ranges(cores),
+        affinity=[core_ranges(cores) for _, cores in places],
         allocator=allocator(),
         variables=steering_variables(),
         python=platform.python_version(),
@@ -166,44 +167,33 @@ def fingerprint(
 class Usage:
     """What a rank used, as it tells the others; NaN where something was not measured."""
 
-    phases: Phases
+    rank: Rank
     energy: EnergyUse
-    weights: float  # 48 bits of their digest, exact in a float64
-    cpu_seconds: float
-    peak_memory_bytes: float
+    weights_sha256: str  # without BatchNorm's statistics, which may differ: see --batch-norm
     files: float
     bytes: float
-    suspect_images: float
+    suspect_images: int
     network_bytes: float
 
 
-def usage_row(meter: StepMeter, model: nn.Module, device: torch.device) -> torch.Tensor:
-    """This rank's Usage for the ranks to exchange: float64 [n]."""
+def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torch.device) -> Usage:
+    """What this rank used in its session."""
     read = meter.input
-    usage = Usage(
-        phases=meter.phases.means(),
+    return Usage(
+        rank=Rank(
+            rank=world.rank,
+            host=world.host,
+            cpu_seconds=cpu_seconds() - meter.cpu_seconds_before,
+            peak_memory_bytes=peak_memory_bytes(device),
+            **vars(meter.phases.means()),
+        ),
         energy=meter.energy.use(),
-        weights=int(weights_sha256(model, buffers=False)[:12], 16),
-        cpu_seconds=cpu_seconds() - meter.cpu_seconds_before,
-        peak_memory_bytes=peak_memory_bytes(device),
+        weights_sha256=weights_sha256(model, buffers=False),
         files=read.files if read is not None else math.nan,
         bytes=read.bytes if read is not None else math.nan,
         suspect_images=sum(images.count for images in meter.data.suspects),
         network_bytes=meter.network_bytes,
     )
-    phases, energy, *own = astuple(usage)
-    measured = [math.nan if value is None else value for value in phases]
-    return torch.tensor([*measured, *energy, *own], dtype=torch.float64)
-
-
-def usage_of(row: list[float]) -> Usage:
-    """The Usage that a rank has put into a row."""
-    phases = len(fields(Phases))
-    own = phases + len(fields(EnergyUse))
-    steps, *seconds = row[:phases]
-    measured = zip(fields(Phases)[1:], seconds, strict=True)
-    means = {field.name: value for field, value in measured if not math.isnan(value)}
-    return Usage(Phases(steps=int(steps), **means), EnergyUse(*row[phases:own]), *row[own:])
 
 
 def summarize(
@@ -211,22 +201,21 @@ def summarize(
     work: dict[str, Any],
     meter: StepMeter,
     figures: dict[str, float],
-    rows: torch.Tensor,
+    used: Sequence[Usage],
     model: nn.Module,
 ) -> Summary:
-    """The run's summary; `work` is its fingerprint, `rows` holds every rank's `usage_row`
-    [ranks, n].
+    """The run's summary; `work` is its fingerprint, `used` what each rank used.
 
     Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
     at fault, and no figure of the run means anything.
     """
-    used = [usage_of(row) for row in rows.tolist()]
-    digests = [usage.weights for usage in used]
+    digests = [usage.weights_sha256 for usage in used]
     if len(set(digests)) > 1:
         raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
     progress = meter.progress
     images = progress.samples_seen - meter.first_samples_seen
-    cpu = sum(usage.cpu_seconds for usage in used)
+    ranks = [usage.rank for usage in used]
+    cpu = sum(rank.cpu_seconds for rank in ranks)
     sent, steps = sum(usage.network_bytes for usage in used), progress.step - meter.first_step
     return Summary(
         engine=environment.engine,
@@ -238,18 +227,18 @@ def summarize(
         steps=progress.step,
         skipped_steps=progress.skipped_steps,
         samples_seen=progress.samples_seen,
-        images_per_second=meter.images_per_second,
+        images_per_second=meter.phases.images_per_second,
         train_seconds=meter.step_seconds,
         total_seconds=meter.train_seconds,
         cpu_seconds=cpu,
         cpu_seconds_per_image=cpu / images if images else None,
-        peak_memory_bytes=max(int(usage.peak_memory_bytes) for usage in used),
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
         phases=meter.phases.means(),
-        ranks=rank_records(environment, used),
-        input=input_summary(meter, used, images),
+        ranks=ranks,
+        input=summarize_input(meter.step_seconds, used, images),
         energy=energy_summary([usage.energy for usage in used], images),
         suspect_images=SuspectImages(
-            count=sum(int(usage.suspect_images) for usage in used),
+            count=sum(usage.suspect_images for usage in used),
             names=[name for images in meter.data.suspects for name in images.names],
         ),
         gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),
@@ -274,25 +263,12 @@ def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
     )
 
 
-def rank_records(environment: Environment, used: list[Usage]) -> list[Rank]:
-    return [
-        Rank(
-            rank=rank,
-            host=host,
-            cpu_seconds=usage.cpu_seconds,
-            peak_memory_bytes=int(usage.peak_memory_bytes),
-            **vars(usage.phases),
-        )
-        for rank, (host, usage) in enumerate(zip(environment.rank_hosts or [], used, strict=True))
-    ]
-
-
-def input_summary(meter: StepMeter, used: list[Usage], images: int) -> Input:
-    """What was read for training a second, over all ranks, and the share of the step time that the
-    mean rank waited for it; None where no files were read, or no step counted."""
-    seconds = meter.step_seconds
-    means = [usage.phases for usage in used]
-    waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in means if one.steps]
+def summarize_input(seconds: float, used: Sequence[Usage], images: int) -> Input:
+    """What was read for training in each of these `seconds`, over all ranks, and the share of the
+    step time that the mean rank waited for it; None where no files were read, or no step
+    counted."""
+    ranks = [usage.rank for usage in used]
+    waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in ranks if one.steps]
 
     def rate(number: float) -> float | None:
         return number / seconds if seconds and math.isfinite(number) else None

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -12,8 +11,8 @@ from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds
 from recipe.record.energy import EnergyMeter
-from recipe.record.schema import Phases
-from recipe.training.metrics import Step, Sums
+from recipe.record.schema import Phases, StepLine
+from recipe.training.metrics import Collective, Sums, means
 from recipe.training.phases import (
     PHASES,
     WARM_UP_STEPS,
@@ -26,22 +25,28 @@ from recipe.world import World
 
 
 class PhaseSums:
-    """Adds up the phases of the steps that count."""
+    """Adds up the phases of the steps that count, and the images of those with an exchange."""
 
     def __init__(self) -> None:
         self.exchanged = dict.fromkeys(PHASES, 0.0)
-        self.num_exchanged = self.num_ablated = 0
+        self.num_exchanged = self.num_ablated = self.images = 0
         self.ablated_backward = 0.0
 
-    def add(self, seconds: dict[str, float], exchanged: bool) -> None:
+    def add(self, seconds: dict[str, float], exchanged: bool, images: int = 0) -> None:
         """Count one step."""
         if not exchanged:
             self.ablated_backward += seconds["backward"]
             self.num_ablated += 1
             return
         self.num_exchanged += 1
+        self.images += images
         for phase in PHASES:
             self.exchanged[phase] += seconds[phase]
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Throughput of all ranks together in the steps that count; None if none did."""
+        return self.images / sum(self.exchanged.values()) if self.images else None
 
     def means(self) -> Phases:
         """This rank's mean seconds a step so far; those of the ablation are not among the `steps`.
@@ -84,7 +89,6 @@ class StepMeter:
         self.phases = PhaseSums()
         self.input = None if data.is_synthetic else InputMeter(workers)
         self.energy = EnergyMeter(device, world.local_rank)
-        self.throughput_images = self.throughput_seconds = 0.0
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.sends_for_host = world.local_rank == 0
         self.started = time.perf_counter()
@@ -101,25 +105,38 @@ class StepMeter:
         self.clock.end_step()
         self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
 
-    def take_steps(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> list[Step]:
+    def take_steps(self, sum_over_ranks: Collective) -> list[StepLine]:
         """The steps since the last call, their metrics over all ranks."""
         rows = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending])).cpu()
         self.energy.sample()
-        steps = [
-            Step(step, samples_seen, rate, row, phases, exchanges_gradients(self.config, step - 1))
-            for row, (_, rate, step, samples_seen), phases in zip(
-                rows, self.pending, self.clock.take(), strict=True
-            )
+        taken = zip(rows, self.pending, self.clock.take(), strict=True)
+        lines = [
+            self._count(sums, rate, step, samples_seen, phases)
+            for sums, (_, rate, step, samples_seen), phases in taken
         ]
         self.pending.clear()
-        for step in steps:
-            self.step_seconds += step.seconds
-            is_warm = step.number > self.first_step + WARM_UP_STEPS
-            if is_warm and not begins_stretch(self.config, step.number - 1):
-                self.phases.add(step.phases, step.exchanged)
-                self.throughput_images += step.images * step.exchanged
-                self.throughput_seconds += step.seconds * step.exchanged
-        return steps
+        return lines
+
+    def _count(
+        self, sums: Sums, rate: float, step: int, samples_seen: int, phases: dict[str, float]
+    ) -> StepLine:
+        images, seconds = int(sums[3]), sum(phases.values())
+        exchanged = exchanges_gradients(self.config, step - 1)
+        self.step_seconds += seconds
+        is_warm = step > self.first_step + WARM_UP_STEPS
+        if is_warm and not begins_stretch(self.config, step - 1):
+            self.phases.add(phases, exchanged, images)
+        return StepLine(
+            epoch=(samples_seen - images) // self.data.num_train,
+            step=step,
+            samples_seen=samples_seen,
+            **means(sums),
+            learning_rate=rate,
+            seconds=seconds,
+            **{f"{phase}_seconds": value for phase, value in phases.items()},
+            exchanged=exchanged,
+            images_per_second=images / seconds,
+        )
 
     def restart(self) -> None:
         """Keep all since the step out of the next one's duration."""
@@ -135,12 +152,6 @@ class StepMeter:
     def network_bytes(self) -> float:
         """What this host sent since training began; 0 on ranks that leave that to its first."""
         return (network_bytes() - self.network_bytes_before) * self.sends_for_host
-
-    @property
-    def images_per_second(self) -> float | None:
-        """Training throughput of all ranks together, without the first steps and evaluation; None
-        if too short."""
-        return self.throughput_images / self.throughput_seconds if self.throughput_seconds else None
 
 
 def network_bytes() -> float:

@@ -20,7 +20,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+from msgspec import convert
 from tqdm import tqdm
 
 from recipe.config import Config
@@ -36,7 +37,7 @@ from recipe.record.schema import (
     StepLine,
     Summary,
 )
-from recipe.training.metrics import Evaluation, Step, Sums, means
+from recipe.training.metrics import Evaluation, means
 from recipe.training.state import Progress
 from recipe.world import World
 
@@ -61,8 +62,7 @@ class Recorder:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment = folder, environment
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
-        self.epoch_sums, self.epoch_seconds = torch.zeros(4, dtype=torch.float64), 0.0
-        self.earlier_summary: str | None = None
+        self.steps: list[StepLine] = []  # of the epoch so far
         self.bar: tqdm | None = None
         if world.is_first:
             self._open()
@@ -73,20 +73,19 @@ class Recorder:
             self.folder = new_folder(self.folder / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}")
         folder, step = self.folder, self.progress.step
         epoch = self.progress.samples_seen // self.data.num_train
-        metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
+        metrics = folder / "metrics.jsonl"
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
             # Of an interrupted run what comes after its checkpoint will be made again.
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")] if step else []
             kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
-            self.epoch_sums, self.epoch_seconds = epoch_so_far(kept, epoch)
+            records = map(json.loads, kept)
+            steps = [convert(one, StepLine) for one in records if one["kind"] == "step"]
+            self.steps = [line for line in steps if line.epoch == epoch]
             replace_file(metrics, "".join(kept))
             self.file: Any = metrics.open("a", buffering=1)
             replace_file(folder / "config.json", pretty(asdict(self.config)))
-            if summary.exists():
-                self.earlier_summary = summary.read_text()
-                summary.unlink()
             replace_file(folder / "environment.json", pretty(asdict(self.environment)))
         from recipe.record.board import Board  # rank 0 alone pays for TensorBoard's import
 
@@ -116,19 +115,14 @@ class Recorder:
             f"run folder {self.folder}"
         )
 
-    def _write(
-        self,
-        line: StepLine | EpochLine | EvalLine | EventLine,
-        board: "Board | None" = None,
-        x: int = 0,
-        points: Figures | None = None,
-    ) -> None:
-        """Write a line, and draw the `points` at `x` of a board's curves."""
+    def _write(self, line: StepLine | EpochLine | EvalLine | EventLine) -> None:
         kind = next(name for name, record in METRICS.items() if isinstance(line, record))
         with one_sentence(self.folder):
             self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
-            if board is not None and points is not None:
-                board.draw(x, points)
+
+    def _draw(self, board: "Board", x: int, points: Figures) -> None:
+        with one_sentence(self.folder):
+            board.draw(x, points)
 
     def say(self, line: str) -> None:
         """A console line, from rank 0, above the progress bar if there is one."""
@@ -163,47 +157,28 @@ class Recorder:
         if self.bar is not None:
             self.bar.update()
 
-    def write_steps(self, steps: Sequence[Step]) -> None:
+    def write_steps(self, steps: Sequence[StepLine]) -> None:
         """Write these steps; only those before a loss that is not finite, which JSON lacks."""
         if not self.world.is_first:
             return
-        finite = list(takewhile(lambda step: math.isfinite(float(step.sums[0])), steps))
-        sums = torch.stack([step.sums for step in steps]).sum(dim=0)
-        seconds, rate = sum(step.seconds for step in steps), steps[-1].learning_rate
-        points = {
-            "Steps/Loss": means(sums)["loss"],
-            "Steps/Top1": means(sums)["top1"],
-            "Steps/Top5": means(sums)["top5"],
-            "Steps/Lr": rate,
-            "Steps/Throughput": float(sums[3]) / seconds,
-        }
-        for step in finite:
-            line = StepLine(
-                epoch=(step.samples_seen - step.images) // self.data.num_train,
-                step=step.number,
-                samples_seen=step.samples_seen,
-                **means(step.sums),
-                learning_rate=step.learning_rate,
-                seconds=step.seconds,
-                **{f"{phase}_seconds": value for phase, value in step.phases.items()},
-                exchanged=step.exchanged,
-                images_per_second=step.images / step.seconds,
-            )
-            is_last = step is steps[-1]
-            self._write(line, self.step_board, step.number, points if is_last else None)
-        self.epoch_sums += sums
-        self.epoch_seconds += seconds
-        self.learning_rate = rate
+        with one_sentence(self.folder):
+            (self.folder / "summary.json").unlink(missing_ok=True)  # complete no longer
+        for line in takewhile(lambda line: math.isfinite(line.loss), steps):
+            self._write(line)
+        self.steps += steps
+        last, (figures, _, speed) = steps[-1], total(steps)
+        points = {**figures, "lr": last.learning_rate, "throughput": speed}
+        points = {f"Steps/{name.capitalize()}": value for name, value in points.items()}
+        self._draw(self.step_board, last.step, points)
         if self.bar is not None:
-            self.bar.set_postfix(loss=f"{means(steps[-1].sums)['loss']:.4f}", lr=f"{rate:.3g}")
+            self.bar.set_postfix(loss=f"{last.loss:.4f}", lr=f"{last.learning_rate:.3g}")
 
     def write_epoch(self, epoch: int) -> None:
         """Write the training figures of an epoch (0-based) that is complete, and start the next
         one's."""
         if not self.world.is_first:
             return
-        figures, seconds = means(self.epoch_sums), self.epoch_seconds
-        speed = float(self.epoch_sums[3]) / seconds
+        figures, seconds, speed = total(self.steps)
         line = EpochLine(
             epoch=epoch,
             step=self.progress.step,
@@ -212,10 +187,11 @@ class Recorder:
             seconds=seconds,
             images_per_second=speed,
         )
-        points = epoch_points("train", figures, seconds, speed) | {"Lr": self.learning_rate}
-        self._write(line, self.board, epoch + 1, points)
+        self._write(line)
+        points = epoch_points("train", figures, seconds, speed)
+        self._draw(self.board, epoch + 1, {**points, "Lr": self.steps[-1].learning_rate})
         self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
-        self.epoch_sums, self.epoch_seconds = torch.zeros_like(self.epoch_sums), 0.0
+        self.steps = []
 
     def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> Figures:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
@@ -235,10 +211,11 @@ class Recorder:
                 train_seconds_so_far=train_seconds,
                 weights=one.weights,
             )
-            is_new = self._has_trained or self.config.evaluate  # else it is drawn already
+            self._write(line)
             part = "val" if one.weights == "model" else f"val_{one.weights}"
-            points = epoch_points(part, figures, one.seconds, count / one.seconds)
-            self._write(line, self.board, epoch + 1, points if is_new else None)
+            if self._has_trained or self.config.evaluate:  # else it is drawn already
+                points = epoch_points(part, figures, one.seconds, count / one.seconds)
+                self._draw(self.board, epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
         best = max(evaluations, key=lambda one: means(one.sums)["top1"], default=None)
         return means(best.sums) if best is not None else {}
@@ -260,11 +237,10 @@ class Recorder:
         if not self.world.is_first:
             return
         self.event("end")
-        text = pretty(asdict(summary))
-        if not self._has_trained and not self.config.evaluate:
-            # A run that was complete already: its figures of speed are not this short session's.
-            text = self.earlier_summary or text
-        else:
+        text, path = pretty(asdict(summary)), self.folder / "summary.json"
+        # One of a run that was complete already: its figures are not this short session's.
+        is_kept = path.exists() and not self._has_trained
+        if not is_kept:
             named = ("engine", "launcher", "transport", "world_size", "threads")
             settings = asdict(self.config) | {key: getattr(self.environment, key) for key in named}
             results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
@@ -272,7 +248,8 @@ class Recorder:
                 self.board.describe(settings, results)
         self._close_files()
         with one_sentence(self.folder):
-            replace_file(self.folder / "summary.json", text)
+            if not is_kept:
+                replace_file(path, text)
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
 
     def stop(self) -> None:
@@ -298,33 +275,20 @@ class Recorder:
                 file.close()
 
 
-def epoch_so_far(lines: list[str], epoch: int) -> tuple[Sums, float]:
-    """Sums and seconds of the steps that metrics.jsonl has of the epoch that a resumed run is in
-    the middle of, so that its figures cover all of it."""
-    sums, seconds = torch.zeros(4, dtype=torch.float64), 0.0
-    samples_before = 0
-    for step in map(json.loads, lines):
-        if step["kind"] != "step":
-            continue
-        if step["epoch"] == epoch:
-            # Not this run's images per step: the world may have had another size.
-            images = step["samples_seen"] - samples_before
-            figures = [step["loss"], step["top1"] / 100, step["top5"] / 100, 1.0]
-            sums += images * torch.tensor(figures, dtype=torch.float64)
-            seconds += step["seconds"]
-        samples_before = step["samples_seen"]
-    return sums, seconds
+def total(steps: Sequence[StepLine]) -> tuple[Figures, float, float]:
+    """Of several steps: the mean figures of their images, their seconds, and images a second."""
+    images, seconds = [line.images for line in steps], sum(line.seconds for line in steps)
+    figures = {
+        name: float(np.average([getattr(line, name) for line in steps], weights=images))
+        for name in ("loss", "top1", "top5")
+    }
+    return figures, seconds, sum(images) / seconds
 
 
 def epoch_points(part: str, figures: Figures, seconds: float, speed: float) -> Figures:
     """TensorBoard's points of an epoch's training, or of an evaluation."""
-    return {
-        f"Loss/{part}": figures["loss"],
-        f"Top1/{part}": figures["top1"],
-        f"Top5/{part}": figures["top5"],
-        f"Time/{part}": seconds,
-        f"Throughput/{part}": speed,
-    }
+    points = {**figures, "time": seconds, "throughput": speed}
+    return {f"{name.capitalize()}/{part}": value for name, value in points.items()}
 
 
 def pretty(values: dict[str, Any]) -> str:

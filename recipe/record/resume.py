@@ -6,17 +6,19 @@ import math
 import shutil
 import zipfile
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import convert
 
 from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
+from recipe.flags import spelled
 from recipe.record.checkpoint import FORMAT, checkpoints_in, momentum, not_finite, step_path
 from recipe.record.run_folder import new_folder, one_sentence
 from recipe.record.weights import first_line, load_state, read_file
@@ -87,7 +89,7 @@ def set_aside(run_folder: Path, step: int) -> bool:
     folder = run_folder / "checkpoints"
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
-    was_later = best.exists() and _step_of(_glance(best)) > step
+    was_later = best.exists() and _step_of(best) > step
     metrics = run_folder / "metrics.jsonl"
     if later or was_later or (step == 0 and metrics.exists()):
         aside = new_folder(folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S"))
@@ -99,20 +101,14 @@ def set_aside(run_folder: Path, step: int) -> bool:
     return was_later
 
 
-def _step_of(contents: dict[str, Any]) -> float:
-    """The step that a checkpoint is of; infinity if it is damaged."""
-    progress = contents.get("progress")
-    return progress.get("step", math.inf) if isinstance(progress, dict) else math.inf
-
-
-def _glance(path: Path) -> dict[str, Any]:
-    """A checkpoint of this project, most of it still on disk; empty if it is damaged."""
+def _step_of(path: Path) -> float:
+    """The step that a checkpoint is of, most of which stays on disk; infinity if it is damaged."""
     try:
-        return dict(torch.load(path, mmap=True, weights_only=True))
+        return float(torch.load(path, mmap=True, weights_only=True)["progress"]["step"])
     except OSError:
         raise
     except Exception:  # torch raises several kinds
-        return {}
+        return math.inf
 
 
 def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
@@ -126,8 +122,6 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         return None
     if config.resume != "auto":
         path = Path(config.resume).expanduser()
-        if not path.is_file():
-            raise UserError(f"--resume {config.resume}: there is no such file")
         if not _is_whole(path):
             raise UserError(
                 f"--resume {config.resume}: is damaged, or is no checkpoint of this project"
@@ -140,18 +134,15 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         if _is_whole(path):
             return path
         print(f"warning: {path} is damaged; trying the one before it")
-    if best.exists() and _is_whole(best):
-        raise UserError(
-            f"--resume auto: of the checkpoints in {folder} only the best is whole; go on from it "
-            f"with --resume {best}, or start anew under another --name"
-        )
     # Each epoch ends with a checkpoint. A run that was lost before its first one, as a preempted
     # job may be, begins anew; its metrics are set aside.
     if files or best.exists() or (metrics.exists() and b'"kind": "epoch"' in metrics.read_bytes()):
+        instead = "bring one back from a copy"
+        if best.exists() and _is_whole(best):
+            instead = f"go on from the best with --resume {best}"
         raise UserError(
-            f"--resume auto: {run_folder} holds a run, but no whole checkpoint to go on from; "
-            "bring one back from a copy, or start anew: under another --name, or with that folder "
-            "moved away"
+            f"--resume auto: {run_folder} holds a run, but no whole checkpoint of a step; "
+            f"{instead}, or start anew under another --name"
         )
     return None
 
@@ -208,14 +199,12 @@ def restore(
             "--weights"
         )
     try:
-        if misfit := _misfit(checkpoint, parts, config, world, data):
+        if misfit := _misfit(checkpoint, config, world, data):
             raise UserError(f"--resume {name}: {misfit}")
         if bad := not_finite(checkpoint):
-            instead = _finite_beside(Path(name)) if world.is_first else None
             raise UserError(
                 f"--resume {name}: {bad} is not finite, for the training that wrote it had "
-                "diverged; "
-                + (f"use --resume {instead}" if instead else "start anew under another --name")
+                "diverged; go on from an earlier file with --resume FILE"
             )
         load_state(parts.model, checkpoint["model"], f"--resume {name}")
         if parts.ema is not None:
@@ -223,7 +212,8 @@ def restore(
         if not config.evaluate:
             _load_optimizer(parts.optimizer, checkpoint, world)
         if checkpoint["scaler"] and parts.scaler.is_enabled():
-            _check(0 < checkpoint["scaler"]["scale"] < math.inf, "the loss scale is not above 0")
+            if not 0 < checkpoint["scaler"]["scale"] < math.inf:
+                raise ValueError("the loss scale is not above 0")
             parts.scaler.load_state_dict(checkpoint["scaler"])
         round_weights(parts.fp16_model, parts.model)
         progress = _progress_in(checkpoint)
@@ -231,113 +221,67 @@ def restore(
         return progress
     except UserError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise UserError(
             f"--resume {name}: holds what this project does not write ({type(error).__name__}: "
             f"{first_line(error)}); go on from another checkpoint"
         ) from None
 
 
-def _check(holds: bool, complaint: str) -> None:
-    if not holds:
-        raise ValueError(complaint)
-
-
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
-    """ValueError or TypeError for what no training comes to."""
-    progress = Progress(**checkpoint["progress"])
-    step, seen = progress.step, progress.samples_seen
-    is_sound = (
-        checkpoint["progress"].keys() | {"skipped_steps"} == vars(progress).keys()  # older: without
-        and type(step) is int
-        and type(seen) is int
-        and 0 <= progress.skipped_steps <= step <= seen
+    """ValueError for what no training comes to."""
+    progress = convert(checkpoint["progress"], Progress)
+    if not (
+        0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
         and -1 <= progress.best_top1 <= 100
         and 0 <= progress.train_seconds < math.inf
-    )
-    if is_sound and checkpoint.get("data"):  # which older ones lack, and now it may be another's
-        # The last step may go beyond the end, by its images: a mean step's, or more of a warm-up.
-        end = (checkpoint["config"]["epochs"] + 1) * checkpoint["data"]["num_train"]
-        growth = 1 + checkpoint["config"].get("batch_size_warmup_epochs", 0)
-        is_sound = seen <= end + growth * seen / max(step, 1)
-    _check(is_sound, f"no training comes to {checkpoint['progress']}")
+    ):
+        raise ValueError(f"no training comes to {progress}")
     return progress
 
 
-def _misfit(
-    checkpoint: dict[str, Any], parts: Trainables, config: Config, world: World, data: Data
-) -> str | None:
+# Settings that a run which goes on must share with the one that it goes on from. (The pixels that a
+# network with --blur-pool reads cannot be seen in its weights.)
+SAME_WEIGHTS = ("arch", "blur_pool")
+SAME_TRAINING = ("optimizer", "seed", "model_ema")
+
+
+def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data) -> str | None:
     """Why this run cannot go on from it, and what to do instead; None if it can."""
     saved, momenta = checkpoint["config"], checkpoint.get("momenta")
-    optimizer, has_ema = saved.get("optimizer", "sgd"), checkpoint["ema"] is not None
-    was_blurred = saved.get("blur_pool", False)  # which the weights do not show
-    then, now = checkpoint.get("data") or data.identity, data.identity
-    counts, here = (
-        f"{images['num_train']:,} training and {images['num_val']:,} validation images"
-        for images in (then, now)
-    )
-    always = [
-        (
-            saved["arch"] != config.arch,
-            f"holds a {saved['arch']}, and this run trains a {config.arch}; add --arch "
-            f"{saved['arch']}",
-        ),
-        (
-            was_blurred and not config.blur_pool,
-            "was trained with --blur-pool; add it",
-        ),
-        (
-            config.blur_pool and not was_blurred,
-            "was trained without --blur-pool; leave it out",
-        ),
-        (
-            config.evaluate and parts.ema is not None and not has_ema,
-            "holds no moving average of the weights to evaluate; leave out --model-ema",
-        ),
-    ]
-    to_train = [
-        (
-            optimizer != config.optimizer,
-            f"has the state of --optimizer {optimizer}, and this run has {config.optimizer}; add "
-            f"--optimizer {optimizer}, or start from its weights with --weights",
-        ),
-        (
-            saved["seed"] != config.seed,
-            f"was trained with --seed {saved['seed']}; with another seed some images of its epoch "
-            "would come twice and some not at all",
-        ),
-        (
-            has_ema != (parts.ema is not None),
-            f"holds {'a' if has_ema else 'no'} moving average of the weights; start with "
-            "--model-ema as that run did",
-        ),
-        (
-            then != now and not config.allow_changed_data,
-            f"was trained on {counts}, and here are "
-            + (here if here != counts else "as many, of other names or classes")
-            + "; bring the old data back, or add --allow-changed-data",
-        ),
-        (
-            momenta and not (config.use_adasum and len(momenta) == world.size),
-            f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; go "
-            "on with as many and with that flag, or start from its weights with --weights",
-        ),
-        (
-            saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta,
-            "was trained with --use-adasum and holds one worker's momentum only, from which "
-            "others cannot go on exactly; start from its weights with --weights",
-        ),
-    ]
-    reasons = always if config.evaluate else always + to_train
-    return next((reason for is_so, reason in reasons if is_so), None)
-
-
-def _finite_beside(path: Path) -> Path | None:
-    """The newest checkpoint in the folder of `path` that is whole and finite, or else the best."""
-    for file in reversed([path.with_name("best.pt"), *checkpoints_in(path.parent)]):
-        with suppress(OSError):  # it is no more than advice
-            if file.exists() and _is_whole(file) and not not_finite(_glance(file)):
-                return file
+    names = [*SAME_WEIGHTS, *(SAME_TRAINING if not config.evaluate else ())]
+    if config.model_ema:  # to be evaluated, too
+        names.append("model_ema")
+    for name in names:
+        then, now = saved.get(name, getattr(Config(), name)), getattr(config, name)
+        if then != now:
+            return (
+                f"was trained with {spelled(name)} {then}, and this run has {now}; start it with "
+                "the same, or from the weights alone with --weights"
+            )
+    if config.evaluate:
+        return None
+    images = checkpoint.get("data") or data.identity  # which older ones lack
+    if images != data.identity and not config.allow_changed_data:
+        then, now = (
+            f"{one['num_train']:,} training and {one['num_val']:,} validation images"
+            for one in (images, data.identity)
+        )
+        return (
+            f"was trained on {then}, and here are {now}, or as many of other names or classes; "
+            "bring the old data back, or add --allow-changed-data"
+        )
+    if momenta and not (config.use_adasum and len(momenta) == world.size):
+        return (
+            f"holds the momentum of each of {len(momenta)} workers under --use-adasum; go on with "
+            "as many and with that flag, or start from its weights with --weights"
+        )
     return None
 
 
@@ -352,8 +296,8 @@ def _load_optimizer(
         group.update(values | {"params": group["params"]})
     for weight, values in optimizer.state.items():
         for key, value in values.items():
-            fits = value is None or key == "step" or value.shape == weight.shape
-            _check(fits, f"{key} of another shape")
+            if value is not None and key != "step" and value.shape != weight.shape:
+                raise ValueError(f"{key} of another shape")
     if checkpoint.get("momenta"):  # of each rank, as `_momentum_of_each` has gathered it
         buffers = momentum(optimizer)
         own = checkpoint["momenta"][world.rank].split([buffer.numel() for buffer in buffers])

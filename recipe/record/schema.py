@@ -92,6 +92,11 @@ class StepLine(MetricsLine):
     exchanged: bool = True  # False: a step of --ablation-steps without the exchange of gradients
     images_per_second: float  # of all ranks
 
+    @property
+    def images(self) -> int:
+        """Images of all ranks."""
+        return round(self.images_per_second * self.seconds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochLine(MetricsLine):

@@ -18,7 +18,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Data
-from recipe.device import NAME_BYTES, own_row
+from recipe.device import gather
 from recipe.errors import UserError
 from recipe.flags import FLAGS, spelled
 from recipe.watch import heartbeat
@@ -27,7 +27,6 @@ from recipe.world import World
 PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
-DIGEST_BYTES = 32
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -72,29 +71,24 @@ def check_same_training(
 ) -> None:
     """Raise UserError, on all ranks alike, if their `facts` differ or if two have one GPU.
 
-    Messages of one length first, so that also ranks of different sources understand each other;
-    and in the CPU's memory, so that it works where one rank found no GPU.
+    In the CPU's memory, so that it works where one rank found no GPU.
     """
-    text, gpu = json.dumps(facts).encode(), bytes(DIGEST_BYTES)
+    gpu = ""
     if device.type == "cuda":
-        uuid = torch.cuda.get_device_properties(device).uuid
-        gpu = hashlib.sha256(str(uuid).encode()).digest()
-    head = hashlib.sha256(text).digest() + gpu + len(text).to_bytes(8, "big")
-    rows = gather(head, world, sum_over_ranks)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    rows = gather([_digest(json.dumps(facts).encode()), gpu], world, sum_over_ranks)
     heartbeat()  # all ranks have met: from now on none may be late
-    if len({row[:DIGEST_BYTES] for row in rows}) > 1:
-        longest = max(int.from_bytes(row[-8:], "big") for row in rows)
-        texts = gather(text.ljust(longest + -longest % 8), world, sum_over_ranks)
-        hosts = _hosts(world, sum_over_ranks)
-        raise UserError(differences([json.loads(text) for text in texts], hosts))
-    gpus = [row[DIGEST_BYTES:-8] for row in rows if any(row[DIGEST_BYTES:-8])]
+    if len({digest for digest, _ in rows}) > 1:
+        hosts = gather(world.host, world, sum_over_ranks)
+        raise UserError(differences(gather(facts, world, sum_over_ranks), hosts))
+    gpus = [gpu for _, gpu in rows if gpu]
     if len(set(gpus)) < len(gpus):
         second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
+        host = gather(world.host, world, sum_over_ranks)[second]
         raise UserError(
-            f"ranks {gpus.index(gpus[second])} and {second} on "
-            f"{_hosts(world, sum_over_ranks)[second]} have the same GPU: start at most as many "
-            "ranks on a host as it has GPUs, show each rank another one (CUDA_VISIBLE_DEVICES), or "
-            "pass --no-cuda to train on the CPU"
+            f"ranks {gpus.index(gpus[second])} and {second} on {host} have the same GPU: start at "
+            "most as many ranks on a host as it has GPUs, show each rank another one "
+            "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
         )
 
 
@@ -112,22 +106,14 @@ def check_same_weights(
         for weight in model.parameters()
     ]
     together = torch.stack([one.to(sums[0].device) for one in sums])  # of a network on two GPUs
-    digest = hashlib.sha256(together.cpu().numpy().tobytes()).digest()
-    digests = [f"digest {row[:6].hex()}" for row in gather(digest, world, sum_over_ranks)]
+    digests = gather(_digest(together.cpu().numpy().tobytes()), world, sum_over_ranks)
     if len(set(digests)) > 1:
+        hosts = gather(world.host, world, sum_over_ranks)
         raise UserError(
-            f"after step {step} the ranks hold different weights: "
-            f"{_groups(digests, _hosts(world, sum_over_ranks))}. A machine, a library or the "
-            "engine computes wrongly: check it. No checkpoint of this step is kept: --resume auto "
-            "goes on from the one before"
+            f"after step {step} the ranks hold different weights: {_groups(digests, hosts)}. "
+            "A machine, a library or the engine computes wrongly: check it. No checkpoint of this "
+            "step is kept: --resume auto goes on from the one before"
         )
-
-
-def gather(content: bytes, world: World, sum_over_ranks: SumOverRanks) -> list[bytes]:
-    """Every rank's `content`, of the same length on all, a multiple of 8, in the order of the
-    ranks."""
-    values = torch.frombuffer(bytearray(content), dtype=torch.int64)  # Horovod adds no bytes
-    return [row.numpy().tobytes() for row in sum_over_ranks(own_row(world, values))]
 
 
 def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
@@ -143,14 +129,6 @@ def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
         f"the ranks would not train the same thing: {'; '.join(told[:MOST_FIELDS])}{more}. Start "
         "all ranks by one command, and give all hosts the same data, sources and packages"
     )
-
-
-def _hosts(world: World, sum_over_ranks: SumOverRanks) -> list[str]:
-    """The name of each rank's host."""
-    own = world.host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-    return [
-        row.rstrip(b"\0").decode(errors="replace") for row in gather(own, world, sum_over_ranks)
-    ]
 
 
 def _groups(values: list[str], hosts: list[str]) -> str:

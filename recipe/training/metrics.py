@@ -1,9 +1,8 @@
-"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; validation;
-and what to say of a loss that is not finite. The engine's collectives come as arguments."""
+"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; validation.
+The engine's collectives come as arguments."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Batch, Data, to_device, validation_batches
-from recipe.errors import UserError
 from recipe.training.half_weights import copy_buffers, working_copy
 from recipe.training.model import autocast, flat_batch_norm
 from recipe.training.state import Trainables
@@ -22,28 +20,6 @@ from recipe.world import World
 # float64 [4].
 Sums = torch.Tensor
 Collective = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """An optimizer step; `sums` are over all ranks."""
-
-    number: int  # counted from 1
-    samples_seen: int  # with it, over all ranks
-    learning_rate: float
-    sums: Sums
-    phases: dict[str, float]  # seconds of each, on this rank
-    exchanged: bool  # whether the ranks exchanged gradients
-
-    @property
-    def images(self) -> int:
-        """Images of all ranks."""
-        return int(self.sums[3])
-
-    @property
-    def seconds(self) -> float:
-        """How long it took this rank."""
-        return sum(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -141,34 +117,3 @@ def validate(
             sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
             evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
     return evaluations
-
-
-def check_steps(steps: Sequence[Step], first_step: int) -> None:
-    """Raise UserError, on all ranks alike, at a loss that is not finite; the session began after
-    `first_step` steps."""
-    for step in steps:
-        if not math.isfinite(loss := means(step.sums)["loss"]):
-            rate = f"learning rate {step.learning_rate:.4g}"
-            place = f"the loss is {loss} at step {step.number} ({rate})"
-            raise _diverged(place, began_so=0 < first_step == step.number - 1)
-
-
-def check_evaluations(
-    evaluations: Sequence[Evaluation], step: int, config: Config, first_step: int
-) -> None:
-    """As `check_steps`, for evaluations after `step` steps."""
-    for evaluation in evaluations:
-        if not math.isfinite(loss := means(evaluation.sums)["loss"]):
-            began_so = step == first_step and (first_step > 0 or config.evaluate)
-            raise _diverged(f"the validation loss is {loss} after step {step}", began_so)
-
-
-def _diverged(place: str, began_so: bool) -> UserError:
-    if began_so:
-        remedy = "the weights that it began with are no good; take an earlier checkpoint"
-    else:
-        remedy = (
-            "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
-            "--clip-grad-norm"
-        )
-    return UserError(f"{place}: {remedy}")
