@@ -74,7 +74,7 @@ def measure(options: Options) -> Measured:
         folder = options.out / "blocks" / "input_pipeline" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "block.json", asdict(blocks[-1]))
-        ratio = blocks[-1].ratio("pipeline", RAW, work_per_cpu_second)
+        ratio = estimate(blocks[-1:], "pipeline", RAW, work_per_cpu_second).ratio
         load = blocks[-1].other_load
         say(f"row 3: block {number}: ratio {ratio:.3f}; others kept {load:.2f} cores busy")
 

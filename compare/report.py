@@ -23,7 +23,6 @@ from compare.evidence.records import (
     recorded_comparison,
 )
 from compare.evidence.references import load_references
-from compare.evidence.run_folder import RecordError
 from recipe.errors import UserError
 from recipe.files import replace_file
 
@@ -53,8 +52,8 @@ def guarded_report(options: argparse.Namespace) -> int:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
         raise UserError(
-            f"this needs {error.name}: pip install msgspec tabulate jinja2 (--no-html does without "
-            "jinja2)"
+            f"this needs {error.name}: pip install msgspec scipy tabulate jinja2 (--no-html does "
+            "without jinja2)"
         ) from None
     except (UserError, BrokenPipeError):
         raise
@@ -147,7 +146,7 @@ def report(options: argparse.Namespace) -> None:
     if wants_page and page in (None, DEFAULT) and single:
         page = folders[0] / "report.html"
     elif page == DEFAULT:
-        raise RecordError("several comparisons have no folder in common: give --html a FILE")
+        raise UserError("several comparisons have no folder in common: give --html a FILE")
     if references and not (single and (page or options.svg)):
         raise UserError(
             "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
@@ -169,7 +168,7 @@ def report(options: argparse.Namespace) -> None:
     elif single and note and (folders[0] / "report.html").exists():
         say(f"the whole report: {folders[0] / 'report.html'}", options)
     if options.svg is not None and single is None:
-        raise RecordError("--svg takes one comparison: several have no plots in common")
+        raise UserError("--svg takes one comparison: several have no plots in common")
     if options.svg is not None and single:
         from compare.page.chart import standalone
         from compare.page.plots import all_plots
@@ -188,7 +187,7 @@ def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
         return [find_comparison(path) for path in paths], ""
     try:
         return [newest_comparison(Path("runs"))], ""
-    except RecordError:
+    except UserError:
         recorded = recorded_comparison(ROOT / "results")
         if recorded is None:
             raise

@@ -76,9 +76,8 @@ def test_the_square_parts_engine_and_transport(square):
     assert "Horovod over MPI trained 0.9" in of_horovod.sentence()
     assert interaction.is_interaction
     assert interaction.sentence().startswith("At 2 workers the ratio DDP / Horovod over MPI is 1.1")
-    assert all(verdict.measured_by == "turns" and verdict.family == 5 for verdict in verdicts)
+    assert {verdict.family for verdict in verdicts} == {5}
     assert of_ddp.equal_weights  # of the full runs
-    assert verdicts[0].first_in == (3, 6)
     assert "corrected by Holm's method" in correction_text(square, verdicts)
 
 
@@ -109,17 +108,6 @@ def judged(verdict: Verdict, low: float, high: float, number: int) -> list[Verdi
 def test_a_null_test_shows_any_difference_that_its_interval_shows(square, low, high, words):
     [verdict] = judged(replace(judge(square)[0], is_null_test=True), low, high, 1)
     assert words in verdict.sentence()
-
-
-@pytest.mark.parametrize(("low", "high", "words"), [
-    (0.976, 1.025, "; by itself it would show that they are equal within 3 %, among 5 verdicts"),
-    (0.94, 0.995, "; by itself it would show a difference, among 5 verdicts it does not"),
-    (0.94, 1.01, "blocks)."),
-])  # fmt: skip
-def test_what_the_correction_leaves_undecided_is_explained(square, low, high, words):
-    first = replace(judge(square)[0], block_seconds=None)
-    for verdict in judged(first, low, high, 5):
-        assert verdict.decision == "undecided" and words in verdict.sentence()
 
 
 def test_an_interaction_needs_pairs_that_connect_the_square(square):
@@ -183,7 +171,7 @@ def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
     verdicts = judge(comparison)
     assert "98.75 % interval" in verdicts[1].sentence()
     assert verdicts[1].speed.relative_half_width > judge(square)[1].speed.relative_half_width
-    assert "extended twice" in correction_text(comparison, verdicts)
+    assert "extended 2 times" in correction_text(comparison, verdicts)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +197,7 @@ def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message)
     folder = by_turns(tmp_path / "compare-1", blocks=4)
     edit(folder / "turns/2-workers/block-2" / file, **changes)
     comparison = load_comparison(folder)
-    assert [block.number for block in comparison.turn_blocks("", 2)] == [1, 3, 4]
+    assert [block.number for block in comparison.blocks("", 2)] == [1, 3, 4]
     assert any(
         re.search(f"turns, 2 workers: unreadable: .*{message}", line)
         for line in dict(notices(comparison))[MISSING]
@@ -224,7 +212,7 @@ def test_a_turn_whose_speed_is_none_is_damage(tmp_path, value):
     block = json.loads(path.read_text())
     block["turns"][0]["images_per_second"] = value
     path.write_text(json.dumps(block))
-    assert len(load_comparison(folder).turn_blocks("", 2)) == 2
+    assert len(load_comparison(folder).blocks("", 2)) == 2
 
 
 @pytest.mark.parametrize("field", ["torch", "cpu_model"])

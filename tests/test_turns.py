@@ -55,19 +55,17 @@ def side(**changes: object) -> Side:
 
 def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
     # The machine is three times as fast in the second round; one turn was slowed.
-    assert block([9, 27, 9, 4], [10, 30, 10, 10]).ratio("a", "b", turns.throughput) == (
-        pytest.approx(0.9)
-    )
-    assert block([9, 27], [10, 30]).median("b", turns.throughput) == 20
-    assert block([9, 27], [10, 30]).ratio("b", "a", turns.work_per_cpu_second) == (
-        pytest.approx(10 / 9)
-    )
+    slowed, two = block([9, 27, 9, 4], [10, 30, 10, 10]), block([9, 27], [10, 30])
+    assert turns.estimate([slowed], "a", "b").ratio == pytest.approx(0.9)
+    assert two.median("b", turns.throughput) == 20
+    inverse = turns.estimate([two], "b", "a", turns.work_per_cpu_second)
+    assert inverse.ratio == pytest.approx(10 / 9)
 
 
 def test_loud_rounds_do_not_count() -> None:
     loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
     assert loud.quiet_rounds == {0, 2}
-    assert loud.ratio("a", "b", turns.throughput) == pytest.approx(0.9)
+    assert turns.estimate([loud], "a", "b").ratio == pytest.approx(0.9)
     assert loud.other_load == pytest.approx(0.1)
     # A machine with many cores always does something.
     assert replace(loud, quiet_cores=quiet_load(20)).quiet_rounds == {0, 1, 2, 3}

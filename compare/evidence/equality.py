@@ -1,6 +1,5 @@
 """What must be equal between runs that are compared, what the plan has differ, and what does."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,15 +14,11 @@ PLACES = {"log_dir", "name"}
 # What may differ as well where the plan starts the two in different ways.
 START = {"engine", "launcher", "transport"}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
-EQUAL_IN_ENVIRONMENT = ("hosts", "local_size", "device_name", "cpu_model", "cores")
-# What environment.json calls it, and its name here; records of earlier trainers lack these.
-EQUAL_WHERE_WRITTEN = {
-    "kernel": "kernel",
-    "cuda": "CUDA version",  # `cuda` is a setting
-    "rank_hosts": "rank_hosts",
-    "affinity": "affinity",
-    "allocator": "allocator",
-}
+# Records of earlier trainers lack some of these.
+EQUAL_IN_ENVIRONMENT = (
+    "hosts", "local_size", "device_name", "cpu_model", "cores", "kernel", "cuda", "rank_hosts",
+    "affinity", "allocator",
+)  # fmt: skip
 # Software that not every configuration uses: equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi")
 # Of a side of a block of turns, which has no fingerprint.
@@ -100,112 +95,81 @@ class Fact:
         return replace(self, rows=tuple(rows))
 
 
-def comparison_keys(run: RunRecord) -> dict[str, tuple[Any, bool]]:
-    """Return everything of a run that must be equal; True marks what is one of its lesser flags.
+def facts_of(run: RunRecord) -> dict[str, Any]:
+    """Return everything of a run that must be equal.
 
     Not the git commit: run.py watches the trainers' sources themselves, and whoever commits a text
     between two blocks has not changed the training.
     """
-    environment, flags = recorded(run.environment), run.config.flags
-    summary = run.written.summary if run.written else None
-    started = vars(summary or run.environment)
-    others = {name: environment[name] for name in EQUAL_IN_ENVIRONMENT}
-    others |= {name: started[name] for name in (EQUAL_IN_SUMMARY if summary else EQUAL_OF_SIDES)}
-    for name, shown in EQUAL_WHERE_WRITTEN.items():
-        if name in environment:
-            others[shown] = environment[name]
-    others |= {name: environment[name] for name in EQUAL_WHERE_USED if environment[name]}
-    others |= {name: started[name] for name in START} | run.environment.variables
-    fingerprint = summary.fingerprint if summary else {}
-    lesser = {name for name in flags if not (name in FLAGS and FLAGS[name].chief)}
-    keys = {name: (value, True) for name, value in flags.items()}
-    keys |= {name: (value, False) for name, value in others.items()}
-    keys |= {name: (value, name in lesser) for name, value in fingerprint.items()}
-    return {name: key for name, key in keys.items() if name not in PLACES}
+    environment = recorded(run.environment)
+    facts = run.config.flags | {
+        "CUDA version" if name == "cuda" else name: environment[name]  # `cuda` is a flag
+        for name in EQUAL_IN_ENVIRONMENT
+        if name in environment
+    }
+    facts |= {name: environment[name] for name in EQUAL_WHERE_USED if environment[name]}
+    facts |= {name: vars(run.environment if run.is_side else run.summary)[name] for name in START}
+    facts |= run.environment.variables
+    if run.is_side:
+        facts |= {name: environment[name] for name in EQUAL_OF_SIDES}
+    else:
+        facts |= {name: vars(run.summary)[name] for name in EQUAL_IN_SUMMARY}
+        facts |= run.summary.fingerprint
+    return {name: value for name, value in facts.items() if name not in PLACES}
 
 
 def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     """Return what the plan has differ between two configurations: how they are started, settings
     that the flags of only one of them make, variables that only one of them sets, and what is in
-    their files of knobs."""
+    their files of knobs: each engine reads its own tables of such a file, and nothing in it changes
+    what is computed (recipe/knobs.py sees to that), only how fast."""
     a, b = comparison.configurations[first], comparison.configurations[second]
-    varied = tuned_fields(comparison, first, second)
-    if a.kind != b.kind:
-        varied |= START
+    varied = set(START) if a.kind != b.kind else set()
     if a.flags != b.flags:
         for field in comparison.plan.varied:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
     if a.environment != b.environment:
         varied |= {name for name, _ in a.environment.items() ^ b.environment.items()}
         varied.add("transport")  # which a variable may choose
+    for run in comparison.written:
+        if run.configuration in (first, second) and run.config.knobs:
+            varied |= {*names_of("speed"), *run.config.knob_variables}
     return varied
 
 
-def tuned_fields(comparison: Comparison, first: str, second: str) -> set[str]:
-    """Return what a file of knobs may have differ between two configurations; nothing if neither
-    was given one. Each engine reads its own tables of the file, and nothing in it changes what is
-    computed (recipe/knobs.py sees to that): only how fast."""
-    tuned = [
-        run.config
-        for run in comparison.written
-        if run.configuration in (first, second) and run.config.knobs
-    ]
-    variables = {name for config in tuned for name in config.knob_variables}
-    return {*names_of("speed"), *variables} if tuned else set()
-
-
-def compared_text(comparison: Comparison, first: str, second: str) -> str:
-    """Say in words what the plan has differ between two configurations."""
-    a, b = comparison.configurations[first], comparison.configurations[second]
-    if (a.flags, a.environment) != (b.flags, b.environment):
-        return "what the plan varies"
-    if a.engine != b.engine:
-        tuned = tuned_fields(comparison, first, second)
-        return "the engine and its knobs" if tuned else "the engine"
-    return "the order" if comparison.plan.null else "the launcher"
-
-
-def compare_facts(comparison: Comparison, runs: Iterable[RunRecord]) -> list[Fact]:
-    """Compare what complete runs of one case at one number of workers say of themselves, block by
-    block; without what the labels of configurations tell. ValueError if they are of several.
+def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]:
+    """Compare what the whole runs of a case at a number of workers say of themselves, block by
+    block, and what the sides of turns there say.
 
     The seed, and all that follows from it, is meant to differ between blocks; so is what differs
     between configurations that are not judged against each other.
     """
     order = [*comparison.configurations].index
-    runs = sorted(runs, key=lambda run: (run.block, order(run.configuration)))
-    told = [(run, comparison_keys(run)) for run in runs]
-    written = told[0][0].written if told else None
-    if len(places := {(run.case, run.workers) for run, _ in told}) > 1:
-        raise ValueError(f"runs of several cases or numbers of workers: {sorted(places)}")
-    varied = {pair: varied_fields(comparison, *pair) for pair in comparison.pairs}
+    varied = {pair: varied_fields(comparison, *pair) for pair in comparison.plan.pairs()}
     own = OF_BLOCK | (OF_JOB if comparison.plan.is_allocation else set())
     facts = []
-    for name in dict.fromkeys(name for _, keys in told for name in keys):
-        fact = Fact(
-            field=name,
-            case=told[0][0].case,
-            workers=told[0][0].workers,
-            is_flag=all(keys[name][1] for _, keys in told if name in keys),
-            is_of_sides=written is not None and written.summary is None,
-            is_of_block=name in own,
-            unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),
-            rows=tuple(
-                Row(run.block, run.configuration, keys.get(name, (ABSENT, False))[0])
-                for run, keys in told
-                if name in keys or name not in EQUAL_WHERE_USED
-            ),
-        )
-        if name not in START or (fact.unequal_blocks and not fact.is_varied):
-            facts.append(fact)
+    for is_of_sides, runs in enumerate((comparison.complete, comparison.sides)):
+        here = [run for run in runs if (run.case, run.workers) == (case, workers)]
+        here.sort(key=lambda run: (run.block, order(run.configuration)))
+        told = [(run, facts_of(run)) for run in here]
+        for name in dict.fromkeys(name for _, found in told for name in found):
+            fact = Fact(
+                field=name,
+                case=case,
+                workers=workers,
+                is_flag=name in FLAGS and not FLAGS[name].chief,
+                is_of_sides=bool(is_of_sides),
+                is_of_block=name in own,
+                unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),
+                rows=tuple(
+                    Row(run.block, run.configuration, found.get(name, ABSENT))
+                    for run, found in told
+                    if name in found or name not in EQUAL_WHERE_USED
+                ),
+            )
+            if name not in START or fact.is_confounder:
+                facts.append(fact)
     return facts
-
-
-def compare_place(comparison: Comparison, case: str, workers: int) -> list[Fact]:
-    """Compare the whole runs of a case at a number of workers, and the sides of turns there."""
-    runs = [run for run in comparison.complete if (run.case, run.workers) == (case, workers)]
-    sides = comparison.turn_sides(case, workers)
-    return [*compare_facts(comparison, runs), *compare_facts(comparison, sides)]
 
 
 def difference_text(fact: Fact) -> str:

@@ -17,7 +17,7 @@ ASIDE = "Runs that do not affect the speed verdicts"
 def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """Return the headed lists of what a reader must know beside the figures; what touches no
     verdict on speed stands apart."""
-    judged = {name for pair in comparison.pairs for name in pair}
+    judged = {name for pair in comparison.plan.pairs() for name in pair}
 
     def matters(run: RunRecord) -> bool:
         return not comparison.is_by_turns and run.block > 0 and run.configuration in judged
@@ -33,15 +33,14 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
                 f"{run_text(run)}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
             )
-    for (case, workers), blocks in comparison.turns.items():
-        for one in blocks:
-            where = place_text(case, workers)
-            if one.block is None:
-                found[MISSING].append(f"turns, {where}: unreadable: {one.reason}")
-            elif one.block.other_load > one.block.quiet_cores:
+    for case, workers, why in comparison.damaged_blocks:
+        found[MISSING].append(f"turns, {place_text(case, workers)}: unreadable: {why}")
+    for place, blocks in comparison.turns.items():
+        for block in blocks:
+            if block.other_load > block.quiet_cores:
                 found[WARNINGS].append(
-                    f"turns, {where}, block {one.block.number}: others kept up to "
-                    f"{one.block.other_load:.2f} cores busy in the rounds that count"
+                    f"turns, {place_text(*place)}, block {block.number}: others kept up to "
+                    f"{block.other_load:.2f} cores busy in the rounds that count"
                 )
     found[ASIDE] += [
         f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
@@ -55,12 +54,11 @@ def unfinished_text(comparison: Comparison) -> str:
     """Say it if a measurement by turns ended before its plan ends it; empty if not, or if that is
     not known since a block cannot be read or has no times."""
     plan = comparison.plan
-    groups = [[one.block for one in blocks] for blocks in comparison.turns.values()]
-    readable = [[block for block in blocks if block is not None] for blocks in groups]
-    if not comparison.is_by_turns or not comparison.pairs or readable != groups:
+    groups = comparison.turns.values()
+    if not comparison.is_by_turns or not plan.pairs() or comparison.damaged_blocks:
         return ""
-    fewest = min(len(blocks) for blocks in readable)
-    seconds = [[block.measuring_seconds for block in blocks] for blocks in readable]
+    fewest = min(len(blocks) for blocks in groups)
+    seconds = [[block.measuring_seconds for block in blocks] for blocks in groups]
     text = "the measurement was not finished, and the same command of run.py continues it: "
     if plan.blocks is not None:
         done = reason_to_stop([], fewest, 0, 0, Goal(blocks=plan.blocks))
@@ -69,8 +67,8 @@ def unfinished_text(comparison: Comparison) -> str:
         return ""
     estimates = [
         estimate(blocks, *pair, confidence=comparison.confidence)
-        for blocks in readable
-        for pair in comparison.pairs
+        for blocks in groups
+        for pair in plan.pairs()
         if blocks
     ]
     used, longest = sum(map(sum, seconds)), max((mean(one) for one in seconds if one), default=0.0)

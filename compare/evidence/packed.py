@@ -37,14 +37,15 @@ def content(suffix: str, text: str) -> Any:
 
 def exists(path: Path) -> bool:
     """Tell whether a record has this file, open or packed."""
-    return path.exists() or value_of(path) is not None
+    return path.exists() or path.name in files_in(path.parent)
 
 
 def read_text(path: Path) -> str:
     """Return the text of a record's file, open or packed; OSError if there is none."""
-    value = None if path.exists() else value_of(path)
-    if value is None:
+    files = {} if path.exists() else files_in(path.parent)
+    if path.name not in files:
         return path.read_text(encoding="utf-8")
+    value = files[path.name]
     if isinstance(value, str):
         return value
     lines = value if path.suffix == ".jsonl" else [value]
@@ -57,14 +58,15 @@ def file_of(path: Path) -> Path:
     return path if path.exists() else next(packs, path)
 
 
-def value_of(path: Path) -> Any:
-    """Return what a packed file holds; None if there is none."""
-    return files_in(path.parent).get(path.name)
-
-
 def is_folder(path: Path) -> bool:
     """Tell whether a record has this folder, open or packed."""
     return path.is_dir() or bool(files_in(path))
+
+
+def find(record: Path, pattern: str) -> list[Path]:
+    """Return the files of a record whose paths within it match a pattern, open or packed."""
+    inside = [Path(folder, name) for folder, files in folders(record).items() for name in files]
+    return [*record.glob(pattern), *(record / name for name in inside if name.match(pattern))]
 
 
 def files_in(folder: Path) -> dict[str, Any]:

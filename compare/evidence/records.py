@@ -1,9 +1,10 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
-import itertools
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,41 +14,44 @@ from compare.evidence import packed
 from compare.evidence.paired import confidence_after
 from compare.evidence.run_folder import (
     Measured,
-    RecordError,
-    RunFolder,
-    check_end,
+    contradictions,
+    parse,
     read_block,
+    read_last_step,
     read_metrics,
+    read_object,
     read_record,
-    read_run_folder,
+    read_summary,
 )
-from compare.evidence.turns import Block
+from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import Configuration
 from compare.plan.record import PlannedRun, PlanRecord, read_plan
 from recipe.errors import UserError
-from recipe.record.schema import Environment, EpochLine, EvalLine, Settings, StepLine
+from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 # What one process trains, whatever --workers: on all its GPUs, or by calls to other ranks.
 ONE_WORKER = {"data_parallel", "rpc_pipeline"}
 FAILED = re.compile(r".+?\.failed-\d+")
-BLOCK = re.compile(r"block-([1-9][0-9]*)")
 CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """outcome.json: how run.py saw a run end. A trainer started by hand has none."""
 
-    status: Literal["completed", "failed", "timed out", "not run", "interrupted"] = "completed"
+    status: Literal["completed", "failed", "timed out", "not run", "interrupted", "unreadable"] = (
+        "completed"
+    )
     exit_code: int | None = None
     other_load: float | None = None  # cores that other processes kept busy; None: not measured
     seconds: float | None = None  # from its launcher's start to its end; None: not measured
 
 
-@dataclass
-class RunRecord:
-    """One planned run: where it stands, what became of it and, if it is complete, what it says."""
+@dataclass(kw_only=True, eq=False)
+class RunRecord(Outcome):
+    """One planned run: where it stands, what became of it and, if it is complete, what it says of
+    itself; or a side of a block of turns, which has no summary, since it never ends by itself."""
 
     folder: Path
     block: int
@@ -57,31 +61,12 @@ class RunRecord:
     launcher: str
     workers: int
     seed: int | None = None  # None: the user's own
-    status: str = "not run"  # or of Outcome, or "unreadable"
-    exit_code: int | None = None
-    other_load: float | None = None
-    seconds: float | None = None
     command: str = ""
-    written: RunFolder | None = None  # None unless it is complete
     reason: str = ""  # why it is unreadable; of a complete run, why its steps are
-
-    @property
-    def config(self) -> Settings:
-        return self._complete.config
-
-    @property
-    def environment(self) -> Environment:
-        return self._complete.environment
-
-    @property
-    def summary(self) -> Measured:
-        assert self._complete.summary is not None, f"{self.folder} is of a side of turns"
-        return self._complete.summary
-
-    @property
-    def _complete(self) -> RunFolder:
-        assert self.written is not None, f"{self.folder} holds no complete run"
-        return self.written
+    is_side: bool = False
+    config: Settings = field(init=False, repr=False)  # these three of complete runs only
+    environment: Environment = field(init=False, repr=False)
+    summary: Measured = field(init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -107,10 +92,6 @@ class RunRecord:
         return self._metrics[StepLine]
 
     @property
-    def epochs(self) -> list[EpochLine]:
-        return self._metrics[EpochLine]
-
-    @property
     def evaluations(self) -> list[EvalLine]:
         """Those of the trained weights, not of their moving average."""
         return [line for line in self._metrics[EvalLine] if line.weights == "model"]
@@ -121,20 +102,9 @@ class RunRecord:
         them count if one is damaged, and `reason` says it."""
         try:
             return read_metrics(self.folder / "metrics.jsonl")
-        except RecordError as error:
+        except UserError as error:
             self.reason = str(error)
-            return {StepLine: [], EpochLine: [], EvalLine: []}
-
-
-@dataclass
-class TurnBlock:
-    """A block of turns as its folder has it: what was measured, and what each side says of itself;
-    or why it cannot be read."""
-
-    folder: Path
-    block: Block | None
-    sides: list[RunRecord]
-    reason: str = ""
+            return {StepLine: [], EvalLine: []}
 
 
 @dataclass
@@ -146,30 +116,35 @@ class Comparison:
     runs: list[RunRecord]
     phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
-    turns: dict[tuple[str, int], list[TurnBlock]] = field(default_factory=dict)  # by case, workers
+    turns: dict[tuple[str, int], list[Block]]  # the blocks of turns by case and workers
+    sides: list[RunRecord]  # of these blocks
+    damaged_blocks: list[tuple[str, int, str]]  # that cannot be read: case, workers, and why
 
     @cached_property
     def complete(self) -> list[RunRecord]:
         return [run for run in self.runs if run.is_complete]
 
     @property
-    def sides(self) -> list[RunRecord]:
-        """The sides of all blocks of turns, each as a run without a summary."""
-        return [side for blocks in self.turns.values() for one in blocks for side in one.sides]
-
-    @property
     def written(self) -> list[RunRecord]:
         """All that says of itself what it was: complete runs, and sides of turns."""
         return [*self.complete, *self.sides]
 
-    def turn_blocks(self, case: str, workers: int) -> list[Block]:
-        """Return the blocks of turns that can be read."""
-        blocks = self.turns.get((case, workers), [])
-        return [one.block for one in blocks if one.block is not None]
-
-    def turn_sides(self, case: str, workers: int) -> list[RunRecord]:
-        """Return the sides of these blocks."""
-        return [side for one in self.turns.get((case, workers), []) for side in one.sides]
+    def blocks(self, case: str, workers: int) -> list[Block]:
+        """Return the blocks that speed is measured by: of turns, or of whole runs, in the order in
+        which they ran."""
+        if self.is_by_turns:
+            return self.turns[case, workers]
+        turns: dict[int, list[Turn]] = {}
+        for run in self.complete:
+            if (run.case, run.workers) == (case, workers):
+                one = run.summary
+                rates = (one.images_per_second, one.cpu_seconds_per_image)
+                turn = Turn(run.configuration, 0, one.train_seconds, *rates)
+                turns.setdefault(run.block, []).append(turn)
+        return [
+            Block(number, tuple(turn.side for turn in own), 0.0, tuple(own))
+            for number, own in turns.items()
+        ]
 
     @cached_property
     def configurations(self) -> dict[str, Configuration]:
@@ -184,7 +159,7 @@ class Comparison:
     @property
     def workers(self) -> list[int]:
         """All numbers of workers, the fewest first."""
-        return sorted({run.workers for run in self.runs} | {workers for _, workers in self.turns})
+        return sorted(set(self.plan.workers))
 
     @property
     def is_by_turns(self) -> bool:
@@ -197,20 +172,17 @@ class Comparison:
         return confidence_after(len(self.plan.extensions))
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """The pairs of configurations that are judged against each other."""
-        return self.plan.pairs()
-
-    @property
     def cells(self) -> list[CellKey]:
         """The planned cells in the order of the tables."""
-        planned = {run.cell for run in (*self.runs, *self.sides)}
-        cells = itertools.product(self.cases, self.workers, self.configurations)
-        return [cell for cell in cells if cell in planned]
+        return list(product(self.cases, self.workers, self.configurations))
 
     def complete_runs(self, cell: CellKey) -> list[RunRecord]:
         """Return the complete runs of a cell, that of the phases not among them."""
-        return self._complete_by_cell.get(cell, [])
+        return [run for run in self.complete if run.cell == cell]
+
+    def complete_phase_runs(self, cell: CellKey) -> list[RunRecord]:
+        """Return the cell's run that measured the phases; none if there is none."""
+        return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
 
     @cached_property
     def square(self) -> dict[tuple[str, str], str]:
@@ -218,42 +190,23 @@ class Comparison:
         that really carried the gradients: DDP before Horovod, and Gloo, which every installation
         has, last. Empty if the plan has no such square."""
         found: dict[tuple[str, str], str] = {}
-        for name, runs in self.written_by_configuration.items():
-            own = self.configurations[name]
+        for name, own in self.configurations.items():
+            runs = [run for run in self.written if run.configuration == name]
             used = {(run.engine, run.environment.transport) for run in runs}
             if len(used) == 1 and not own.flags and not own.environment:
                 found.setdefault(used.pop(), name)
-        transports = {transport for _, transport in found}
-        for other in sorted(transports - {"Gloo"}):
-            places = [(engine, t) for t in (other, "Gloo") for engine in ("ddp", "horovod")]
-            if not self.plan.null and all(place in found for place in places):
+        for other in sorted({transport for _, transport in found} - {"Gloo"}):
+            places = [(engine, t) for t in (other, "Gloo") for engine in ENGINES]
+            if not self.plan.null and found.keys() >= {*places}:
                 return {place: found[place] for place in places}
         return {}
-
-    @cached_property
-    def written_by_configuration(self) -> dict[str, list[RunRecord]]:
-        names: dict[str, list[RunRecord]] = {}
-        for run in self.written:
-            names.setdefault(run.configuration, []).append(run)
-        return names
-
-    @cached_property
-    def _complete_by_cell(self) -> dict[CellKey, list[RunRecord]]:
-        cells: dict[CellKey, list[RunRecord]] = {}
-        for run in self.complete:
-            cells.setdefault(run.cell, []).append(run)
-        return cells
-
-    def complete_phase_runs(self, cell: CellKey) -> list[RunRecord]:
-        """Return the cell's run that measured the phases; none if there is none."""
-        return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
 
 
 def newest_comparison(runs: Path) -> Path:
     """Return the newest comparison under a folder of runs; their names sort by age."""
     folders = sorted(path.parent for path in runs.glob("compare-*/plan.json"))
     if not folders:
-        raise RecordError(
+        raise UserError(
             f"no comparison under {runs}/: make one with `make compare` or "
             "`python compare/run.py`, or give the path of one"
         )
@@ -264,18 +217,13 @@ def recorded_comparison(results: Path) -> Path | None:
     """Return the newest comparison that was recorded as results/MACHINE/DATE-QUESTION/, None if
     there is none. Those of the question `engines` come first: whoever asks for none in particular
     means that one."""
-    dated = re.compile(r"(\d{4})-?(\d{2})-?(\d{2})")
-
-    def age(folder: Path) -> tuple[bool, tuple[str, ...], str]:
-        date = dated.match(folder.name)
-        return folder.name.endswith("engines"), date.groups() if date else (), str(folder)
-
-    return max((path.parent for path in results.glob("*/*/plan.json")), key=age, default=None)
+    folders = [path.parent for path in results.glob("*/*/plan.json")]
+    return max(folders, key=lambda one: (one.name.endswith("engines"), one.name), default=None)
 
 
 def find_comparison(path: Path) -> Path:
     """Return the comparison that a user's path means: its own folder or plan.json, one of its
-    blocks or runs, or a folder that holds no other. RecordError says what there is instead."""
+    blocks or runs, or a folder that holds no other. UserError says what there is instead."""
     folder = path if path.is_dir() else path.parent
     here = folder.resolve()
     inside = sorted(plan.parent for plan in folder.glob("*/plan.json"))
@@ -284,52 +232,32 @@ def find_comparison(path: Path) -> Path:
             return folder if candidate == here else candidate
     if path.exists() and len(inside) == 1:
         return inside[0]
-    what = "holds no plan.json, so that it is no comparison"
-    if not path.exists():
-        what = "does not exist"
-    elif inside:
-        what = f"holds {len(inside)} comparisons, such as {inside[-1]}"
-    elif (folder / "config.json").exists():
-        what = "is a single run: a comparison needs two"
-    raise RecordError(
+    what = "holds no plan.json, so that it is no comparison" if path.exists() else "does not exist"
+    raise UserError(
         f"{path} {what}: give the path of one, as in `python compare/report.py runs/compare-...`, "
         "or make one with `make compare` or `python compare/run.py`"
     )
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison. A missing, unfinished or broken run has such a status; RecordError if the
+    """Read a comparison. A missing, unfinished or broken run has such a status; UserError if the
     plan is broken, or nothing was measured."""
-    if not folder.is_dir():
-        raise RecordError(
-            f"{folder} is not a folder: give the path of a comparison, as in "
-            "`python compare/report.py runs/compare-...`"
-        )
-    try:
-        plan = read_plan(folder / "plan.json")
-    except UserError as error:
-        raise RecordError(str(error)) from None
+    plan = read_plan(folder / "plan.json")
     runs = [load_run(folder, planned) for planned in plan.runs_there]
     phase_runs = [load_run(folder, planned) for planned in plan.phase_runs_there]
     # Of a failed block of turns each side has a folder of its own, packed.
-    earlier = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
-    earlier |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
-    turns = {
-        (case.name, workers): load_turns(folder, plan, case.name, workers)
-        for case, workers in plan.groups()
-    }
-    failures = sorted(folder / name for name in earlier)
-    comparison = Comparison(folder, plan, runs, phase_runs, failures, turns)
+    failures = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
+    failures |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
+    earlier = sorted(folder / name for name in failures)
+    comparison = Comparison(folder, plan, runs, phase_runs, earlier, {}, [], [])
+    for case, workers in plan.groups():
+        load_turns(comparison, case.name, workers)
     if not comparison.written:
-        reasons = [run.reason for run in runs]
-        reasons += [one.reason for blocks in turns.values() for one in blocks]
-        if any(reasons):
-            raise RecordError(next(filter(None, reasons)))
+        reasons = [run.reason for run in runs] + [why for *_, why in comparison.damaged_blocks]
         ended = [run for run in runs if run.status != "not run"]
         where = f"; see {ended[0].folder / 'output.log'}" if ended else ""
-        raise RecordError(
-            f"{folder}: none of its {len(runs)} runs is complete ({len(ended)} failed){where}"
-        )
+        nothing = f"none of its {len(runs)} runs is complete ({len(ended)} failed){where}"
+        raise UserError(next(filter(None, reasons), f"{folder}: {nothing}"))
     return comparison
 
 
@@ -339,86 +267,71 @@ def load_run(comparison: Path, planned: PlannedRun) -> RunRecord:
     folder = comparison / planned.folder
     place = structs.asdict(planned) | {"folder": folder}
     try:
-        outcome_path, summary_path = folder / "outcome.json", folder / "summary.json"
-        has_outcome, has_summary = packed.exists(outcome_path), packed.exists(summary_path)
-        outcome = Outcome("completed" if has_summary else "not run")  # as of one started by hand
-        if has_outcome:
-            outcome = read_record(outcome_path, Outcome)
-        is_complete = outcome.status == "completed"
-        if is_complete and not has_summary:
-            raise RecordError(f"{summary_path} is missing, though the run was completed")
-        command = folder / "command.txt"
-        run = RunRecord(
-            **place,
-            **vars(outcome),
-            command=packed.read_text(command).strip() if packed.exists(command) else "",
-            written=read_run_folder(folder) if is_complete else None,
-        )
-        if is_complete:
-            check_planned(run, planned)
-            check_end(folder / "metrics.jsonl", run.summary.steps)
-    except RecordError as error:
+        outcome = Outcome("completed" if packed.exists(folder / "summary.json") else "not run")
+        if packed.exists(folder / "outcome.json"):  # which no run has that was started by hand
+            outcome = read_record(folder / "outcome.json", Outcome)
+        run = RunRecord(**place, **vars(outcome))
+        if packed.exists(folder / "command.txt"):
+            run.command = packed.read_text(folder / "command.txt").strip()
+        if run.is_complete:
+            read_written(run, folder, planned.folder)
+    except UserError as error:
         return RunRecord(**place, status="unreadable", reason=str(error))
     return run
 
 
-def check_planned(run: RunRecord, planned: PlannedRun) -> None:
-    """Raise RecordError if a folder holds another run than the plan has there."""
-    world_size = 1 if run.engine in ONE_WORKER else run.workers
-    for file, name, written, wanted in (
-        ("summary.json", "engine", run.summary.engine, run.engine),
-        ("summary.json", "world_size", run.summary.world_size, world_size),
-        ("config.json", "seed", run.config.seed, run.seed),
-    ):
-        if wanted is not None and written != wanted:
-            raise RecordError(
-                f"{run.folder / file}: {name} is {written!r}, but the plan has {wanted!r} there: "
-                "it is another run's folder"
-            )
-    written_as, parts = Path(run.config.log_dir) / (run.config.name or ""), planned.folder
-    if written_as.parts[-len(Path(parts).parts) :] != Path(parts).parts:
-        raise RecordError(
-            f"{run.folder / 'config.json'}: it was written as {written_as}, but the plan has "
-            f"{parts} there: it is another run's folder"
-        )
-
-
-def load_turns(folder: Path, plan: PlanRecord, case: str, workers: int) -> list[TurnBlock]:
+def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     """Read the blocks of turns of one case at one number of workers, in their order."""
-    place = folder / "turns" / case / f"{workers}-workers"
-    inside = [path.parent for path in place.glob("block-*/block.json")]
-    inside += [folder / name for name, files in packed.folders(folder).items()
-               if "block.json" in files]  # fmt: skip
-    numbers = {int(match[1]) for path in inside
-               if path.parent == place and (match := BLOCK.fullmatch(path.name))}  # fmt: skip
-    blocks = []
-    for number in sorted(numbers):
-        path = place / f"block-{number}"
+    blocks = comparison.turns.setdefault((case, workers), [])
+    place, members = Path("turns", case, f"{workers}-workers"), comparison.configurations
+    for path in packed.find(comparison.folder, f"{place}/block-*/block.json"):
         try:
-            block = read_block(path / "block.json", plan.names)
-            if block.number != number:
-                raise RecordError(f"{path / 'block.json'}: number is {block.number}")
-            sides = [load_side(path, plan, number, case, workers, name) for name in block.order]
-            blocks.append(TurnBlock(path, block, sides))
-        except RecordError as error:
-            blocks.append(TurnBlock(path, None, [], str(error)))
-    return blocks
+            block = read_block(path, members)
+            if path.parent.name != f"block-{block.number}":
+                raise UserError(f"{path}: number is {block.number}")
+            sides = [
+                RunRecord(
+                    folder=path.parent / name, block=block.number, case=case, configuration=name,
+                    engine=members[name].engine, launcher=members[name].launcher, workers=workers,
+                    is_side=True,
+                )
+                for name in block.order
+            ]  # fmt: skip
+            for side in sides:
+                read_written(side, side.folder / "0/run")
+        except UserError as error:
+            comparison.damaged_blocks.append((case, workers, str(error)))
+        else:
+            blocks.append(block)
+            comparison.sides.extend(sides)
+    blocks.sort(key=lambda block: block.number)
 
 
-def load_side(
-    folder: Path, plan: PlanRecord, number: int, case: str, workers: int, name: str
-) -> RunRecord:
-    """Read what one side of a block says of itself, as a run without a summary."""
-    written = read_run_folder(folder / name / "0" / "run", is_side=True)
-    configuration = next(member for member in plan.members() if member.name == name)
-    environment = written.environment
-    for field_, planned in (("engine", configuration.engine), ("world_size", workers)):
-        if getattr(environment, field_) != planned:
-            raise RecordError(
-                f"{folder / name / '0/run/environment.json'}: {field_} is "
-                f"{getattr(environment, field_)!r}, but the plan has {planned!r} there"
-            )
-    return RunRecord(
-        folder / name, number, case, name, configuration.engine, configuration.launcher, workers,
-        status="completed", written=written,
-    )  # fmt: skip
+def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
+    """Read what a complete run or a side says of itself, metrics.jsonl aside; UserError names
+    the file and the field that is wrong, or in what it is another run than the planned one."""
+    flags = read_object(folder / "config.json")
+    run.config = replace(parse(flags, Settings, folder / "config.json"), flags=flags)
+    run.environment = read_record(folder / "environment.json", Environment)
+    problems = not_as_planned(run, Path(planned))
+    if not run.is_side:
+        run.summary = read_summary(folder)
+        last = read_last_step(folder / "metrics.jsonl")
+        problems = chain(problems, contradictions(run.config, run.summary, last))
+    if problem := next(problems, ""):
+        raise UserError(f"{folder}/{problem}")
+
+
+def not_as_planned(run: RunRecord, place: Path) -> Iterator[str]:
+    """Yield in what a folder holds another run than the plan has there; a side has no place."""
+    workers = 1 if run.engine in ONE_WORKER else run.workers
+    for name, written, wanted in (
+        ("environment.json: engine", run.environment.engine, run.engine),
+        ("environment.json: world_size", run.environment.world_size, workers),
+        ("config.json: seed", run.config.seed, run.seed),
+    ):
+        if wanted not in (written, None):
+            yield f"{name} is {written!r}, but the plan has {wanted!r} there: it is another run's"
+    parts = Path(run.config.log_dir, run.config.name or "").parts
+    if parts[len(parts) - len(place.parts) :] != place.parts:
+        yield f"config.json: it was written as {Path(*parts)}, but the plan has {place} there"

@@ -85,17 +85,12 @@ class Speed:
 def speeds(comparison: Comparison, cell: CellKey) -> dict[int, Speed]:
     """Return what each block measured of a cell."""
     case, workers, name = cell
-    if comparison.is_by_turns:
-        return {
-            block.number: Speed(
-                block.median(name, throughput), 1 / block.median(name, work_per_cpu_second)
-            )
-            for block in comparison.turn_blocks(case, workers)
-            if name in block.order
-        }
     return {
-        run.block: Speed(run.summary.images_per_second, run.summary.cpu_seconds_per_image)
-        for run in comparison.complete_runs(cell)
+        block.number: Speed(
+            block.median(name, throughput), 1 / block.median(name, work_per_cpu_second)
+        )
+        for block in comparison.blocks(case, workers)
+        if name in block.order
     }
 
 

@@ -70,20 +70,18 @@ def reason_to_stop(
 
 
 def is_enough(estimates: Iterable[Estimate], until_interval: float) -> bool:
-    """Tell whether all intervals are narrow enough, and known well enough to end a measurement."""
-    return all(is_narrow(estimate, until_interval) for estimate in estimates)
-
-
-def is_narrow(estimate: Estimate, until_interval: float) -> bool:
-    """Tell whether blocks enough were measured: the interval's half-width, in proportion, is at
+    """Tell whether blocks enough were measured: every interval's half-width, in proportion, is at
     most `until_interval` (0.02 is 2 %), and its degrees of freedom are not few."""
-    return (
-        estimate.degrees >= MIN_DEGREES_TO_STOP and estimate.relative_half_width <= until_interval
+    return all(
+        one.degrees >= MIN_DEGREES_TO_STOP and one.relative_half_width <= until_interval
+        for one in estimates
     )
 
 
-def blocks_until(estimate: Estimate, until_interval: float) -> int | None:
-    """Return how many blocks in all would bring the interval to this half-width, if the noise stays
+def minutes_to_narrow(
+    estimate: Estimate, until_interval: float, block_seconds: float
+) -> float | None:
+    """Return how many more minutes would bring the interval to this half-width, if the noise stays
     as it is; None without an interval, or if it would take too many."""
     if estimate.low is None:
         return None
@@ -96,16 +94,8 @@ def blocks_until(estimate: Estimate, until_interval: float) -> int | None:
         degrees = estimate.degrees * (blocks - 1) // (estimate.blocks - 1)
         quantile = student_quantile(estimate.confidence, degrees)
         if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):
-            return blocks
+            return (blocks - estimate.blocks) * block_seconds / 60
     return None
-
-
-def minutes_to_narrow(
-    estimate: Estimate, until_interval: float, block_seconds: float
-) -> float | None:
-    """Return how many more minutes would bring the interval to this half-width; None: not known."""
-    blocks = blocks_until(estimate, until_interval)
-    return None if blocks is None else (blocks - estimate.blocks) * block_seconds / 60
 
 
 def minutes_to_show(

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import mean, median
 
+import numpy as np
+
 from compare.evidence.paired import (
     CONFIDENCE,
     MIN_BLOCKS,
     Estimate,
     estimate_logs,
     hodges_lehmann,
-    variance,
 )
+from recipe.record.schema import Amount, Count, Positive, Text, Whole
 
 QUIET_CORES = 0.15  # that others may keep busy, on a small machine
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
@@ -21,31 +23,33 @@ MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side did in one turn."""
+    """What a side did in one turn. A whole run is one, too: that of its configuration in its
+    block."""
 
-    side: str
-    round: int  # from 0
-    seconds: float  # of its steps, the lead-in aside; the mean over ranks, of the slowest copy
-    images_per_second: float  # of all copies together
-    cpu_seconds_per_image: float
-    other_load: float = 0.0  # cores that others kept busy meanwhile
-    began: float | None = None  # seconds since 1970; None: not written down
+    side: Text
+    round: Whole  # from 0
+    seconds: Positive  # of its steps, the lead-in aside; the mean over ranks, of the slowest copy
+    images_per_second: Positive  # of all copies together
+    cpu_seconds_per_image: Positive
+    other_load: Amount = 0.0  # cores that others kept busy meanwhile
+    began: Amount | None = None  # seconds since 1970; None: not written down
 
 
 @dataclass(frozen=True)
 class Block:
-    """The turns of one launch of each side."""
+    """The turns of one launch of each side; or whole runs, one of each configuration, as one
+    round."""
 
-    number: int  # from 1
-    order: tuple[str, ...]
-    load_before: float  # the system's one-minute average
+    number: Count  # from 1
+    order: tuple[Text, ...]
+    load_before: Amount  # the system's one-minute average
     turns: tuple[Turn, ...]
     steps: dict[str, int] = field(default_factory=dict)  # of each side, in a turn
     # Wall time of turns that others disturbed, and of waiting for quiet. Such turns are not here,
     # unless others were never quiet for long.
-    disturbed_seconds: float = 0.0
-    seconds: float = 0.0  # that all of it took, starts and ends included; 0: not written down
-    quiet_cores: float = QUIET_CORES  # that others may keep busy in a round that counts
+    disturbed_seconds: Amount = 0.0
+    seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
+    quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts
 
     @property
     def measuring_seconds(self) -> float:
@@ -82,10 +86,6 @@ class Block:
             if turn.round in rounds and turn.side in powers:
                 rounds[turn.round] += powers[turn.side] * math.log(value(turn))
         return hodges_lehmann(list(rounds.values()))
-
-    def ratio(self, first: str, second: str, value: Callable[[Turn], float]) -> float:
-        """The ratio first / second over the rounds that count."""
-        return math.exp(self.log_contrast({first: 1, second: -1}, value))
 
     def median(self, side: str, value: Callable[[Turn], float]) -> float:
         """The median over the rounds that count of one side's value."""
@@ -137,31 +137,35 @@ def estimate_contrast(
     powers: Mapping[str, int],
     value: Callable[[Turn], float] = throughput,
     confidence: float = CONFIDENCE,
+    is_pooled: bool = True,
 ) -> Estimate:
-    """The product of the sides' values, each to its power, over the blocks that have them all."""
+    """The product of the sides' values, each to its power, over the blocks that have them all;
+    `is_pooled`: a part of the variance is that of all pairs of sides."""
     logs = [
         block.log_contrast(powers, value) for block in blocks if powers.keys() <= {*block.order}
     ]
-    pooled = pooled_variance(blocks, value)
-    sides = {side for block in blocks for side in block.order}
+    sides = sorted({side for block in blocks for side in block.order})
+    pooled = pooled_variance(blocks, sides, value) if is_pooled else None
     if pooled is not None:  # of a difference of two sides, each of which counts once
         pooled *= sum(power**2 for power in powers.values()) / 2
     return estimate_logs(logs, pooled, len(sides), confidence)
 
 
-def pooled_variance(blocks: Sequence[Block], value: Callable[[Turn], float]) -> float | None:
+def pooled_variance(
+    blocks: Sequence[Block], sides: Sequence[str], value: Callable[[Turn], float]
+) -> float | None:
     """The variance over blocks of the logarithm of two sides' ratio, in the mean of all pairs of
     sides; None where a pair has too few blocks.
 
     With all sides in all blocks it is twice the residual variance of block plus side.
     """
     found = []
-    sides = sorted({side for block in blocks for side in block.order})
     for first, second in combinations(sides, 2):
         both = [block for block in blocks if {first, second} <= {*block.order}]
         if len(both) < MIN_BLOCKS:
             return None
-        found.append(variance([b.log_contrast({first: 1, second: -1}, value) for b in both]))
+        logs = [block.log_contrast({first: 1, second: -1}, value) for block in both]
+        found.append(float(np.var(logs, ddof=1)))
     return mean(found) if found else None
 
 

@@ -1,13 +1,14 @@
 """Findings in words: numbers, names of runs and of configurations."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES, Comparison, RunRecord
-from compare.evidence.run_folder import CONTROL
+from recipe.record.schema import CONTROL
 
 
 def count(number: int, noun: str) -> str:
@@ -39,7 +40,7 @@ def short(value: Any) -> str:
         return ", ".join(short(part) for part in value) or "none"
     if isinstance(value, str) and len(value) == 64 and not value.strip("0123456789abcdef"):
         return f"{value[:12]}…"
-    return CONTROL.sub("?", str(value))
+    return re.sub(f"[{CONTROL}]", "?", str(value))
 
 
 def digits(estimate: Estimate) -> int:
@@ -100,7 +101,7 @@ def label_of(comparison: Comparison, configuration: str) -> str:
 def used_and_set(comparison: Comparison, configuration: str) -> str:
     """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
     "DDP over Gloo" where the plan's configurations make a square."""
-    runs = comparison.written_by_configuration.get(configuration, [])
+    runs = [run for run in comparison.written if run.configuration == configuration]
     labels = {run.label for run in runs}
     if len(labels) != 1:
         return configuration

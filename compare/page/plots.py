@@ -263,7 +263,7 @@ def turns_by_clock(report: Report, case: str) -> Iterator[tuple[str, int, Points
     """Yield of each block the turns that count, by configuration and workers: seconds and
     images/s."""
     for workers in report.comparison.workers:
-        for block in report.comparison.turn_blocks(case, workers):
+        for block in report.comparison.blocks(case, workers):
             turns = [turn for turn in block.turns if turn.round in block.quiet_rounds]
             for name in block.order:
                 own = [turn for turn in turns if turn.side == name]
@@ -341,7 +341,7 @@ def plot_loss_differences(report: Report, runs: Sequence[RunRecord]) -> Iterator
     one."""
     by_run = {(run.configuration, run.block): run for run in runs}
     blocks = sorted({run.block for run in runs})
-    for first, second in report.comparison.pairs:
+    for first, second in report.comparison.plan.pairs():
         series: list[Series] = []
         for block in blocks:
             a, b = by_run.get((first, block)), by_run.get((second, block))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from compare.evidence.equality import Fact, compare_place
+from compare.evidence.equality import Fact, compare_facts
 from compare.evidence.notices import notices
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
 from compare.evidence.records import Comparison, RunRecord
@@ -49,7 +49,7 @@ class Report:
         """What must be equal, by case and number of workers: of whole runs, and of sides."""
         one = self.comparison
         places = [(case, workers) for case in one.cases for workers in one.workers]
-        return {place: compare_place(one, *place) for place in places}
+        return {place: compare_facts(one, *place) for place in places}
 
     @cached_property
     def verdicts(self) -> list[Verdict]:

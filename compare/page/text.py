@@ -185,10 +185,10 @@ def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield what is known of each run, flat."""
     for run, planned in zip(comparison.runs, comparison.plan.runs_there, strict=True):
         figures = {
-            name: attrgetter(path)(run.written) if run.written else None
+            name: attrgetter(path)(run) if run.is_complete else None
             for name, path in RUN_FIGURES.items()
         }
-        figures["seed"] = run.config.seed if run.written else planned.seed
+        figures["seed"] = run.config.seed if run.is_complete else planned.seed
         yield {
             "measured_by": "run",
             **{name: getattr(run, name) for name in OF_RUN},
@@ -203,7 +203,7 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     if not comparison.is_by_turns:
         return
     for case, workers in dict.fromkeys(cell[:2] for cell in comparison.cells):
-        for block in comparison.turn_blocks(case, workers):
+        for block in comparison.blocks(case, workers):
             quiet = block.quiet_rounds
             for turn in block.turns:
                 yield {

@@ -11,25 +11,38 @@ others every trainer has written, and a reader may insist on them.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 FORMAT = 1  # goes up where a reader of today's records would misread the new ones
+
+# What a field may hold, checked when a record is read. No measurement is infinite or NaN; a plain
+# float may be, where a training diverged.
+Finite = Annotated[float, Meta(gt=-1e300, lt=1e300)]
+Amount = Annotated[float, Meta(ge=0, lt=1e300)]
+Positive = Annotated[float, Meta(gt=0, lt=1e300)]
+Whole = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+# No line ends and escapes, which would forge lines in a terminal, and no marks of direction.
+CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is asked of config.json by name; `flags` holds all of it, under the names of Config."""
 
-    log_dir: str
-    name: str | None  # None: a name was made of engine and time
-    data: str | None = None
-    train_dir: str | None = None
-    arch: str | None = None
-    batch_size: int | None = None  # images of one worker in one backward pass
-    batch_size_warmup_epochs: int = 0
-    precision: str | None = None
+    log_dir: Text
+    name: Text | None  # None: a name was made of engine and time
+    data: Text | None = None
+    train_dir: Text | None = None
+    arch: Text | None = None
+    batch_size: Whole | None = None  # images of one worker in one backward pass
+    batch_size_warmup_epochs: Whole = 0
+    precision: Text | None = None
     seed: int | None = None
-    knobs: str | None = None  # the file
+    knobs: Text | None = None  # the file
     knob_variables: dict[str, str] = field(default_factory=dict)  # that the file has set
     flags: dict[str, Any] = field(default_factory=dict)
 
@@ -38,42 +51,44 @@ class Settings:
 class Environment:
     """What a run ran on, as rank 0 found it, and where its other ranks were."""
 
-    format: int = 0  # FORMAT of whoever wrote it; 0: of before it was written
-    engine: str  # "horovod" or "ddp"
-    version: str  # of the engine
-    launcher: str
-    transport: str  # what really carried the gradients: "MPI", "Gloo", "NCCL"
-    world_size: int
-    local_size: int  # ranks on this host
-    hosts: list[str]
-    rank_hosts: list[str] | None = None  # by rank
-    device: str  # "cpu" or "cuda"
-    device_name: str
-    cpu_model: str
-    cores: int  # of the host
-    threads: int  # of each rank
-    affinity: list[str] | None = None  # by rank, the cores that it may use, as "0-3,8"
-    allocator: str | None = None
+    format: Annotated[int, Meta(ge=0, le=FORMAT)] = (
+        0  # of whoever wrote it; 0: of before it was written
+    )
+    engine: Text  # "horovod" or "ddp"
+    version: Text  # of the engine
+    launcher: Text
+    transport: Text  # what really carried the gradients: "MPI", "Gloo", "NCCL"
+    world_size: Count
+    local_size: Count  # ranks on this host
+    hosts: list[Text]
+    rank_hosts: list[Text] | None = None  # by rank
+    device: Text  # "cpu" or "cuda"
+    device_name: Text
+    cpu_model: Text
+    cores: Whole  # of the host
+    threads: Whole  # of each rank
+    affinity: list[Text] | None = None  # by rank, the cores that it may use, as "0-3,8"
+    allocator: Text | None = None
     variables: dict[str, str] = field(default_factory=dict)  # that steer an engine
-    python: str
-    torch: str
-    torchvision: str
-    horovod: str | None  # None where it is not used; so mpi and cuda
-    mpi: str | None
-    cuda: str | None
-    kernel: str | None = None
-    command: list[str]
-    started_utc: str
-    git_commit: str | None  # with a + if files were changed since; None outside a checkout
+    python: Text
+    torch: Text
+    torchvision: Text
+    horovod: Text | None  # None where it is not used; so mpi and cuda
+    mpi: Text | None
+    cuda: Text | None
+    kernel: Text | None = None
+    command: list[Text]
+    started_utc: Text
+    git_commit: Text | None  # with a + if files were changed since; None outside a checkout
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLine:
     """Metrics over images, and how far training had come."""
 
-    epoch: int  # from 0; of a step, the one that it began in
-    step: int  # from 1
-    samples_seen: int  # of all ranks, with this step
+    epoch: Whole  # from 0; of a step, the one that it began in
+    step: Whole  # from 1
+    samples_seen: Whole  # of all ranks, with this step
     loss: float
     top1: float
     top5: float
@@ -84,13 +99,13 @@ class StepLine(MetricsLine):
     """A step: metrics over all ranks' images, durations of rank 0."""
 
     learning_rate: float
-    seconds: float
-    data_seconds: float
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
-    optimizer_seconds: float | None = None
+    seconds: Positive
+    data_seconds: Amount
+    forward_seconds: Amount | None = None
+    backward_seconds: Amount | None = None
+    optimizer_seconds: Amount | None = None
     exchanged: bool = True  # False: a step of --ablation-steps without the exchange of gradients
-    images_per_second: float  # of all ranks
+    images_per_second: Positive  # of all ranks
 
     @property
     def images(self) -> int:
@@ -102,28 +117,28 @@ class StepLine(MetricsLine):
 class EpochLine(MetricsLine):
     """A complete epoch's training."""
 
-    seconds: float  # of its steps, evaluations and checkpoints left out
-    images_per_second: float
+    seconds: Positive  # of its steps, evaluations and checkpoints left out
+    images_per_second: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLine(MetricsLine):
     """An evaluation of all validation images."""
 
-    num_images: int
-    seconds: float
-    train_seconds_so_far: float  # the training clock, see Summary.total_seconds
-    weights: str = "model"  # whose: "model", or "ema", their moving average
+    num_images: Whole
+    seconds: Amount
+    train_seconds_so_far: Amount  # the training clock, see Summary.total_seconds
+    weights: Text = "model"  # whose: "model", or "ema", their moving average
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventLine:
     """Something that happened: start, resume, stop, end."""
 
-    name: str
-    time_utc: str
-    step: int
-    resumed_from: str | None = None
+    name: Text
+    time_utc: Text
+    step: Whole
+    resumed_from: Text | None = None
 
 
 METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}
@@ -133,50 +148,50 @@ METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": Even
 class Phases:
     """Where the time of a step goes, recipe/training/phases.py says how: means over `steps`."""
 
-    steps: int = 0
-    step_seconds: float | None = None
-    data_seconds: float | None = None
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None  # with the exchange where that was not measured apart
-    exposed_communication_seconds: float | None = None  # below 0 by noise alone
-    optimizer_seconds: float | None = None
+    steps: Whole = 0
+    step_seconds: Amount | None = None
+    data_seconds: Amount | None = None
+    forward_seconds: Amount | None = None
+    backward_seconds: Amount | None = None  # with the exchange where that was not measured apart
+    exposed_communication_seconds: Finite | None = None  # below 0 by noise alone
+    optimizer_seconds: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank(Phases):
     """What one rank used, and its own phases."""
 
-    rank: int
-    host: str
-    cpu_seconds: float
-    peak_memory_bytes: int
+    rank: Whole
+    host: Text
+    cpu_seconds: Amount
+    peak_memory_bytes: Whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """What was read for training, over all ranks."""
 
-    images_per_second: float | None = None
-    files_per_second: float | None = None
-    megabytes_per_second: float | None = None
-    wait_share: float | None = None  # of the step's time, 0 to 1, spent waiting for images
+    images_per_second: Amount | None = None
+    files_per_second: Amount | None = None
+    megabytes_per_second: Amount | None = None
+    wait_share: Amount | None = None  # of the step's time, 0 to 1, spent waiting for images
 
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
     """By the counters of GPUs (watts and utilization: their mean) and processors."""
 
-    gpu_joules_per_image: float | None = None
-    gpu_watts: float | None = None
-    gpu_utilization_percent: float | None = None
-    cpu_joules_per_image: float | None = None
+    gpu_joules_per_image: Amount | None = None
+    gpu_watts: Amount | None = None
+    gpu_utilization_percent: Amount | None = None
+    cpu_joules_per_image: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectImages:
     """Images that were read with a warning."""
 
-    count: int  # one that two ranks have met counts twice
+    count: Whole  # one that two ranks have met counts twice
     names: list[str]
 
 
@@ -184,47 +199,49 @@ class SuspectImages:
 class RungFigures:
     """What a script in baselines/ measures of its own way of training."""
 
-    optimizer_bytes: list[int] | None = None  # by rank: what it holds of the optimizer's state
-    weight_bytes: list[int] | None = None  # and of the weights
-    bubble_share: float | None = None  # of a step, 0 to 1: the mean stage of a pipeline has no work
-    equal_bubble_share: float | None = None  # the same for equal stages, and messages in no time
-    staleness: float | None = None  # updates since the weights that a gradient is of: the mean
-    largest_staleness: int | None = None
+    optimizer_bytes: list[Whole] | None = None  # by rank: what it holds of the optimizer's state
+    weight_bytes: list[Whole] | None = None  # and of the weights
+    bubble_share: Amount | None = (
+        None  # of a step, 0 to 1: the mean stage of a pipeline has no work
+    )
+    equal_bubble_share: Amount | None = None  # the same for equal stages, and messages in no time
+    staleness: Amount | None = None  # updates since the weights that a gradient is of: the mean
+    largest_staleness: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """What a complete run measured, of all its ranks."""
 
-    engine: str
-    launcher: str
-    transport: str
-    world_size: int
-    threads: int
-    epochs: float
-    steps: int
-    skipped_steps: int = 0  # of these: their gradients overflowed, so they changed no weight
-    samples_seen: int
-    images_per_second: float | None  # warm-up and evaluations left out; None: too few steps
-    train_seconds: float  # of the steps since the last resume
-    total_seconds: float  # the training clock: with evaluations, checkpoints and earlier sessions
-    cpu_seconds: float  # since the last resume
-    cpu_seconds_per_image: float | None
-    peak_memory_bytes: int  # of the rank that used most
+    engine: Text
+    launcher: Text
+    transport: Text
+    world_size: Count
+    threads: Whole
+    epochs: Positive
+    steps: Count
+    skipped_steps: Whole = 0  # of these: their gradients overflowed, so they changed no weight
+    samples_seen: Count
+    images_per_second: Positive | None  # warm-up and evaluations left out; None: too few steps
+    train_seconds: Positive  # of the steps since the last resume
+    total_seconds: Amount  # the training clock: with evaluations, checkpoints and earlier sessions
+    cpu_seconds: Amount  # since the last resume
+    cpu_seconds_per_image: Positive | None
+    peak_memory_bytes: Whole  # of the rank that used most
     phases: Phases = Phases()  # of rank 0
     ranks: list[Rank] = field(default_factory=list)
     input: Input = Input()
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None
-    gradient_bytes: int | None = None  # of one worker, for a step, as they travel
+    gradient_bytes: Whole | None = None  # of one worker, for a step, as they travel
     # What the hosts' interfaces sent on the training clock, the loopback's among them, and whoever
     # sent it; what ranks of one host tell each other through its memory is not there.
-    network_bytes_per_step: float | None = None
+    network_bytes_per_step: Amount | None = None
     rung: RungFigures = RungFigures()
     loss: float | None  # of the last evaluation; None if nothing was evaluated
     top1: float | None
     top5: float | None
     best_top1: float | None
-    weights_sha256: str
+    weights_sha256: Text
     fingerprint: dict[str, Any]  # what two runs must share to be compared
-    ended_utc: str
+    ended_utc: Text
