@@ -29,6 +29,7 @@ from compare.plan.hosts import most_on_a_host, read_hosts
 from compare.plan.options import positive
 from compare.plan.sources import ROOT
 from compare.plan.ssh import check_logins
+from compare.running.checks import check_cores, check_load, warning_text
 from compare.running.launch import (
     Outcome,
     duration,
@@ -39,7 +40,6 @@ from compare.running.launch import (
     utc_stamp,
     write_outcome,
 )
-from compare.running.preflight import busy_cores, other_load_warnings
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS
@@ -220,13 +220,9 @@ def installed(chosen: list[str] | None) -> tuple[list[str], list[str]]:
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
-    warnings = other_load_warnings(busy_cores(seconds=1.0))
-    here, cores = most_on_a_host(options.workers, options.hosts), len(os.sched_getaffinity(0))
-    if here * options.threads > cores:
-        warnings.append(
-            f"{here} workers with {options.threads} thread(s) on {cores} core(s): they wait for "
-            "each other's turn, and small messages show the scheduler"
-        )
+    here = most_on_a_host(options.workers, options.hosts)
+    findings = [check_load(), check_cores(here, options.threads)]
+    warnings = [warning_text(finding) for finding in findings if finding.status != "ok"]
     for line in warnings:
         print(f"warning: {line}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)

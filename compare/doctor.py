@@ -15,68 +15,42 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from ipaddress import ip_interface
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from compare.errors import run_main
-from compare.plan.hosts import (
-    SLURM,
-    is_here,
-    is_only_here,
-    read_allocation,
-    read_hostfile,
-    read_hosts,
-)
+from compare.plan.hosts import SLURM, is_here, read_allocation, read_hostfile, read_hosts
 from compare.plan.sources import ROOT
-from compare.plan.ssh import last_line, ssh_remedy, ssh_words
-from compare.running.host_findings import ALL, Finding, agreement, host_findings, interface_text
-from compare.running.launch import start_command
-from compare.running.probe import PROBE_SECONDS, probe, reach
+from compare.plan.ssh import ssh_remedy, ssh_words
+from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
 from recipe.errors import UserError
 from recipe.files import write_json
 
 WIDTH = 100
-LOCAL_SECONDS = 600  # PROBE_SECONDS of this host, which may be slow, but is there
-# For all hosts to have tried all connections: a host that answers in PROBE_SECONDS is in time.
-NETWORK_SECONDS = 60.0 + PROBE_SECONDS
-ABSENT = "does not take part in the test"
-ALLREDUCE_SECONDS = 180
-MARKS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED "}
-SUBJECT_WIDTH = 13  # of the longest subject
+ANSWER_SECONDS = 300  # for all that a host answers: torch's import over a network is slow
+CONNECT_SECONDS = 5.0
+ALLREDUCE_SECONDS = 90  # for each backend
+MOST_CLOCK_SKEW = 2.0  # seconds
+MOST_CLOCK_SKEW_HOROVOD = 30.0  # seconds: horovodrun refuses messages that are older
+
+Networks = dict[str, dict[str, tuple[str, int]]]  # at which address and port each host listens
+Hosts = dict[str, subprocess.Popen[str]]  # that answer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Look, tell, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_main("compare/doctor.py", lambda: look(parse_options(argv)))
-
-
-def look(options: argparse.Namespace) -> int:
-    if options.probe:
-        print(json.dumps(probe(options.data)))
-        return 0
-    if options.reach is not None:
-        reach(options.reach)
-        return 0
-    findings: list[Finding] = []
-    for title, found in examine(options):  # a host may take a minute: each as it is known
-        text = "\n".join(block_lines(title, found))
-        print(text if findings else text.lstrip("\n"), flush=True)
-        findings += found
-    counts = Counter(finding.status for finding in findings)
-    print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
-    if options.json is not None:
-        write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
-    return 1 if has_failed(findings) else 0
+    errors = (UserError, OSError)  # the latter: --json in a folder that is not there
+    return run_main("compare/doctor.py", lambda: look(parse_options(argv)), errors)
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
@@ -86,18 +60,15 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--hosts", metavar="HOST:N,...", help="hosts and their workers; slurm: the allocation's")
-    add("--hostfile", type=Path, metavar="FILE", help="the same in lines 'name slots=N'")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--hosts", metavar="HOST:N,...", help="and their workers; slurm: the allocation's")
+    either("--hostfile", type=Path, metavar="FILE", help="the same in lines 'name slots=N'")
     add("--data", type=Path, metavar="DIR", help="the folder with train/ and val/")
     add("--network-interface", metavar="NAME", help="that connects the hosts")
     add("--no-allreduce", dest="allreduce", action="store_false", help="leave the measurement out")
     add("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    # What runs on each host.
-    add("--probe", action="store_true", help=argparse.SUPPRESS)
-    add("--reach", nargs="+", help=argparse.SUPPRESS)
+    add("--answer-as", help=argparse.SUPPRESS)  # what runs on each host
     options = parser.parse_args(argv)
-    if options.hostfile is not None and options.hosts is not None:
-        raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
     if options.hostfile is not None:
         options.hosts = read_hostfile(options.hostfile)
     elif options.hosts == SLURM:
@@ -105,276 +76,214 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def examine(options: argparse.Namespace) -> Iterator[tuple[str, list[Finding]]]:
-    """Look at this machine or at all hosts at once, then at what is between them; yield what is
-    found as soon as it is known, with a title where a new part begins."""
+def look(options: argparse.Namespace) -> int:
+    """Look at what the options name, and return the exit code."""
+    if options.answer_as is not None:
+        answer(options.answer_as, options.data)
+        return 0
+    findings = examine(options)
+    counts = Counter(finding.status for finding in findings)
+    print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
+    if options.json is not None:
+        write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
+    return 1 if counts["failed"] else 0
+
+
+def examine(options: argparse.Namespace) -> list[Finding]:
+    """Look at all hosts, or at this one, then at what is between them; show what is found as soon
+    as it is known, and return it."""
+    interface = options.network_interface
     names = [socket.gethostname()] if options.hosts is None else list(read_hosts(options.hosts))
-    answers: dict[str, dict[str, Any]] = {}
-    has_failure = False
-    with ThreadPoolExecutor(max_workers=len(names)) as pool:
-        asked = {pool.submit(ask, name, options.data): name for name in names}
-        for future in as_completed(asked):
-            name = asked[future]
-            answer, found = future.result()
-            if answer is not None:
-                answers[name] = answer
-                found += host_findings(name, answer)
-            has_failure |= has_failed(found)
-            yield name, found
-    title = "between the hosts"
-    facts = {name: answers[name] for name in names if name in answers}
-    if len(facts) > 1:
-        for examined in (agreement, network_findings):
-            found = examined(facts, options.network_interface)
-            has_failure |= has_failed(found)
-            yield title, found
-            title = ""
-    if options.allreduce and len(facts) == len(names):
-        allreduce = (
-            Finding(ALL, "allreduce", "warning", "not measured: see what failed above")
-            if has_failure
-            else measured_allreduce(options)
-        )
-        yield title if len(names) > 1 else "between two workers", [allreduce]
+    findings, reports = list[Finding](), dict[str, HostReport]()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
+        hosts = {name: stack.enter_context(ask(name, options.data)) for name in names}
+        for name, report in zip(names, pool.map(read_report, names, hosts.values()), strict=True):
+            findings += show(name, report.findings)
+            if report.versions:
+                reports[name] = report
+        if len(reports) > 1:
+            networks = common_networks(reports, interface)
+            problems = connection_problems(networks, {name: hosts[name] for name in reports})
+            found = [agreement(reports), *network_findings(reports, problems, interface)]
+            findings += show("between the hosts", found)
+    if options.allreduce and not any(one.status == "failed" for one in findings):
+        findings += show("workers", [measure_allreduce(options.hosts, interface)])
+    return findings
 
 
-def has_failed(findings: list[Finding]) -> bool:
-    return any(finding.status == "failed" for finding in findings)
+def show(title: str, findings: list[Finding]) -> list[Finding]:
+    """Print findings, each with its remedy below it, in lines of at most WIDTH characters; return
+    them."""
+    print(f"\n{title}")
+    for finding in findings:
+        mark = finding.status if finding.status == "ok" else finding.status.upper()
+        head = f"  {mark:7}  {finding.subject:13}  "
+        for first, text in (head, finding.found), (" " * len(head) + "-> ", finding.remedy):
+            lines = textwrap.wrap(
+                text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
+                break_on_hyphens=False, break_long_words=False,  # of commands and paths
+            )  # fmt: skip
+            print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+    return findings
 
 
-def ask(host: str, data: Path | None) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """Return a host's facts, or None, and what asking it showed."""
-    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--probe"]
+# ------------------------------------------------------------------------------------- each host
+
+
+def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
+    """Have a host `answer`, for ANSWER_SECONDS at most."""
+    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--answer-as", host]
     if data is not None:
         words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
-    began = time.time()
+    words = words if is_here(host) else ssh_words(host, shlex.join(words))
+    return subprocess.Popen(
+        ["timeout", str(ANSWER_SECONDS), *words], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def answer(name: str, data: Path | None) -> None:
+    """Answer on a host: print its report, then connect to the places that a line of the input
+    names, network by network, and print what went wrong. Ends with the input."""
+    with socket.create_server(("", 0), backlog=1024) as listener, ThreadPoolExecutor(64) as pool:
+        report = report_host(name, data, listener.getsockname()[1])
+        print(msgspec.json.encode(report).decode(), flush=True)
+        for line in sys.stdin:
+            problems = {}
+            for network, places in json.loads(line).items():
+                tried = pool.map(connection_problem, repeat(name), places, places.values())
+                problems[network] = [problem for problem in tried if problem]
+            print(json.dumps(problems), flush=True)
+
+
+def connection_problem(name: str, other: str, place: tuple[str, int]) -> str:
+    """Return why this host, `name`, cannot connect to another one; "" if it can."""
+    address, port = place
     try:
-        done = subprocess.run(
-            there(host, words), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=LOCAL_SECONDS if is_here(host) else PROBE_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        mount = "a file system that hangs, such as a dead mount under --data: try `df`"
-        if is_here(host):
-            found = f"the check of this host itself has not ended within {LOCAL_SECONDS} s"
-            return None, [Finding(host, "environment", "failed", found, mount)]
-        found = f"no answer within {PROBE_SECONDS} s"
-        remedy = f"try `ssh {host} true`; if that answers, look there for {mount}"
-        return None, [Finding(host, "ssh", "failed", found, remedy)]
-    except FileNotFoundError:
-        said = "there is no ssh on the PATH"
-        return None, [Finding(host, "ssh", "failed", said, ssh_remedy(host, said))]
-    ended = time.time()
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
-        facts: dict[str, Any] = json.loads(lines[-1])
-        # Its clock was read somewhere in between.
-        early, late = facts["time"] - ended, facts["time"] - began
-        facts["clock_skew"] = early if early > 0 else min(late, 0.0)
-        return facts, [] if is_here(host) else [Finding(host, "ssh", "ok", "answers")]
-    said = last_line(done)
-    if done.returncode == 255:  # ssh's own
-        return None, [Finding(host, "ssh", "failed", said, ssh_remedy(host, said))]
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"{name} -> {other} ({address}): {error.strerror or error}"
+    return ""
+
+
+def read_answer(host: subprocess.Popen[str]) -> tuple[Any, str]:
+    """Return the next JSON object that a host answers; if it ends first, None and its last words.
+    Passes over what a login shell says."""
+    said = ""
+    for line in host.stdout or ():
+        if line.startswith("{"):
+            return json.loads(line), ""
+        said = line.strip() or said
+    return None, said
+
+
+def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
+    """Return a host's report; if there is none, one that only says why."""
+    answered, said = read_answer(host)
+    if answered is not None:
+        report = msgspec.convert(answered, HostReport)
+        skew = report.time - time.time()
+        refused = abs(skew) > MOST_CLOCK_SKEW_HOROVOD and report.versions["Horovod"]
+        found, status = f"{skew:+.1f} s from this host's", "failed" if refused else "warning"
+        remedy = "run an NTP client there: else times do not fit, and horovodrun refuses messages"
+        clock = judged("clock", abs(skew) <= MOST_CLOCK_SKEW, found, remedy, status)
+        return replace(report, findings=[*report.findings, replace(clock, host=name)])
+    code = host.wait()
+    if code == 255 and not is_here(name):  # ssh's own
+        said = said.removeprefix("ssh: ").rstrip(".")
+        return HostReport([Finding("ssh", "failed", said, ssh_remedy(name, said), name)])
+    found = f"no answer within {ANSWER_SECONDS} s" if code == 124 else said  # timeout(1)'s own
     remedy = (
-        f"`ssh {host} {shlex.join(words[:2])} --probe` shows all of it; the project and its "
-        "environment must lie at the same paths on all hosts"
+        "the project and its environment must lie at the same paths on all hosts, and no file "
+        "system may hang, such as a dead mount under --data"
     )
-    return None, [Finding(host, "environment", "failed", said, remedy)]
+    return HostReport([Finding("environment", "failed", found, remedy, name)])
 
 
-def there(host: str, words: list[str]) -> list[str]:
-    """Return the command that runs these words on a host."""
-    return words if is_here(host) else ssh_words(host, shlex.join(words))
+# ----------------------------------------------------------------------------- between the hosts
 
 
-def network_findings(facts: dict[str, dict[str, Any]], interface: str | None) -> list[Finding]:
-    """Return which of the networks that the hosts share, or of the one that was chosen, carry
-    connections from every host to every other one."""
-    networks = common_networks(facts, interface)
-    if not networks:
-        told = "; ".join(
-            f"{host}: {', '.join(map(interface_text, f['interfaces'])) or 'none'}"
-            for host, f in facts.items()
-        )
-        remedy = (
-            "connect the hosts by one network; or, where routers connect them, give an interface "
-            "that all have by --network-interface, and its addresses are tested"
-        )
-        return [Finding(ALL, "network", "warning", f"no subnet in common: {told}", remedy)]
-    problems = connection_problems(
-        {host: [addresses[host] for addresses in networks.values()] for host in facts}
-    )
-    sound = [network for index, network in enumerate(networks) if not problems[index]]
-    found = []
-    for network, bad in zip(networks, problems, strict=True):
-        if not bad:
-            text = f"{network}: every host connects to every other one, at a free port"
-            found.append(Finding(ALL, "network", "ok", text))
-            continue
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        absent = [line for line in bad if line.endswith(ABSENT)]
-        remedies = []
-        if absent:
-            remedies.append(
-                f"no answer there within {NETWORK_SECONDS:.0f} s, or none at all: a slow login or "
-                "file system, or an address that the host has lost"
-            )
-        if len(absent) < len(bad):
-            remedies.append(
-                "a firewall? Ranks listen at ports of the kernel's choice: all must be open"
-            )
-        remedy = "; ".join(remedies)
-        if sound:
-            remedy = (
-                "launchers may choose it and hang: give them (and the doctor) --network-interface "
-                f"with the name of the interface in {sound[0]}"
-            )
-        text = f"{network}: {'; '.join(bad[:3])}{more}"
-        found.append(Finding(ALL, "network", "failed", text, remedy))
-    return found
+def agreement(reports: dict[str, HostReport]) -> Finding:
+    """Return in what the hosts differ that must be equal."""
+    differing = []
+    for name in next(iter(reports.values())).versions:
+        values = {host: str(report.versions[name])[:24] for host, report in reports.items()}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{value} on {host}" for host, value in values.items())
+            differing.append(f"{name} is {told}")
+    remedy = "use one environment that all hosts share, or set each up from the same lock"
+    found = "; ".join(differing) or f"equal on {len(reports)} hosts"
+    return judged("versions", not differing, found, remedy, "failed")
 
 
-def common_networks(
-    facts: dict[str, dict[str, Any]], interface: str | None
-) -> dict[str, dict[str, str]]:
-    """Return each host's address in the IPv4 networks in which every host has one of its own; only
-    those of one interface, if it is named, and then its addresses also if routers connect them."""
-    networks: dict[str, dict[str, str]] = {}
-    routed: dict[str, str] = {}
-    for host, of_host in facts.items():
-        for entry in of_host["interfaces"]:
-            if interface in (None, entry["name"]):
-                network = ip_interface(f"{entry['address']}/{entry['netmask']}").network
-                networks.setdefault(str(network), {})[host] = entry["address"]
-                routed[host] = entry["address"]
+def common_networks(reports: dict[str, HostReport], interface: str | None) -> Networks:
+    """Return the IPv4 networks in which every host has an address of its own, and under OWN_NAME
+    those of the hosts' names. If an interface is named: its addresses alone, also where routers
+    connect them."""
+    networks: Networks = {}
+    for host, report in reports.items():
+        for name, text in report.addresses.items():
+            own = ip_interface(text)
+            network = name if name in (OWN_NAME, interface) else str(own.network)
+            if interface is None or network == name:
+                networks.setdefault(network, {})[host] = (str(own.ip), report.port)
     # Docker's bridge has one address on all hosts, and leads from none to another.
-    common = {n: own for n, own in networks.items() if len(set(own.values())) == len(facts)}
-    if not common and interface is not None and len(set(routed.values())) == len(facts):
-        return {f"{interface}, routed": routed}
-    return common
+    return {
+        network: places
+        for network, places in networks.items()
+        if network == OWN_NAME or len({address for address, _ in places.values()}) == len(reports)
+    }
 
 
-def connection_problems(addresses: dict[str, list[str]]) -> list[list[str]]:
-    """Let every host connect to every other one in each network; return, network by network, which
-    connections fail and why. `addresses`: each host's, network by network."""
-    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--reach"]
-    processes = {
-        host: subprocess.Popen(
-            there(host, [*words, *own]), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )
-        for host, own in addresses.items()
-    }  # fmt: skip
-
-    def end() -> None:
-        for process in processes.values():
-            process.kill()
-
-    limit = threading.Timer(NETWORK_SECONDS, end)
-    limit.start()
-    try:
-        ports = {host: read_list(process) for host, process in processes.items()}
-        targets = {
-            host: [
-                (other, network, address, port)
-                for other in addresses
-                if other != host
-                for network, (address, port) in enumerate(
-                    zip(addresses[other], ports[other], strict=False)
-                )
-            ]
-            for host in addresses
-        }
-        for host, process in processes.items():
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                print(json.dumps([t[2:] for t in targets[host]]), file=process.stdin, flush=True)
-        said = {host: read_list(process) for host, process in processes.items()}
-    finally:
-        limit.cancel()
-        end()
-        for process in processes.values():
-            process.communicate()
-    problems: list[list[str]] = [[] for _ in next(iter(addresses.values()))]
-    for host in addresses:
-        if len(said[host]) < len(targets[host]) or not ports[host]:
-            for of_network in problems:
-                of_network.append(f"{host}: {ABSENT}")
-            continue
-        for (other, network, address, _), problem in zip(targets[host], said[host], strict=True):
-            if problem:
-                problems[network].append(f"{host} -> {other} ({address}): {problem}")
+def connection_problems(networks: Networks, hosts: Hosts) -> dict[str, list[str]]:
+    """Let every host connect to every other one; return which connections fail, by network."""
+    problems: dict[str, list[str]] = {network: [] for network in networks}
+    for host in hosts.values():
+        with contextlib.suppress(OSError):
+            print(json.dumps(networks), file=host.stdin, flush=True)
+    for name, host in hosts.items():
+        answered, _ = read_answer(host)
+        for network in networks:
+            problems[network] += (
+                [f"{name} answers no longer"] if answered is None else answered[network]
+            )
     return problems
 
 
-def read_list(process: subprocess.Popen[str]) -> list[Any]:
-    """Return the next list that a process writes; empty if it has ended. Passes over what a login
-    shell says."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("["):
-            return list(json.loads(line))
-    return []
+def network_findings(
+    reports: dict[str, HostReport], problems: dict[str, list[str]], interface: str | None
+) -> list[Finding]:
+    """Return which of the networks that the hosts share carry connections from each to each."""
+    told = "; ".join(f"{host}: {report.addresses}" for host, report in reports.items())
+    remedy = "connect all by one network, or name an interface that all have (--network-interface)"
+    found, status = f"addresses: {told}", "failed" if interface else "warning"
+    findings = [judged("networks", any(n != OWN_NAME for n in problems), found, remedy, status)]
+    for network, lines in problems.items():
+        status = "failed"
+        remedy = "open all its ports, or keep launchers off it: --network-interface names another's"
+        if network == OWN_NAME:
+            status = "warning"  # the allreduce shows whom it keeps from meeting
+            remedy = "what a host calls itself must lead there from the others, too: /etc/hosts"
+        found = "; ".join(lines[:3]) or "every host connects to every other one"
+        findings.append(judged("network", not lines, f"{network}: {found}", remedy, status))
+    return findings
 
 
-def measured_allreduce(options: argparse.Namespace) -> Finding:
-    """Measure a short allreduce between the hosts, by each backend that is there."""
-    hosts = options.hosts
+def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
+    """Measure a short allreduce by each backend that is there, which prints its figures."""
     workers = 2 if hosts is None else sum(read_hosts(hosts).values())
     if workers < 2:
-        return Finding(ALL, "allreduce", "ok", "not measured: there is one worker")
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        out = Path(folder)
-        words = ["python", str(ROOT / "compare/collectives.py"), "--workers", str(workers)]
-        words += ["--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1"]
-        words += ["--out", str(out / "raw"), "--json", str(out / "figures.json")]
-        if hosts is not None:
-            words += ["--hosts", hosts]
-        if options.network_interface is not None:
-            words += ["--network-interface", options.network_interface]
-        outcome = start_command(words, out, ALLREDUCE_SECONDS)
-        log = (out / "output.log").read_text(errors="replace")
-        figures_file = out / "figures.json"
-        figures = json.loads(figures_file.read_text()) if figures_file.exists() else None
-    if outcome.status == "timed out":
-        text = f"not done within {ALLREDUCE_SECONDS} s"
-        remedy = "a firewall or the wrong network: choose one by --network-interface"
-        if is_only_here(workers, hosts):
-            remedy = (
-                "either other processes keep this machine busy (`top` shows them): ask again when "
-                "they have ended; or the ranks wait for each other for ever: `python "
-                "compare/collectives.py` shows under which backend"
-            )
-        return Finding(ALL, "allreduce", "failed", text, remedy)
-    if figures is None or figures["failed"]:
-        failed = ", ".join(figures["failed"]) if figures else "all"
-        lines = [line.strip(" |") for line in log.splitlines() if line.strip().startswith("|")]
-        return Finding(
-            ALL, "allreduce", "failed", f"{failed}: {' / '.join(lines[-3:]) or log[-300:]}",
-            "docs/launching.md lists the usual reasons",
-        )  # fmt: skip
-    large = [f for f in figures["figures"] if f["bytes"] == 16 << 20]
-    told = ", ".join(f"{f['backend']} {f['busbw_bytes_per_second'] / 1e9:.2f} GB/s" for f in large)
-    return Finding(ALL, "allreduce", "ok", f"{workers} workers, 16 MiB, bus bandwidth: {told}")
-
-
-def block_lines(title: str, findings: list[Finding]) -> list[str]:
-    """Return findings as lines for a terminal, below a title if there is one."""
-    lines = ["", title] if title else []
-    for finding in findings:
-        head = f"  {MARKS[finding.status]}  {finding.subject:{SUBJECT_WIDTH}}  "
-        lines += wrapped(finding.found, head, " " * len(head))
-        if finding.remedy:
-            lines += wrapped(finding.remedy, " " * len(head) + "-> ", " " * (len(head) + 3))
-    return lines
-
-
-def wrapped(text: str, first: str, others: str) -> list[str]:
-    """Return the text in lines of at most WIDTH characters; paths and commands stay whole."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip
+        return Finding("allreduce", "ok", "not measured: there is one worker")
+    words = ["python", str(ROOT / "compare/collectives.py"), "--workers", str(workers)]
+    words += ["--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1"]
+    words += ["--timeout", str(ALLREDUCE_SECONDS)]
+    words += [] if hosts is None else ["--hosts", hosts]
+    words += [] if interface is None else ["--network-interface", interface]
+    code = subprocess.run([sys.executable, *words[1:]]).returncode
+    remedy = "docs/launching.md lists the usual reasons, such as a firewall or the wrong network"
+    found = f"exit code {code} of `{shlex.join(words)}`"
+    return judged("allreduce", code == 0, found, remedy, "failed")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import check_plan, list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.plan.ssh import check_logins
-from compare.running import preflight
+from compare.running import checks
 from compare.running.comparison import (
     checked_record,
     make_missing,
@@ -103,7 +103,7 @@ def answer(argv: list[str]) -> int:
     with locked(folder):
         try:
             if options.tune is not None:
-                preflight.warn(plan, folder, options.strict)
+                checks.warn(plan, folder, options.strict)
                 return tune(plan, folder, options, argv)
             return run_plan(plan, folder, options, argv)
         except KeyboardInterrupt:
@@ -127,7 +127,7 @@ def take_default_plan(options: argparse.Namespace) -> None:
     named = (options.plan, options.configurations, options.configuration, options.null)
     if any(named) or any((options.tune, options.hosts, options.hostfile)):
         return
-    gpus = 0 if "--no-cuda" in options.arguments_after_dashes else preflight.visible_gpus()
+    gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
     if not gpus:
         options.plan = "square"
     elif options.workers is None:
@@ -202,7 +202,7 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         plan = replace(plan, order_seed=secrets.randbelow(2**31))
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
-        found = preflight.warn(plan, folder, options.strict)
+        found = checks.warn(plan, folder, options.strict)
         more = (line for line in found if line not in record.warnings)
         record = replace(record, warnings=(*record.warnings, *more))
     write_plan(folder / "plan.json", record)

@@ -31,7 +31,7 @@ from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan, Run
 from compare.run import locked, main
-from compare.running import comparison, launch, preflight, tools
+from compare.running import checks, comparison, launch, tools
 from compare.running.comparison import timeout_sentence
 from compare.running.launch import last_step
 
@@ -90,7 +90,7 @@ configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launc
 tools.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.take_default_plan = lambda options: None
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
-run.preflight.find_warnings = lambda plan, folder: (
+run.checks.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []
 )
 launch.GRACE_SECONDS = 1.0
@@ -107,7 +107,7 @@ REPLACED = [
     (Configuration, "launcher_words"), (tools, "has_horovod"), (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
     *((module, "trainers_sha256") for module in (comparison, record)),
-    (preflight, "find_warnings"),
+    (checks, "find_warnings"),
 ]  # fmt: skip
 
 

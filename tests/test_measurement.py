@@ -188,7 +188,7 @@ def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
 def test_without_a_plan_the_engines_are_compared_over_each_transport(
     gpus, words, plan, workers, monkeypatch
 ):
-    monkeypatch.setattr(run_module.preflight, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: gpus)
     options = parse_options(words, "")
     run_module.take_default_plan(options)
     assert (options.plan, options.workers) == (plan, workers)
@@ -205,7 +205,7 @@ def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, cap
     """The default, but for the whole runs and the runs for the phases."""
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
     monkeypatch.setattr(measurement, "ROUNDS", 2)
-    monkeypatch.setattr(run_module.preflight, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: 0)
     command = ["--blocks", "1", "--full-runs", "0", "--no-phases", "--no-warm-up", "--out",
                str(tmp_path), "--", *TRAINING]  # fmt: skip
     assert run_module.main(command) == 0

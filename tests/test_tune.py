@@ -224,7 +224,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blocks:
     monkeypatch.setattr("compare.running.measurement.run_block", blocks)
     for module in ("running.comparison", "plan.record"):
         monkeypatch.setattr(f"compare.{module}.trainers_sha256", lambda: "as it is")
-    monkeypatch.setattr(run_module.preflight, "find_warnings", lambda plan, folder: [])
+    monkeypatch.setattr(run_module.checks, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = {value: Knobs({}, {"HOROVOD_CYCLE_TIME": value}) for value in ("0.5", "9")}
     knobs = {"ddp": {"buckets": BUCKETS, "static": STATIC}, "horovod": {"cycle": cycle}}

@@ -23,13 +23,12 @@ from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
 from compare.evidence.run_folder import read_object
 from compare.plan.configurations import Configuration
-from compare.plan.environment import set_variables
 from compare.plan.hosts import placement
 from compare.plan.options import TUNING_ROUNDS, script_path
 from compare.plan.plan import OwnConfiguration, Plan, Words
 from compare.plan.plan_file import plan_words
 from compare.plan.record import write_plan
-from compare.running import preflight
+from compare.running import checks
 from compare.running.comparison import checked_record, measure, resumed
 from compare.running.launch import print_line, utc_now, utc_stamp
 from compare.running.measurement import measured
@@ -344,11 +343,10 @@ def knobs_for(configuration: Configuration, plan: Plan) -> dict[str, Values]:
         return settings_knobs("ddp")
     workers = max(plan.workers)
     arguments = plan.run(0, plan.cases[0], configuration, workers).arguments
-    on_gpus = "--no-cuda" not in arguments and preflight.visible_gpus() > 0
-    by_nccl = on_gpus and preflight.horovod_has_nccl()
-    mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
-    is_open_mpi = mpirun and "Open MPI" in preflight.command_output([mpirun, "--version"], 30)
-    by_mpi = not by_nccl and configuration.controller != "gloo" and bool(is_open_mpi)
+    on_gpus = "--no-cuda" not in arguments and checks.visible_gpus() > 0
+    by_nccl = on_gpus and checks.horovod_facts().get("NCCL", False)
+    is_open_mpi = "Open MPI" in (checks.mpi_version() or "")
+    by_mpi = not by_nccl and configuration.controller != "gloo" and is_open_mpi
     hosts = 1 if plan.hosts is None else len(placement(workers, plan.hosts))
     return horovod_knobs(by_mpi, by_nccl, workers, hosts)
 

