@@ -47,7 +47,8 @@ def stop_timeline() -> None:
     global _path
     assert _path is not None
     ended = [message for message in _messages if message.ended is not None]
-    replace_file(_path, json.dumps(trace_of(ended, THREADS.get(dist.get_backend(), 1))))
+    events = trace_of(ended, THREADS.get(dist.get_backend(), 1))
+    replace_file(_path, "[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
     _path = None
 
 
@@ -82,17 +83,17 @@ def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
     ]
-    for bucket in sorted({message.bucket for message in messages}):
-        args: dict[str, Any] = {"name": f"bucket {bucket}"}
-        events.append({"ph": "M", "name": "process_name", "pid": bucket + 1, "args": args})
     free = [0] * threads  # when each thread is
     for message in messages:
         assert message.ended is not None
         began = min(message.ended, max(message.full, heapq.heapreplace(free, message.ended)))
         full, begin, end = ((ns - start) // 1000 for ns in (message.full, began, message.ended))
-        args = {"gradients": message.gradients}
-        for name, first, last in (("QUEUE", full, begin), ("ALLREDUCE", begin, end)):
-            events.append({"ph": "B", "name": name, "ts": first, "pid": message.bucket + 1})
-            event = {"ph": "E", "ts": last, "pid": message.bucket + 1, "args": args}
-            events.append(event)
+        pid, args = message.bucket + 1, {"name": f"bucket {message.bucket}"}
+        events += [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": args},
+            {"ph": "B", "name": "QUEUE", "ts": full, "pid": pid},
+            {"ph": "E", "ts": begin, "pid": pid},
+            {"ph": "B", "name": "ALLREDUCE", "ts": begin, "pid": pid},
+            {"ph": "E", "ts": end, "pid": pid, "args": {"gradients": message.gradients}},
+        ]
     return events

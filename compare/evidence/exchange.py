@@ -2,7 +2,6 @@
 --profile-steps, on its rank 0, and in the same terms for every engine and transport."""
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,8 +38,8 @@ class Message:
 
     gradients: int
     megabytes: float
-    ready: float | None  # the last of them, on rank 0; None where the engine does not name them
-    met: float | None  # the last of them, on the last rank: before that the all-reduce waits
+    ready: float  # the last of them, on rank 0
+    met: float  # the last of them, on the last rank: before that the all-reduce waits
     began: float
     ended: float
 
@@ -69,11 +68,6 @@ class ExchangeStep:
         return max(0.0, self.ended - self.computed)
 
     @property
-    def late(self) -> float:
-        """Milliseconds of `exposed` in which another rank still computed."""
-        return max(0.0, min(self.met[-1][0], self.ended) - self.computed)
-
-    @property
     def hidden(self) -> float:
         """Milliseconds of the backward pass in which at least one all-reduce was under way."""
         total, reached = 0.0, -math.inf
@@ -95,28 +89,17 @@ class Exchange:
         """The step whose exchange ended neither early nor late; the first of two such."""
         return sorted(self.steps, key=lambda step: step.ended)[(len(self.steps) - 1) // 2]
 
-    def median(self, part: str) -> float:
-        """The median of a step's time over the steps, ms."""
-        return float(median(getattr(step, part) for step in self.steps))
-
     def sentence(self) -> str:
         """The medians over the steps, in words."""
-        computed, hidden, exposed, late = map(
-            self.median, ("computed", "hidden", "exposed", "late")
-        )
-        messages = median(len(step.messages) for step in self.steps)
-        return (
-            f"{sum(size for _, size in self.typical.ready):.1f} MB of gradients in {messages:g} "
-            f"messages a step; backward takes {computed:.1f} ms, all-reduce {hidden:.1f} ms of it, "
-            f"hidden, and {exposed:.1f} ms after it, exposed (for {late:.1f} ms of it another rank "
-            "was still computing)"
-        )
+        hidden = median(step.hidden for step in self.steps)
+        exposed = median(step.exposed for step in self.steps)
+        return f"{hidden:.3g} ms hidden, {exposed:.3g} ms exposed"
 
 
 def read_exchange(run: Path) -> Exchange | None:
     """Read a profiled run; None where it did not record this: it ran on GPUs, whose times the CPU
-    does not see, or with one worker, or it is older than this record. UserError if its files are
-    damaged."""
+    does not see, or with one worker, or its engine did not name each gradient (as Horovod's groups
+    do not). UserError if its files are damaged."""
     decoder = msgspec.json.Decoder(GradientTimes)
     path = folder = run / "profile"
     try:
@@ -134,8 +117,8 @@ def read_exchange(run: Path) -> Exchange | None:
         ]
     except (msgspec.MsgspecError, OSError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error!r}): profile again") from None
-    kept = tuple(step for step in steps if step.ready and step.messages)
-    return Exchange(kept) if kept else None
+    whole = [s for s in steps if sum(m.gradients for m in s.messages) == len(own.elements)]
+    return Exchange(tuple(whole)) if whole else None
 
 
 def exchange_of(
@@ -150,29 +133,21 @@ def exchange_of(
         return tuple(sorted((ms(ns), elements[n] * BYTES / 1e6) for n, ns in times.items()))
 
     met = {name: max(ready[name] for ready in ranks) for name in step.ready}
-    messages: list[Message] = []
-    for spans in fused([
+    spans = [
         event
         for event in lane.events
         if event["name"] == "ALLREDUCE" and step.backward <= event["ts"] < step.end
-        and (lane.threads[event["tid"]].startswith(("bucket", "grouped"))
-             or names_in(event, lane)[0] in elements)  # and not the loss, say
-    ]):  # fmt: skip
-        names = [name for span in spans for name in names_in(span, lane)]
-        known = all(name in elements for name in names)
-        size = sum(elements[name] for name in names) if known else sum(map(num_elements, spans))
-        messages.append(
-            Message(
-                len(names),
-                size * BYTES / 1e6,
-                ms(max(step.ready[name] for name in names)) if known else None,
-                ms(max(met[name] for name in names)) if known else None,
-                ms(spans[0]["ts"]),
-                ms(max(span["ts"] + span["dur"] for span in spans)),
-            )
-        )
-        if any("unfinished" in span["args"] for span in spans):
-            raise ValueError(f"the all-reduce of {names[0]} has no end")
+        and names_in(event, lane)[0] in elements  # and not the loss, say
+    ]  # fmt: skip
+    messages = []
+    for group in fused(spans):
+        names = [name for span in group for name in names_in(span, lane)]
+        megabytes = sum(elements[name] for name in names) * BYTES / 1e6
+        times = (
+            max(step.ready[name] for name in names), max(met[name] for name in names),
+            group[0]["ts"], max(span["ts"] + span["dur"] for span in group),
+        )  # fmt: skip
+        messages.append(Message(len(names), megabytes, *map(ms, times)))
     return ExchangeStep(in_order(step.ready), in_order(met), tuple(messages))
 
 
@@ -193,8 +168,3 @@ def names_in(span: Event, lane: Lane) -> list[str]:
     """The gradients of a span: a bucket's, or the one tensor of Horovod's."""
     tensor = lane.threads[span["tid"]].removeprefix("allreduce.")
     return list(span["args"].get("gradients", [tensor]))
-
-
-def num_elements(span: Event) -> int:
-    """Of the tensor whose shape Horovod wrote: "[64, 3, 7, 7]"."""
-    return math.prod(map(int, re.findall(r"\d+", span["args"]["shape"])))

@@ -2,7 +2,6 @@
 began and ended. A panel for each run, all with the same axes."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from compare.evidence.exchange import Exchange, Message
 from compare.page.chart import INK, MUTED, Layer, Plot, Scale, Series, bar, linear
@@ -10,10 +9,6 @@ from compare.page.chart import INK, MUTED, Layer, Plot, Scale, Series, bar, line
 PANEL = 96.0  # a panel's height, units of the picture
 PITCH = 1.3  # from one panel to the next, in panels: above each stands the run's name
 COLOUR = "var(--communication)"
-# Name, colour and opacity of an all-reduce's parts.
-HIDDEN, EXPOSED = ("all-reduce, hidden", COLOUR, 0.45), ("exposed", COLOUR, 1.0)
-WAITS = ("waits for a rank", MUTED, 0.35)
-PARTS = ("hidden", "exposed")
 COLUMNS = (
     ("message", ""), ("gradients", ""), ("size", "MB"), ("ready", "ms"),
     ("ready on all ranks", "ms"), ("all-reduce begins", "ms"), ("ends", "ms"),
@@ -54,25 +49,39 @@ def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
 def panel(name: str, exchange: Exchange, floor: float, total: float) -> Iterator[Series]:
     """A run's typical step, above `floor` on the axis of MB."""
     step = exchange.typical
-    dashes = Layer(
-        "line", [(step.computed, floor), (step.computed, floor + total)], MUTED, 0.9, "3 2"
-    )
-    hidden, exposed = (median(getattr(s, part) for s in exchange.steps) for part in PARTS)
-    figures = f"{hidden:.0f} ms hidden, {exposed:.0f} ms exposed"
-    yield Series([dashes], row=name, row_value=figures, row_at=floor + total)
+    end = [(step.computed, floor), (step.computed, floor + total)]
+    dashes = Layer("line", end, MUTED, 0.9, "3 2")
+    yield Series([dashes], row=name, row_value=exchange.sentence(), row_at=floor + total)
     level = floor
     for number, message in enumerate(step.messages, start=1):
+        times = (message.ready, message.met, message.began, message.ended)
+        figures = (str(message.gradients), f"{message.megabytes:.2f}", *(f"{t:.1f}" for t in times))
         middle, level = level + message.megabytes / 2, level + message.megabytes
-        yield Series(
-            list(bars(message, step.computed, middle, PANEL * message.megabytes / total)),
-            cells(f"{name}, {number}", message),
-        )
+        thickness = max(PANEL * message.megabytes / total, 0.6)
+        parts = [
+            bar(start, stop, middle, colour, thickness, opacity, ", ".join(figures), key)
+            for key, start, stop, colour, opacity in parts_of(message, step.computed)
+            if stop > start
+        ]
+        yield Series(parts, (f"{name}, {number}", *figures))
     yield Series(
         [
             stairs("on all ranks", step.met, floor, MUTED, 0.8),
             stairs("gradients ready", step.ready, floor, INK, 1.2),
         ]
     )
+
+
+def parts_of(message: Message, computed: float) -> list[tuple[str, float, float, str, float]]:
+    """The parts of an all-reduce, one behind the other: name, begin, end, colour, opacity."""
+    begin, end = message.began, message.ended
+    met = min(end, max(begin, message.met))
+    turn = min(end, max(met, computed))
+    return [
+        ("waits for a rank", begin, met, MUTED, 0.35),
+        ("all-reduce, hidden", met, turn, COLOUR, 0.45),
+        ("exposed", turn, end, COLOUR, 1.0),
+    ]
 
 
 def stairs(
@@ -84,22 +93,3 @@ def stairs(
         line += [(time, level), (time, level + size)]
         level += size
     return Layer("line", line, colour, width, key=key)
-
-
-def bars(message: Message, computed: float, y: float, thickness: float) -> Iterator[Layer]:
-    """The parts of an all-reduce, one behind the other."""
-    begin, end = message.began, message.ended
-    met = min(end, max(begin, message.met or begin))
-    turn = min(end, max(met, computed))
-    text = ", ".join(cells("", message)[1:])
-    for start, stop, (key, colour, opacity) in (
-        (begin, met, WAITS), (met, turn, HIDDEN), (turn, end, EXPOSED),
-    ):  # fmt: skip
-        if stop > start:
-            yield bar(start, stop, y, colour, max(thickness, 0.6), opacity, text, key)
-
-
-def cells(name: str, message: Message) -> tuple[str, ...]:
-    times = (message.ready, message.met, message.began, message.ended)
-    figures = ["–" if time is None else f"{time:.1f}" for time in times]
-    return (name, str(message.gradients), f"{message.megabytes:.2f}", *figures)
