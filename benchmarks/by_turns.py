@@ -6,11 +6,10 @@ interval has a verdict on its goal.
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -33,11 +32,12 @@ from compare.plan.sources import ROOT
 from compare.running.launch import end_processes, new_mark, shown_tail
 from compare.running.scheduler import finished_block, run_block, say, start_side
 from compare.running.sides import MeasurementError, Side
+from recipe.training.phases import PHASES
+from tools import make_jpegs
 
 GOALS = ROOT / "benchmarks" / "goals.toml"
 STEPS_OF_AN_EPOCH = 20_000  # more than a benchmark makes: no evaluation comes in between
 COPIES_OF_JPEGS = 40  # names of each file, so that an epoch is long
-PHASES = ("data", "forward", "backward", "optimizer")
 ABLATION_STRETCH, ABLATION_STEPS, ABLATION_SECONDS = 5, 41, 600
 
 T = TypeVar("T")
@@ -120,45 +120,58 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
     work = QUICK if options.quick else benchmark.gpu if options.gpu else benchmark.work
     assert work is not None, f"{benchmark.name} is not for this kind of machine"
     sides = [
-        make_side(name, contender, benchmark, work, options)
+        make_side(name, contender, work, options, benchmark.steps, benchmark.warm_up)
         for name, contender in benchmark.side.items()
     ]
-    is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
-    value = work_per_cpu_second if is_cpu_time else throughput
     folder, rounds = options.out / "blocks" / benchmark.name, options.rounds(benchmark.turns)
 
     def block_of(number: int, label: str) -> Block:
-        order, place = shuffled(sides, options.seed, benchmark.name, number), folder / str(number)
-        if kept := finished_block(order, rounds, place):
-            say(f"{label}: is there already")
-            return kept
-        return run_block(order, rounds, place, number, label, options.patience)
-
-    def row_of(name: str, pair: Pair, blocks: Sequence[Block]) -> Row:
-        gpu = gpu_name() or ""
-        goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
-        if len(pair.sides) == 1:
-            row = Row(benchmark.row, name, goal, unit="images/s")
-            return row.measured(estimate_value(blocks, pair.sides[0], throughput))
-        row = Row(benchmark.row, name, goal)
-        first, second = pair.sides
-        return row.compared(blocks, first, second, value, options.confidence)
+        order = shuffled(sides, options.seed, benchmark.name, number)
+        return take_block(order, rounds, folder / str(number), number, label, options.patience)
 
     def rows_of(blocks: Sequence[Block]) -> list[Row]:
-        return [row_of(name, pair, blocks) for name, pair in benchmark.pair.items()]
+        return [
+            make_row(name, pair, benchmark, work, blocks, options)
+            for name, pair in benchmark.pair.items()
+        ]
 
-    label = f"row {benchmark.row}, {benchmark.name}"
-    blocks = until_decided(options, label, block_of, rows_of)
-    rows, details = [], dict[str, object]()
-    for row, pair in zip(rows_of(blocks), benchmark.pair.values(), strict=True):
-        notes = [str(work), *side_notes(blocks, pair), *row.notes]
+    blocks = until_decided(options, f"row {benchmark.row}, {benchmark.name}", block_of, rows_of)
+    rows, details = rows_of(blocks), dict[str, object]()
+    for number, (row, pair) in enumerate(zip(rows, benchmark.pair.values(), strict=True)):
         is_missed = row.verdict != REACHED and not options.quick
         if benchmark.ablation and (options.profile or is_missed):
             side = next(side for side in sides if side.name == pair.sides[0])
             details[side.name] = found = ablate(side, options.out / "ablation" / benchmark.name)
-            notes.append(f"binds: {ablation_sentence(found)}")
-        rows.append(replace(row, notes=tuple(notes)))
+            rows[number] = replace(row, notes=(*row.notes, f"binds: {ablation_sentence(found)}"))
     return Measured(rows, sides, {benchmark.name: blocks}, details)
+
+
+def make_row(
+    name: str,
+    pair: Pair,
+    benchmark: Benchmark,
+    work: Work,
+    blocks: Sequence[Block],
+    options: Options,
+) -> Row:
+    """A pair's row, with notes on its sides."""
+    gpu = gpu_name() or ""
+    goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
+    notes = [str(work)]
+    if len(pair.sides) == 2:
+        cpu = estimate(blocks, *pair.sides, work_per_cpu_second)
+        notes.append(f"images per CPU-second: {cpu.ratio:.3f}")
+    for side in pair.sides:
+        speed, cpu = (estimate_value(blocks, side, v) for v in (throughput, work_per_cpu_second))
+        notes.append(f"{side}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
+    row = Row(benchmark.row, name, goal, notes=tuple(notes))
+    if len(pair.sides) == 1:
+        one = replace(row, unit="images/s")
+        return one.measured(estimate_value(blocks, pair.sides[0], throughput))
+    is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
+    value = work_per_cpu_second if is_cpu_time else throughput
+    first, second = pair.sides
+    return row.compared(blocks, first, second, value, options.confidence)
 
 
 def until_decided(
@@ -173,17 +186,31 @@ def until_decided(
     for number in range(1, options.looks[-1] + 1):
         if len(blocks) in options.looks and all(r.verdict != OPEN for r in rows_of(blocks)):
             break
-        most = next(look for look in options.looks if look >= number)
-        blocks.append(block_of(number, f"{label}: block {number} of {most}"))
+        blocks.append(block_of(number, f"{label}: block {number} of {options.looks[-1]} at most"))
     return blocks
 
 
+def take_block(
+    sides: Sequence[Side], rounds: int, folder: Path, number: int, label: str, patience: float
+) -> Block:
+    """Measure a block, or return the one that an interrupted call has left."""
+    if kept := finished_block(sides, rounds, folder):
+        say(f"{label}: is there already")
+        return kept
+    return run_block(sides, rounds, folder, number, label, patience)
+
+
 def make_side(
-    name: str, contender: Contender, benchmark: Benchmark, work: Work, options: Options
+    name: str,
+    contender: Contender,
+    work: Work,
+    options: Options,
+    steps: int = 1,
+    warm_up: int = 3,
 ) -> Side:
-    """What starts a contender, and how much it does in a turn."""
+    """What starts a contender, and how much it does in a turn: `steps`, if it does not say."""
     workers = 1 if options.gpu else contender.workers
-    steps = contender.gpu_steps if options.gpu else contender.steps or benchmark.steps
+    steps = contender.gpu_steps if options.gpu else contender.steps or steps
     steps = 2 if options.quick else steps
     configuration = CONFIGURATIONS[contender.configuration]
     launcher, flags = ["python"], list[str]()
@@ -195,7 +222,7 @@ def make_side(
         images = work.batch_size * workers * STEPS_OF_AN_EPOCH
         data = ["--data", "synthetic", "--synthetic-images", str(images)]
         if contender.jpegs:
-            data = ["--data", str(make_jpegs(QUICK_JPEGS if options.quick else contender.jpegs))]
+            data = ["--data", str(jpegs_folder(QUICK_JPEGS if options.quick else contender.jpegs))]
         program = [TRAINERS[configuration.engine], *data, *work.words()]
         program += ["--val-crop-size", str(work.pixels), "--epochs", "1000"]
         if "--checkpoint-steps" not in contender.flags:
@@ -210,37 +237,18 @@ def make_side(
         steps=steps,
         ranks=workers,
         copies=contender.copies,
-        warm_up=benchmark.warm_up,
+        warm_up=warm_up,
         environment=contender.environment,
     )
 
 
-def side_notes(blocks: Sequence[Block], pair: Pair) -> list[str]:
-    """What a row says of its sides beside their ratio."""
-    notes = []
-    if len(pair.sides) == 2:
-        cpu = estimate(blocks, *pair.sides, work_per_cpu_second)
-        notes.append(f"images per CPU-second: {cpu.ratio:.3f}")
-    for name in pair.sides:
-        speed, cpu = (estimate_value(blocks, name, v) for v in (throughput, work_per_cpu_second))
-        notes.append(f"{name}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
-    return notes
-
-
-def make_jpegs(images: int) -> Path:
+def jpegs_folder(images: int) -> Path:
     """The folder of so many different training images; made if it is not there."""
     target = Path("runs") / "bench-jpegs" / f"{images}x{COPIES_OF_JPEGS}"
     if not target.exists():
-        say(f"making {images} JPEG files in {target}")
-        target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
-        command = [sys.executable, "tools/make_jpegs.py", str(draft.resolve())]
-        done = subprocess.run(
-            [*command, "--images", str(images)], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise MeasurementError(f"tools/make_jpegs.py failed: {done.stderr.strip()}")
+        make_jpegs.main(draft, images)
         for file in sorted((draft / "train").glob("*/*.jpg")):
             for copy in range(1, COPIES_OF_JPEGS):
                 os.link(file, file.with_name(f"{file.stem}-{copy:02d}.jpg"))
@@ -248,27 +256,34 @@ def make_jpegs(images: int) -> Path:
     return target.resolve()
 
 
+@contextmanager
+def started(side: Side, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A side that has been started by itself, with its output in `folder`; ended on leaving."""
+    mark = new_mark()
+    process = start_side(side, side.command(folder.resolve(), 0), folder, mark)
+    try:
+        yield process
+    finally:
+        end_processes(process, mark)
+
+
 def ablate(side: Side, folder: Path) -> dict[str, float]:
     """The phases of a short run of a side's command with --ablation-steps, in which stretches of
     steps alternate whose gradients are exchanged and whose are not: seconds a step, of the mean
     rank."""
-    say(f"what binds {side.name}? {ABLATION_STEPS} steps with --ablation-steps {ABLATION_STRETCH}")
-    command = side.command(folder.resolve(), 0)
-    command += ["--ablation-steps", str(ABLATION_STRETCH), "--max-steps", str(ABLATION_STEPS)]
-    mark = new_mark()
-    process = start_side(side, command, folder, mark)
-    try:
+    flags = f"--ablation-steps {ABLATION_STRETCH} --max-steps {ABLATION_STEPS}"
+    say(f"what binds {side.name}? A run with {flags}")
+    one = replace(side, program=(*side.program, *flags.split()))
+    with started(one, folder) as process, suppress(subprocess.TimeoutExpired):
         process.wait(ABLATION_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise MeasurementError(f"{shlex.join(command)}: no end in {ABLATION_SECONDS} s") from None
-    finally:
-        end_processes(process, mark)
     summary = folder / "run" / "summary.json"
-    if process.returncode or not summary.exists():
-        raise MeasurementError(f"{shlex.join(command)}: failed\n{shown_tail(folder)}")
+    if not summary.exists():
+        raise MeasurementError(
+            f"{one.shown()}: no summary within {ABLATION_SECONDS} s\n{shown_tail(folder)}"
+        )
     ranks = json.loads(summary.read_text())["ranks"]
-    names = [name for name in ranks[0] if name.endswith("_seconds") and name != "cpu_seconds"]
-    return {name: sum(rank[name] or 0.0 for rank in ranks) / len(ranks) for name in names}
+    names = [f"{name}_seconds" for name in ("step", "exposed_communication", *PHASES)]
+    return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in names}
 
 
 def ablation_sentence(phases: dict[str, float]) -> str:

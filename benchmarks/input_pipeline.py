@@ -16,7 +16,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
 from os import getloadavg
 from pathlib import Path
 
@@ -27,9 +26,9 @@ from PIL import Image
 from torchvision import io, transforms
 from torchvision.transforms import v2
 
-from benchmarks.by_turns import QUICK_JPEGS, make_jpegs
+from benchmarks.by_turns import QUICK_JPEGS, jpegs_folder
 from benchmarks.record import Measured, Options, Row
-from compare.evidence.turns import Block, Turn, estimate, estimate_value, work_per_cpu_second
+from compare.evidence.turns import Block, Turn, estimate_value, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
@@ -39,7 +38,6 @@ from recipe.data.image_folder import Listing, list_images
 from recipe.data.images import SuspectImages, TrainTransform
 from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
-from recipe.files import write_json
 
 GOAL = 0.80
 RAW = "raw"
@@ -60,10 +58,11 @@ Contender = Callable[[list[int]], object]  # from the indices of a batch to what
 
 def measure(options: Options) -> Measured:
     """Measure the row, and what stands beside it for reference."""
-    jpegs = make_jpegs(QUICK_JPEGS if options.quick else 640)
+    jpegs = jpegs_folder(QUICK_JPEGS if options.quick else 640)
     rounds = options.rounds() * (1 if options.quick else SHORT_TURNS)
     blocks: list[Block] = []
     for number in range(1, options.num_blocks() + 1):
+        say(f"row 3: block {number} of {options.num_blocks()}")
         order, load = shuffled([RAW, *NAMES], options.seed, number), round(getloadavg()[0], 2)
         # A new process, which knows nothing of this one's threads and memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -71,25 +70,15 @@ def measure(options: Options) -> Measured:
                 take_turns, jpegs, order, rounds, options.seed + number, options.patience
             ).result(LIMIT_SECONDS)
         blocks.append(Block(number, tuple(order), load, tuple(turns)))
-        folder = options.out / "blocks" / "input_pipeline" / str(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "block.json", asdict(blocks[-1]))
-        ratio = estimate(blocks[-1:], "pipeline", RAW, work_per_cpu_second).ratio
-        load = blocks[-1].other_load
-        say(f"row 3: block {number}: ratio {ratio:.3f}; others kept {load:.2f} cores busy")
-
-    def speed(name: str) -> float:
-        return estimate_value(blocks, name, work_per_cpu_second).ratio
-
+    speeds = {
+        name: estimate_value(blocks, name, work_per_cpu_second).ratio for name in (RAW, *NAMES)
+    }
     rows = []
-    for name, told in NAMES.items():
-        row = Row(3, f"{told}, CPU-seconds", GOAL if name == "pipeline" else None)
-        if row.goal is not None:
-            row = row.compared(blocks, name, RAW, work_per_cpu_second)
-        else:
-            row = row.measured(estimate(blocks, name, RAW, work_per_cpu_second))
-        note = f"{speed(name):,.0f} images per CPU-second, raw {speed(RAW):,.0f}"
-        rows.append(replace(row, notes=(*row.notes, note)))
+    for name, label in NAMES.items():
+        note = f"{speeds[name]:,.0f} images per CPU-second, raw {speeds[RAW]:,.0f}"
+        goal = GOAL if name == "pipeline" else None
+        row = Row(3, f"{label}, CPU-seconds", goal, notes=(note,))
+        rows.append(row.compared(blocks, name, RAW, work_per_cpu_second))
     return Measured(rows, blocks={"input_pipeline": blocks})
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import tabulate
 import torch
@@ -17,7 +18,7 @@ from compare.evidence import packed
 from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.keep import without_paths
-from compare.running.launch import utc_now
+from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE
 from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
@@ -33,18 +34,23 @@ NO_GOAL = "for reference"
 NEAR = 0.02
 
 
+def new_folder() -> Path:
+    """Where a record is written if nothing is said."""
+    return Path("runs") / "bench" / utc_stamp()
+
+
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """How to measure."""
 
-    out: Path  # the record's folder
-    blocks: int | None = None  # None: as many as a verdict takes
-    turns: int | None = None  # of each side in a block; None: the row's own number
-    patience: float = PATIENCE  # seconds to wait for quiet before a disturbed turn comes again
-    quick: bool = False
-    gpu: bool = False
-    profile: bool = False
-    seed: int = 0
+    out: Path = field(default_factory=new_folder)  # the record's folder
+    blocks: int | None = None  # launches of each side, 3 for an interval; None: until a verdict
+    turns: int | None = None  # quiet turns of each side in a block; None: the row's own number
+    patience: float = PATIENCE  # seconds of waiting for quiet after a disturbed turn
+    quick: bool = False  # one short block of a tiny network: does it run?
+    gpu: bool = False  # sizes for a GPU, which must be there
+    profile: bool = False  # say what binds, even of goals that are reached
+    seed: int = 0  # of the order of starts
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -130,9 +136,16 @@ class Measured:
     """What a benchmark returns: its rows, and what they came from."""
 
     rows: list[Row]
-    sides: Sequence[Side] = ()
+    sides: list[Side] = field(default_factory=list)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+
+
+class Record(msgspec.Struct):
+    """What is read of a benchmark's record."""
+
+    rows: list[Row]
+    options: dict[str, Any] = {}
 
 
 def measure_and_keep(
@@ -169,19 +182,14 @@ def read_rows(folder: Path, name: str, options: Options | None = None) -> list[R
     if not packed.exists(path):
         return []
     try:
-        record = json.loads(packed.read_text(path))
-        for values in record["rows"]:
-            del values["verdict"]
-        rows = [Row(**{**v, "blocks": tuple(v["blocks"]), "notes": tuple(v["notes"])})
-                for v in record["rows"]]  # fmt: skip
-        measured = record.get("options", {})
-    except (ValueError, KeyError, TypeError) as error:
-        raise MeasurementError(f"{path}: is no record of a benchmark ({error!r})") from None
+        record = msgspec.json.decode(packed.read_text(path), type=Record)
+    except msgspec.MsgspecError as error:
+        raise MeasurementError(f"{path}: is no record of a benchmark ({error})") from None
     for flag in ("gpu", "quick"):
-        if options is not None and measured.get(flag, False) != getattr(options, flag):
-            how = "with" if measured.get(flag) else "without"
+        if options is not None and record.options.get(flag, False) != getattr(options, flag):
+            how = "with" if record.options.get(flag) else "without"
             raise MeasurementError(f"{path}: was measured {how} --{flag}; take another --out")
-    return rows
+    return record.rows
 
 
 def gpu_name() -> str | None:
@@ -208,7 +216,7 @@ HEADERS = ("", "what", "goal", "found", "interval", "blocks", "verdict")
 ALIGN = ("right", "left", "right", "right", "right", "right", "left")
 
 
-def table(rows: Sequence[Row], markdown: bool = False) -> str:
+def show_rows(rows: Sequence[Row], markdown: bool = False) -> str:
     """The rows as a table, for a terminal or as Markdown; notes stand below it."""
 
     def shown(value: float | None, unit: str) -> str:

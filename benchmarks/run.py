@@ -3,21 +3,20 @@
     python benchmarks/run.py                         all rows that make sense on a CPU
     python benchmarks/run.py --only 4,5 --blocks 7   these rows, with more evidence
     python benchmarks/run.py --out runs/bench/FIRST  go on where an earlier call stopped
-    python benchmarks/run.py --table runs/bench/FIRST --markdown docs/performance.md
+    python benchmarks/run.py --table runs/bench/FIRST
 
 What has its record in the folder is not measured again, unless --again says so.
 """
 
-import argparse
-import re
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import tyro
 
 from benchmarks import by_turns, input_pipeline, memory, start_time, wire_format
 from benchmarks.record import (
@@ -27,16 +26,15 @@ from benchmarks.record import (
     gpu_name,
     measure_and_keep,
     read_rows,
-    table,
+    show_rows,
 )
 from compare.errors import run_main
-from compare.running.launch import utc_now, utc_stamp
+from compare.running.launch import utc_now
 from compare.running.scheduler import say
 from compare.running.sides import MeasurementError
 from recipe.files import replace_file, write_json
 
 FAILED = "mending"
-BEGIN, END = "<!-- the table: begin -->", "<!-- the table: end -->"
 # Records of earlier versions, which had both engines of rows 4 and 5 in one.
 EARLIER = ("compute_bound", "communication_bound")
 
@@ -50,7 +48,7 @@ class Entry:
     measure: Callable[[Options], Measured]
     on_cpu: bool = True
     on_gpu: bool = True
-    unmeasured: tuple[Row, ...] = ()  # what to show of it on a machine of the other kind
+    unmeasured: tuple[Row, ...] = ()  # what to show of it without a GPU
 
 
 def entries() -> list[Entry]:
@@ -74,80 +72,76 @@ def entries() -> list[Entry]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks/run.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--blocks",
-        type=int,
-        metavar="N",
-        help="launches of each side; an interval needs 3 (default: 4, or up to 16 for a verdict)",
-    )
-    add("--turns", type=int, metavar="N", help="quiet turns of each side in a block (2 N at most)")
-    add("--patience", type=float, metavar="S", help="wait after a disturbed turn (2)")
-    add("--quick", action="store_true", help="one short block of a tiny network: does it run?")
-    add("--out", type=Path, metavar="DIR", help="the record's folder (default: runs/bench/TIME)")
-    add("--gpu", action="store_true", help="sizes for a GPU, which must be there")
-    add("--profile", action="store_true", help="say what binds, even of goals that are reached")
-    add("--seed", type=int, default=0, metavar="N", help="of the order of starts (default: 0)")
-    add("--only", metavar="N,N", help="these rows alone")
-    add("--again", action="store_true", help="also what this folder has a record of")
-    add("--table", type=Path, metavar="DIR", help="measure nothing, show this record")
-    add(
-        "--markdown",
-        type=Path,
-        metavar="FILE",
-        help="write the table between this file's marks, without its notes (table.md has them)",
-    )
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
         signal.signal(number, signal.default_int_handler)
-    interrupted = "interrupted: the same command with this --out goes on"
-    return run_main("error", lambda: answer(parser.parse_args(argv)), interrupted=interrupted)
+    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    return run_main(
+        "error",
+        lambda: tyro.cli(
+            bench, prog="benchmarks/run.py", description=__doc__, args=argv, config=settings
+        ),
+        interrupted="interrupted: the same command with this --out goes on",
+    )
 
 
-def answer(arguments: argparse.Namespace) -> int:
-    """Measure, unless --table names a record, and print the table."""
-    if arguments.table is not None:
-        rows = rows_in(arguments.table)
-    else:
-        options = options_from(arguments)
-        chosen = choose(arguments.only, options.gpu)
-        options.out.mkdir(parents=True, exist_ok=True)
-        if not (options.out / "bench.json").exists():  # the date that compare/keep.py takes
-            write_json(options.out / "bench.json", {"created_utc": utc_now()})
-        rows = measure_all(chosen, options, arguments.again)
-        if arguments.only is None and not options.gpu:
-            rows += [row for one in entries() if not one.on_cpu for row in one.unmeasured]
-    print(table(rows))
-    if arguments.markdown is not None:
-        without_notes = [replace(row, notes=()) for row in rows]  # table.md has them
-        write_table(arguments.markdown, table(without_notes, markdown=True))
-    if arguments.table is None:
-        replace_file(options.out / "table.md", table(rows, markdown=True) + "\n")
+def bench(
+    options: Options, only: str | None = None, again: bool = False, table: Path | None = None
+) -> int:
+    """Measure, unless --table names a record, and print the table.
+
+    Args:
+        options: How to measure.
+        only: These rows alone, as in 4,5.
+        again: Also what this folder has a record of.
+        table: Measure nothing, show this record.
+    """
+    rows = measure_rows(options, only, again) if table is None else read_records(table)
+    if only is None and not options.gpu:
+        rows += needing_gpu(rows)
+    print(show_rows(rows))
+    if table is None:
+        replace_file(options.out / "table.md", show_rows(rows, markdown=True) + "\n")
         print(f"\nrecord: {options.out}")
     return int(any(row.needs == FAILED for row in rows))
 
 
-def options_from(arguments: argparse.Namespace) -> Options:
-    """The options; MeasurementError for what cannot be."""
-    for flag in ("blocks", "turns"):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            raise MeasurementError(f"--{flag} {value}: must be at least 1")
-    if arguments.gpu and not gpu_name():
+def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
+    """Measure what has no record yet; a benchmark that fails does not keep the others from it."""
+    if any(number is not None and number < 1 for number in (options.blocks, options.turns)):
+        raise MeasurementError("--blocks and --turns: must be at least 1")
+    if options.gpu and not gpu_name():
         raise MeasurementError(
             "--gpu: torch finds no GPU here; on a machine with one, `make bench-gpu` measures"
         )
-    names = ("blocks", "turns", "quick", "gpu", "profile", "seed")
-    options = Options(
-        arguments.out or Path("runs") / "bench" / utc_stamp(),
-        **{name: getattr(arguments, name) for name in names},
-    )
-    patience = 0.0 if options.quick else arguments.patience
-    return options if patience is None else replace(options, patience=patience)
+    if options.quick:
+        options = replace(options, patience=0.0)
+    chosen = choose(only, options.gpu)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not (options.out / "bench.json").exists():  # the date that compare/keep.py takes
+        write_json(options.out / "bench.json", {"created_utc": utc_now()})
+    rows: list[Row] = []
+    for index, entry in enumerate(chosen, start=1):
+        say(f"== row {entry.row}, {entry.name}: {index} of {len(chosen)}, {utc_now()}")
+        kept = [] if again else read_rows(options.out, entry.name, options)
+        if any(row.value is not None for row in kept):  # else it needed something
+            say(f"has its record in {options.out}")
+            rows += kept
+            continue
+        try:
+            rows += measure_and_keep(entry.name, entry.measure, options)
+        except Exception as error:
+            known = isinstance(error, MeasurementError)
+            say(f"error: {error if known else traceback.format_exception_only(error)[-1].strip()}")
+            name = f"{entry.name}: failed, see above"
+            rows.append(Row(entry.row, name, None, needs=FAILED))
+    return rows
+
+
+def needing_gpu(rows: list[Row]) -> list[Row]:
+    """The rows that only a GPU can measure, and that are not among these."""
+    there = {row.number for row in rows}
+    missing = [one for one in entries() if not one.on_cpu and one.row not in there]
+    return [row for one in missing for row in one.unmeasured]
 
 
 def choose(only: str | None, gpu: bool) -> list[Entry]:
@@ -164,50 +158,13 @@ def choose(only: str | None, gpu: bool) -> list[Entry]:
     return [entry for entry in possible if str(entry.row) in asked]
 
 
-def measure_all(chosen: Sequence[Entry], options: Options, again: bool) -> list[Row]:
-    """Measure what has no record yet; a benchmark that fails does not keep the others from it."""
-    rows: list[Row] = []
-    began = time.monotonic()
-    for index, entry in enumerate(chosen):
-        kept = [] if again else read_rows(options.out, entry.name, options)
-        if any(row.value is not None for row in kept):  # else it needed something
-            say(f"== row {entry.row}, {entry.name}: has its record in {options.out}")
-            rows += kept
-            continue
-        minutes = (time.monotonic() - began) / 60
-        about = f"{index + 1} of {len(chosen)}, after {minutes:.0f} min"
-        say(f"== row {entry.row}, {entry.name}: {about}")
-        try:
-            rows += measure_and_keep(entry.name, entry.measure, options)
-        except Exception as error:
-            known = isinstance(error, MeasurementError)
-            say(f"error: {error if known else traceback.format_exception_only(error)[-1].strip()}")
-            name = f"{entry.name}: failed, see above"
-            rows.append(Row(entry.row, name, None, needs=FAILED))
-    return rows
-
-
-def rows_in(folder: Path) -> list[Row]:
+def read_records(folder: Path) -> list[Row]:
     """The rows of all records in a folder."""
-    if not folder.is_dir():
-        raise MeasurementError(f"--table {folder}: there is no such folder")
-    all_entries = entries()
-    names = (*EARLIER, *(entry.name for entry in all_entries))
+    names = (*EARLIER, *(entry.name for entry in entries()))
     rows = [row for name in names for row in read_rows(folder, name)]
     if not rows:
-        raise MeasurementError(f"{folder}: holds no record of a benchmark")
-    there = {row.number for row in rows}
-    missing = [one for one in all_entries if not one.on_cpu and one.row not in there]
-    return rows + [row for one in missing for row in one.unmeasured]
-
-
-def write_table(path: Path, text: str) -> None:
-    """Put the table between the marks of a Markdown file, in place of what is there."""
-    old = path.read_text() if path.exists() else ""
-    if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise MeasurementError(f"--markdown {path}: needs one line {BEGIN} and one {END}")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    replace_file(path, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", old))
+        raise MeasurementError(f"--table {folder}: holds no record of a benchmark")
+    return rows
 
 
 if __name__ == "__main__":

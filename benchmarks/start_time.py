@@ -11,18 +11,17 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.by_turns import QUICK, Benchmark, Contender, make_side
+from benchmarks.by_turns import QUICK, Contender, make_side, started
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
 from compare.plan.blocks import shuffled
-from compare.running.launch import end_processes, new_mark, shown_tail
-from compare.running.scheduler import say, start_side, wait_for_quiet
+from compare.running.launch import shown_tail
+from compare.running.scheduler import say, wait_for_quiet
 from compare.running.sides import MeasurementError, Side
 
 GOAL = 2.0
 FLAGS = "--log-interval 1 --max-steps 1"
 CONTENDERS = {"DDP": Contender(flags=FLAGS), "Horovod": Contender("horovod-mpi", flags=FLAGS)}
-BENCHMARK = Benchmark(name="start_time", row=13, side={}, pair={})
 IMPORT = Side("import", ("python",), ("-c", "import torch, torchvision"), 1, 1)
 POLL_SECONDS = 0.005
 LIMIT_SECONDS = 120.0
@@ -31,7 +30,7 @@ TIMES_PER_BLOCK = 2  # starts of each; a block's figure is the fastest: what not
 
 def measure(options: Options) -> Measured:
     """Measure both engines."""
-    made = [make_side(name, c, BENCHMARK, QUICK, options) for name, c in CONTENDERS.items()]
+    made = [make_side(name, c, QUICK, options) for name, c in CONTENDERS.items()]
     sides, folder = [IMPORT, *made], options.out / "blocks" / "start_time"
     for side in sides:
         seconds_to_first_step(side, folder / "warm-up" / side.name)
@@ -45,8 +44,7 @@ def measure(options: Options) -> Measured:
                 starts[side.name].append(seconds_to_first_step(side, path))
         for name, values in starts.items():
             seconds[name].append(min(values))
-        told = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items())
-        say(f"row 13: block {number}: {told}")
+        say(f"row 13: block {number}: seconds {starts}")
     note = f"{QUICK}, warm page cache; import {min(seconds['import']):.2f} s at best"
     rows = [
         Row(13, f"command to first step / import torch, {name}", GOAL, at_least=False).measured(
@@ -60,19 +58,22 @@ def measure(options: Options) -> Measured:
 def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
     metrics, began = folder / "run" / "metrics.jsonl", time.monotonic()
-    mark = new_mark()
-    process = start_side(side, side.command(folder.resolve(), 0), folder, mark)
-    try:
-        while process.poll() is None:
-            if side is not IMPORT and metrics.exists() and '"kind": "step"' in metrics.read_text():
-                return time.monotonic() - began
-            if time.monotonic() - began > LIMIT_SECONDS:
-                raise MeasurementError(f"{side.name}: no step within {LIMIT_SECONDS:.0f} s")
+    with started(side, folder) as process:
+        while side is IMPORT or not has_step(metrics):
+            seconds = time.monotonic() - began
+            if process.poll() == 0 and side is IMPORT:
+                return seconds
+            if process.poll() is not None or seconds > LIMIT_SECONDS:
+                raise MeasurementError(
+                    f"{side.name}: no step in {seconds:.0f} s:\n{shown_tail(folder)}"
+                )
             time.sleep(POLL_SECONDS)
-        if process.returncode or side is not IMPORT:
-            raise MeasurementError(f"{side.name} ended without a step:\n{shown_tail(folder)}")
-        return time.monotonic() - began
-    finally:
+        seconds = time.monotonic() - began
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0 if side is IMPORT else 20)  # of one step: it ends in order
-        end_processes(process, mark)
+            process.wait(20)  # of one step: it ends in order
+    return seconds
+
+
+def has_step(metrics: Path) -> bool:
+    """Whether a run has written the line of its first step."""
+    return metrics.exists() and '"kind": "step"' in metrics.read_text()

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.by_turns import QUICK, Benchmark, Contender, Work, make_side, until_decided
+from benchmarks.by_turns import QUICK, Contender, Work, make_side, take_block, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import shuffled
-from compare.running.scheduler import finished_block, run_block, say
+from compare.running.scheduler import say
 from compare.running.sides import MeasurementError, Side
 from tools import namespaces
 from tools.namespaces import Host, HostsError
@@ -45,25 +45,16 @@ AtRate = dict[float | None, tuple[Block, str]]  # a block at each rate, and what
 def measure(options: Options) -> Measured:
     """Measure both engines, or say what is missing."""
     engines = dict(list(ENGINES.items())[: 1 if options.quick else None])
-    if missing := namespaces.missing_tools("tc"):
-        return not_measured(engines, ", ".join(missing))
+    needs = ", ".join(namespaces.missing_tools("tc"))
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="hosts-") as folder,
-            namespaces.hosts(Path(folder) / "hosts", HOSTS, reach_here=True) as made,
-        ):
-            namespaces.limit_rate(made, 1.0)  # or there is no need to begin
-            # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
-            # computed on one core for a whole turn, and their polling threads had the other.
-            for number, host in enumerate(made):
-                os.sched_setaffinity(host.sshd.pid, cores_of(number))
-            return measure_on(made, engines, options)
+        if not needs:
+            with (
+                tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+                namespaces.hosts(Path(folder) / "hosts", HOSTS, reach_here=True) as made,
+            ):
+                return measure_on(made, engines, options)
     except HostsError as error:
-        return not_measured(engines, f"hosts: {error}")
-
-
-def not_measured(engines: dict[str, str], needs: str) -> Measured:
-    """Rows that say what they need."""
+        needs = f"hosts: {error}"
     say(f"row 10 needs {needs}: two network namespaces stand for hosts with slow links")
     return Measured([replace(empty_row(name), needs=needs) for name in engines.values()])
 
@@ -82,13 +73,16 @@ def cores_of(host: int) -> list[int]:
 
 def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> Measured:
     """Measure on these hosts."""
+    # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
+    # computed on one core for a whole turn, and their polling threads had the other.
+    for number, host in enumerate(made):
+        os.sched_setaffinity(host.sshd.pid, cores_of(number))
     rates = dict([*RATES.items()][1:2] if options.quick else RATES)
     rounds = options.rounds(TURNS)
-    found, rows = Measured([]), []
+    found = Measured([])
     # A script, so that the command is the same in the call that goes on after an interruption.
     entrance = options.out.resolve() / f"on-{HOSTS[0]}.sh"
     enter = shlex.join(["taskset", "-c", ",".join(map(str, cores_of(0))), *made[0].inside()])
-    entrance.parent.mkdir(parents=True, exist_ok=True)
     entrance.write_text(f'#!/bin/sh\nexec {enter} "$@"\n')
     entrance.chmod(0o755)
     for configuration, engine in engines.items():
@@ -97,17 +91,11 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
             place = (options.seed, configuration, number)
             at_rates = {}
             for rate in shuffled(list(rates), *place):
-                sides = shuffled(
-                    sides_at(configuration, rates[rate], entrance, options), *place, rate
-                )
-                folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
                 namespaces.limit_rate(made, rate)
-                block = finished_block(sides, rounds, folder)
-                name = f"{label}, {rate_name(rate)}"
-                if block is not None:
-                    say(f"{name}: is there already")
-                else:
-                    block = run_block(sides, rounds, folder, number, name, options.patience)
+                sides = sides_at(configuration, rates[rate], (str(entrance), *START), options)
+                folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
+                order, name = shuffled(sides, *place, rate), f"{label}, {rate_name(rate)}"
+                block = take_block(order, rounds, folder, number, name, options.patience)
                 at_rates[rate] = block, read_choice(folder / "auto" / "0" / "output.log")
             return at_rates
 
@@ -115,26 +103,25 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
             return [worst_row(engine, blocks, options.confidence)]
 
         blocks = until_decided(options, f"row 10, {engine}", block_of, rows_of)
-        rows += rows_of(blocks)
-        for side in sides_at(configuration, 1, None, options):
-            found.sides = [*found.sides, replace(side, name=f"{engine} {side.name}")]
+        found.rows += rows_of(blocks)
+        sides = sides_at(configuration, 1, START, options)  # as a reader may paste them there
+        found.sides += [replace(side, name=f"{engine} {side.name}") for side in sides]
         for rate in rates:
             found.blocks[f"10 {engine} {rate_name(rate)}"] = [one[rate][0] for one in blocks]
-    return replace(found, rows=rows)
+    return found
 
 
-def sides_at(configuration: str, steps: int, entrance: Path | None, options: Options) -> list[Side]:
-    """The sides, two workers each; `entrance` starts a command on the first host, None is for one
-    that a reader may paste there."""
-    work = QUICK if options.quick else WORK
-    start = START if entrance is None else (str(entrance), *START)
-    sides = []
-    for name in ("fp32", "fp16", "auto"):
-        contender = Contender(configuration, workers=2, flags=f"--wire-format {name}", steps=steps)
-        benchmark = Benchmark(name="wire_format", row=10, side={}, pair={})
-        side = make_side(name, contender, benchmark, work, replace(options, quick=False))
-        sides.append(replace(side, launcher=start, over_hosts=True))
-    return sides
+def sides_at(
+    configuration: str, steps: int, start: tuple[str, ...], options: Options
+) -> list[Side]:
+    """The sides, two workers each, started by these words."""
+    work, real = QUICK if options.quick else WORK, replace(options, quick=False)
+    contenders = {
+        name: Contender(configuration, workers=2, flags=f"--wire-format {name}")
+        for name in ("fp32", "fp16", "auto")
+    }
+    sides = [make_side(name, one, work, real, steps) for name, one in contenders.items()]
+    return [replace(side, launcher=start, over_hosts=True) for side in sides]
 
 
 def rate_name(rate: float | None) -> str:

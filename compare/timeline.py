@@ -110,8 +110,6 @@ def merge_runs(
         raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
     trace = merge(profiles, align == "first-step")
     replace_file(out, json.dumps(trace, separators=(",", ":")))
-    for lane in itertools.chain.from_iterable(profile.lanes for profile in profiles):
-        print("".join(f"note: {lane.name}: {note}\n" for note in lane.notes), end="")
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
     found = [(name, read_exchange(run)) for name, run in zip(names, runs, strict=True)]
     exchanges = [(name, exchange) for name, exchange in found if exchange]

@@ -48,7 +48,7 @@ def stop_timeline() -> None:
     assert _path is not None
     ended = [message for message in _messages if message.ended is not None]
     events = trace_of(ended, THREADS.get(dist.get_backend(), 1))
-    replace_file(_path, "[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
+    replace_file(_path, json.dumps(events))
     _path = None
 
 

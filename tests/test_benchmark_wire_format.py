@@ -81,7 +81,7 @@ def test_what_auto_chose_is_read_from_its_output(tmp_path: Path) -> None:
 
 
 def test_commands_can_be_pasted_on_a_host(tmp_path: Path) -> None:
-    sides = wire_format.sides_at("horovod-mpi", 3, None, Options(tmp_path))
+    sides = wire_format.sides_at("horovod-mpi", 3, wire_format.START, Options(tmp_path))
     assert [side.name for side in sides] == ["fp32", "fp16", "auto"]
     shown = sides[2].shown()
     assert shown.startswith("mpirun -np 2 -H node0,node1 --bind-to none")

@@ -24,8 +24,6 @@ from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
 
-BENCHMARK = by_turns.Benchmark(name="b", row=1, side={}, pair={})
-
 
 def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
     loads = loads or [0.0] * len(first)
@@ -89,7 +87,7 @@ def test_blocks_go_on_until_the_verdict_is_decided(
 def test_a_row_without_a_goal_is_for_reference() -> None:
     row = Row(3, "other", None).compared([block([9], [10])] * 3, "a", "b")
     assert row.verdict == record.NO_GOAL
-    assert "0.900" in record.table([row]) and "≥" not in record.table([row])
+    assert "0.900" in record.show_rows([row]) and "≥" not in record.show_rows([row])
 
 
 def test_the_table_and_its_notes() -> None:
@@ -99,12 +97,12 @@ def test_the_table_and_its_notes() -> None:
         ),
         Row(11, "speed", 3200, unit="images/s", needs="a GPU"),
     ]
-    text = record.table(rows)
+    text = record.show_rows(rows)
     assert text.index("speed") < text.index("memory")
     assert "≤ 1.010" in text and "1.000 – 1.000" in text and "needs a GPU" in text
     assert "≥ 3,200 images/s" in text
     assert text.endswith("14, memory: tiny")
-    assert "|---" in record.table(rows, markdown=True)
+    assert "|---" in record.show_rows(rows, markdown=True)
 
 
 def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
@@ -128,7 +126,9 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-bench")), ids=str)
 def test_recorded_tables_are_shown_as_before(folder: Path) -> None:
     lines = (folder / "table.md").read_text().splitlines()
-    shown = record.table(bench_run.rows_in(folder), markdown=True).splitlines()
+    rows = bench_run.read_records(folder)
+    rows += bench_run.needing_gpu(rows)
+    shown = record.show_rows(rows, markdown=True).splitlines()
 
     def cells(table: list[str]) -> list[list[str]]:
         return [[one.strip() for one in line.split("|")] for line in table if line[:1] == "|"]
@@ -173,12 +173,10 @@ def test_what_has_its_record_is_not_measured_again(
     assert measured == ["instrumentation", "checkpoints"]
     assert bench_run.main([*command, "--again"]) == 0
     assert len(measured) == 4
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{bench_run.BEGIN}\nold\n{bench_run.END}\nafter\n")
-    assert bench_run.main(["--table", str(tmp_path), "--markdown", str(page)]) == 0
-    assert "| instrumentation" in page.read_text() and "old" not in page.read_text()
-    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
-    assert "needs a GPU" in capsys.readouterr().out
+    capsys.readouterr()
+    assert bench_run.main(["--table", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "instrumentation" in shown and "needs a GPU" in shown
 
 
 def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
@@ -221,8 +219,8 @@ def test_a_failure_does_not_keep_the_others_from_it(
     [
         (["--gpu"], "--gpu: torch finds no GPU here"),
         (["--only", "12"], "--only 12: there is no row 12 without --gpu; take of 1, 2"),
-        (["--blocks", "0"], "--blocks 0: must be at least 1"),
-        (["--table", "nowhere"], "--table nowhere: there is no such folder"),
+        (["--blocks", "0"], "--blocks and --turns: must be at least 1"),
+        (["--table", "nowhere"], "--table nowhere: holds no record of a benchmark"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_message(
@@ -234,9 +232,8 @@ def test_what_a_user_got_wrong_is_one_message(
     assert not measured
 
 
-def test_the_page_has_the_marks_and_all_rows() -> None:
+def test_the_page_has_all_rows() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
-    assert page.count(bench_run.BEGIN) == page.count(bench_run.END) == 1
     for entry in bench_run.entries():
         assert f"\n| {entry.row} | " in page, entry.name
 
@@ -247,7 +244,7 @@ def test_the_page_has_the_marks_and_all_rows() -> None:
 def test_commands() -> None:
     def made(contender: Contender, **changes: object) -> Side:
         options = Options(Path("/o"), **changes)  # type: ignore[arg-type]
-        return make_side("x", contender, BENCHMARK, Work("resnet18", 96, 8), options)
+        return make_side("x", contender, Work("resnet18", 96, 8), options)
 
     ddp = made(Contender(workers=2))
     assert ddp.images_per_step == 16 and ddp.ranks == 2
@@ -283,7 +280,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/run.py", "--quick", "--out", str(tmp_path)]
     done = run([*command, "--only", "1,3,4,6"])
     assert done.returncode == 0, done.output
-    rows = bench_run.rows_in(tmp_path)
+    rows = bench_run.read_records(tmp_path)
     assert sorted(row.number for row in rows if row.value) == [1] * 4 + [3] * 4 + [4] * 3 + [6]
     assert "verdict" in done.output
 

@@ -53,12 +53,9 @@ def a_ddp_run(run: Path, threads: int = 1) -> Path:
     ]
     write_times(run, 0, 0)
     write_times(run, 1, 5)
-    write_lines(run / "profile" / "ddp-timeline.json", timeline.trace_of(messages, threads))
+    trace = json.dumps(timeline.trace_of(messages, threads))
+    (run / "profile" / "ddp-timeline.json").write_text(trace)
     return run
-
-
-def write_lines(path: Path, events: list[dict[str, Any]]) -> None:
-    path.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
 
 
 def a_horovod_run(run: Path) -> Path:
@@ -88,7 +85,7 @@ def a_horovod_run(run: Path) -> Path:
         *span(3, 42.002, 62.004, "[1000, 1000]"),
         *span(4, 70, 71, "[4]"),
     ]
-    write_lines(run / "profile" / "horovod-timeline.json", events)
+    (run / "profile" / "horovod-timeline.json").write_text(json.dumps(events))
     return run
 
 
@@ -148,12 +145,9 @@ def test_damaged_times_are_one_message(tmp_path: Path, damaged: Any) -> None:
 
 
 def test_a_step_whose_messages_are_not_all_known_does_not_count(tmp_path: Path) -> None:
-    """As where a timeline was cut off, or of Horovod's groups, which do not name their tensors."""
+    """As of Horovod's groups, which do not name their tensors."""
     path = a_horovod_run(tmp_path) / "profile" / "horovod-timeline.json"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text(
-        "".join(line for line in lines if '"ph": "E"' not in line or '"pid": 3' not in line)
-    )
+    path.write_text(path.read_text().replace("allreduce.fc", "grouped_allreduce.1"))
     assert read_exchange(tmp_path) is None
 
 

@@ -15,6 +15,7 @@ from launching import launch
 from compare.evidence.parity import measure, ulp_distances
 from compare.parity import main
 
+BUFFER = "buffer/bn1.running_mean"
 LAYERS = ("conv1.weight", "bn1.weight", "fc.weight")
 STEPS, RANKS = (1, 2, 3, 4), (0, 1)
 LINE = {
@@ -44,7 +45,7 @@ def make_run(
             random = np.random.default_rng([step, number])
             arrays[f"gradient/{layer}"] = random.normal(size=(4, 3)).astype(np.float32)
             arrays[f"weight/{layer}"] = random.normal(size=(4, 3)).astype(np.float32)
-        arrays["buffer/bn1.running_mean"] = np.float32([step, rank])
+        arrays[BUFFER] = np.float32([step, rank])
         arrays["buffer/bn1.num_batches_tracked"] = np.int64(step)
         for (at_step, at_rank, name), change in (changes or {}).items():
             if (at_step, at_rank) == (step, rank):
@@ -159,92 +160,73 @@ def test_nan_and_infinity_are_equal_to_their_like_only():
 # -- Two recorded runs -----------------------------------------------------------------------------
 
 
-def test_equal_runs_are_bit_equal(compare):
-    code, text, record = compare({}, {})
-    assert code == 0 and record["verdict"] == "bit-equal"
-    assert record["first_divergence"] is None and not record["hint"]
-    assert record["kinds"]["gradient"]["tensors"] == len(STEPS) * len(RANKS) * len(LAYERS)
-    assert "4 steps (1 to 4) of rank 0, 1" in record["compared"]
-    assert "Result: bit-equal" in text
-
-
-def test_the_first_divergence_is_named_by_step_layer_and_rank(compare):
-    changes = {
-        (4, 0, "gradient/conv1.weight"): up(9),
-        (3, 0, "gradient/fc.weight"): up(2),
-        (3, 1, "gradient/bn1.weight"): up(5),  # comes before fc in the forward pass
-        (3, 0, "weight/bn1.weight"): up(1),
-    }
-    code, text, record = compare({}, {"changes": changes})
-    first, kind = record["first_divergence"], record["kinds"]["gradient"]
-    assert code == 1 and record["verdict"] == "diverged"
-    assert (first["kind"], first["step"], first["layer"], first["ranks"], first["ulps"]) == (
-        "gradient", 3, "bn1.weight", [1], 5,
-    )  # fmt: skip
-    assert (kind["beyond"], kind["tensors"] - kind["bit_equal"], kind["ulps"]) == (3, 3, 9)
-    assert "First divergence: gradient, step 3, layer bn1.weight, rank 1: " in text
-    assert f"{first['values']} (5 ulps, {first['relative']:.2e} relative)" in text
-
-
-def test_a_layer_that_differs_on_all_ranks_names_them(compare):
-    changes = {(2, rank, "gradient/bn1.weight"): up(1) for rank in RANKS}
-    _, text, record = compare({}, {"changes": changes})
-    assert record["first_divergence"]["ranks"] == [0, 1]
-    assert "layer bn1.weight, rank 0, 1" in text
+SEVERAL = {
+    (4, 0, "gradient/conv1.weight"): up(9),
+    (3, 0, "gradient/fc.weight"): up(2),
+    (3, 1, "gradient/bn1.weight"): up(5),  # comes before fc in the forward pass
+    (3, 0, "weight/bn1.weight"): up(1),
+}
+NEAR = {(2, 0, "gradient/fc.weight"): up(4), (3, 0, "weight/fc.weight"): up(40)}
+LATER = {(4, 1, "loss"): up(2, ()), (4, 0, "weight/fc.weight"): up(3)}
+INFINITE = "--max-ulps 999999999999 --relative 1e30"
+WITHIN = "within the tolerance"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "hint"),
+    ("changes", "flags", "verdict", "first", "hint"),
     [
-        ("loss", up(1, ()), "loss differs first, in step 3: look at the data"),
-        ("gradient/fc.weight", up(1), "gradient differs first, in step 3: look at the backward"),
-        ("weight/fc.weight", up(1), "weight differs first, in step 3: look at the optimizer"),
-        # They never feed back into training: the loss has another cause.
-        ("buffer/bn1.running_mean", up(1, (0,)), "loss differs first, in step 4"),
+        ({}, "", "bit-equal", None, ""),
+        (SEVERAL, "", "diverged", ("gradient", 3, "bn1.weight", [1], 5), "gradient 3 backward"),
+        ({(2, rank, "gradient/bn1.weight"): up(1) for rank in RANKS}, "", "diverged",
+         ("gradient", 2, "bn1.weight", [0, 1], 1), "gradient 2 backward"),
+        ({(3, 1, "loss"): up(1, ()), **LATER}, "", "diverged", ("loss", 3, "", [1], 1),
+         "loss 3 data"),
+        ({(3, 1, "weight/fc.weight"): up(1), **LATER}, "", "diverged",
+         ("weight", 3, "fc.weight", [1], 1), "weight 3 optimizer"),
+        ({(3, 1, BUFFER): up(1, (0,))}, "", "diverged", ("buffer", 3, BUFFER[7:], [1], 1),
+         "buffer 3 BatchNorm"),
+        # Buffers never feed back into training: the loss has another cause.
+        ({(3, 1, BUFFER): up(1, (0,)), **LATER}, "", "diverged", ("buffer", 3, BUFFER[7:], [1], 1),
+         "loss 4 data"),
+        # Within either tolerance is within; the hint still says what differed first.
+        (NEAR, "--max-ulps 40", WITHIN, None, "gradient 2 backward"),
+        (NEAR, "--max-ulps 39", "diverged", ("weight", 3, "fc.weight", [0], 40), "gradient 2 back"),
+        (NEAR, "--relative 1e-4", WITHIN, None, "gradient 2 backward"),
+        (NEAR, "--relative 1e-9 --max-ulps 4", "diverged", ("weight", 3, "fc.weight", [0], 40),
+         "gradient 2 backward"),
+        ({(2, 1, "gradient/fc.weight"): put(math.nan)}, INFINITE, "diverged",
+         ("gradient", 2, "fc.weight", [1], None), "gradient 2 backward"),
+        ({(2, 1, "gradient/fc.weight"): put(math.inf)}, INFINITE, "diverged",
+         ("gradient", 2, "fc.weight", [1], None), "gradient 2 backward"),
     ],
-)
-def test_what_differs_first_points_to_a_part_of_the_step(compare, name, change, hint):
-    changes = {(3, 1, name): change, (4, 1, "loss"): up(2, ()), (4, 0, "weight/fc.weight"): up(3)}
-    code, text, record = compare({}, {"changes": changes})
-    assert code == 1 and record["first_divergence"]["kind"] == name.partition("/")[0]
-    assert record["hint"].startswith(hint) and f"Hint: {hint}" in text
+)  # fmt: skip
+def test_verdict_first_divergence_and_hint(compare, changes, flags, verdict, first, hint):
+    code, text, record = compare({}, {"changes": changes}, *flags.split())
+    assert (code, record["verdict"]) == (verdict == "diverged", verdict)
+    names = ("kind", "step", "layer", "ranks", "ulps")
+    found = record["first_divergence"]
+    assert (found and tuple(found[name] for name in names)) == first
+    kind, step, part = hint.split() if hint else ("", "", "")
+    start = f"{kind} differs first, in step {step}: look at the " if hint else ""
+    assert record["hint"].startswith(start + part)
+    assert f"Result: {verdict} (" in text and (not hint or f"Hint: {record['hint']}" in text)
 
 
-def test_buffers_alone_point_to_batch_norm(compare):
-    _, _, record = compare({}, {"changes": {(3, 1, "buffer/bn1.running_mean"): up(1, (0,))}})
-    assert record["hint"] == "buffer differs first, in step 3: look at the BatchNorm policy"
-
-
-def test_tolerances(compare, tmp_path, capsys):
-    """Within either tolerance is within; the hint still tells what differed first."""
-    changes = {(2, 0, "gradient/fc.weight"): up(4), (3, 0, "weight/fc.weight"): up(40)}
-    code, _, record = compare({}, {"changes": changes}, "--max-ulps", "40")
-    assert code == 0 and record["verdict"] == "within the tolerance"
-    assert "gradient differs first, in step 2" in record["hint"]
-    folders = [str(tmp_path / name) for name in "AB"]
-    assert main([*folders, "--max-ulps", "39"]) == 1
-    assert "First divergence: weight, step 3" in capsys.readouterr().out
-    assert main([*folders, "--relative", "1e-4"]) == 0
-    assert main([*folders, "--relative", "1e-9"]) == 1
-    assert main([*folders, "--relative", "1e-9", "--max-ulps", "4"]) == 1
+def test_the_table_and_the_first_divergence_as_text(compare):
+    _, text, record = compare({}, {"changes": SEVERAL})
+    first, kind = record["first_divergence"], record["kinds"]["gradient"]
+    assert (kind["beyond"], kind["tensors"] - kind["bit_equal"], kind["ulps"]) == (3, 3, 9)
+    assert kind["tensors"] == len(STEPS) * len(RANKS) * len(LAYERS)
+    assert "First divergence: gradient, step 3, layer bn1.weight, rank 1: " in text
+    assert f"{first['values']} (5 ulps, {first['relative']:.2e} relative)" in text
 
 
 def test_zeros_of_either_sign_are_equal_but_not_bit_equal(compare):
     name = (2, 0, "gradient/fc.weight")
     code, _, record = compare({"changes": {name: put(0.0)}}, {"changes": {name: put(-0.0)}})
-    assert code == 0 and record["verdict"] == "within the tolerance" and not record["hint"]
+    assert code == 0 and record["verdict"] == WITHIN and not record["hint"]
     kind = record["kinds"]["gradient"]
     assert (kind["tensors"] - kind["bit_equal"], kind["ulps"], kind["first_step"]) == (1, 0, None)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_beyond_any_tolerance(compare, value):
-    changes = {(2, 1, "gradient/fc.weight"): put(value)}
-    flags = ("--max-ulps", "999999999999", "--relative", "1e30")
-    code, text, record = compare({}, {"changes": changes}, *flags)
-    first = record["first_divergence"]
-    assert code == 1 and (first["step"], first["layer"], first["ulps"]) == (2, "fc.weight", None)
-    assert f"against {value} (inf ulps" in text
 
 
 def test_what_was_not_compared_and_other_settings_are_noted(compare):
@@ -279,27 +261,15 @@ def test_runs_that_part_after_the_trace_have_diverged(compare, tmp_path):
     assert main([str(tmp_path / "A"), str(tmp_path / "B"), "--max-ulps", "1"]) == 0
 
 
-# -- Without traces --------------------------------------------------------------------------------
-
-
 def test_without_traces_it_says_so_and_compares_what_there_is(compare):
-    code, text, record = compare({}, {"trace": False, "losses": {3: math.nextafter(1 / 3, 1)}})
+    untraced = {"trace": False, "losses": {3: math.nextafter(1 / 3, 1)}, "digest": None}
+    code, text, record = compare({}, untraced)
     assert code == 1
     assert "not compared: gradients, weights and buffers of each step: no trace" in text
     assert set(record["kinds"]) == {"loss"} and not record["hint"]
     first = record["first_divergence"]
     assert (first["kind"], first["step"], first["ulps"]) == ("loss", 3, 1)
-
-
-def test_without_traces_the_final_weights_are_judged_by_their_digest(compare):
-    code, _, record = compare({"trace": False}, {"trace": False, "digest": "bb"})
-    assert code == 1 and record["verdict"] == "diverged"
-    assert record["kinds"]["loss"]["bit_equal"] == len(STEPS)
-
-
-def test_a_run_that_has_not_ended_has_no_final_weights(compare):
-    code, _, record = compare({"trace": False}, {"trace": False, "digest": None})
-    assert code == 0 and record["final_weights"] is None
+    assert record["final_weights"] is None
     assert record["notes"][-1].endswith("final weights: 4 steps against no summary.json yet")
 
 

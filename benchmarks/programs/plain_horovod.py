@@ -8,23 +8,34 @@ DistributedOptimizer with its defaults, parameters and optimizer state broadcast
 """
 
 import os
-import time
 
 import torch
 import torch.nn.functional as F
 import torchvision
+import tyro
 
-from benchmarks.programs.bare_loop import loop_parser
-from compare.running import take_turns
+from benchmarks.programs.bare_loop import take_steps
 from recipe.world import prepare_mpi, read_world
 
 YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
 
-def main() -> None:
-    """Train until --steps, or for ever."""
-    options = loop_parser("plain_horovod", __doc__).parse_args()
+def main(
+    arch: str = "resnet50",
+    train_crop_size: int = 224,
+    batch_size: int = 32,
+    threads: int | None = None,
+    steps: int | None = None,
+) -> None:
+    """Train until `steps`, or for ever.
 
+    Args:
+        arch: A classification model of torchvision.
+        train_crop_size: Side of the images, pixels.
+        batch_size: Images a step and rank.
+        threads: CPU threads (default: torch's).
+        steps: End after so many.
+    """
     was_set = YIELDS in os.environ
     prepare_mpi(read_world())  # without it no single process starts on Open MPI's wheel ...
     if not was_set:  # ... but what else it sets is ours, not a plain script's
@@ -37,31 +48,27 @@ def main() -> None:
         device = torch.device("cuda", hvd.local_rank())
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if threads:
+        torch.set_num_threads(threads)
 
-    network = torchvision.models.get_model(options.arch, weights=None).to(device)
+    network = torchvision.models.get_model(arch, weights=None).to(device)
     sgd = torch.optim.SGD(network.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(sgd, named_parameters=network.named_parameters())
     hvd.broadcast_parameters(network.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    images = torch.randn(batch_size, 3, train_crop_size, train_crop_size, device=device)
+    labels = torch.randint(0, 1000, (batch_size,), device=device)
 
-    size = options.train_crop_size
-    images = torch.randn(options.batch_size, 3, size, size, device=device)
-    labels = torch.randint(0, 1000, (options.batch_size,), device=device)
-    began, step = time.perf_counter(), 0
-    while options.steps is None or step < options.steps:
+    def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
-        step += 1
-        take_turns.step_ended()
-    take_turns.synchronize()
+
+    steps_per_second = take_steps(step, steps)
     if hvd.rank() == 0:
-        images_made = step * options.batch_size * hvd.size()
-        print(f"{images_made / (time.perf_counter() - began):.1f} images/s")
+        print(f"{steps_per_second * batch_size * hvd.size():.1f} images/s")
     hvd.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, prog="benchmarks/programs/plain_horovod.py", description=__doc__)

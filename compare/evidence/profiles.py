@@ -2,7 +2,6 @@
 timeline of its messages, all on one clock: whole nanoseconds of Unix time."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ Event = dict[str, Any]  # of the Trace Event Format, with `ts` and `dur` in ns
 
 
 class TimelineEvent(msgspec.Struct):
-    """A line of an engine's timeline (horovod/common/timeline.cc)."""
+    """One of an engine's timeline (horovod/common/timeline.cc)."""
 
     ph: str
     pid: int = CYCLES  # each tensor or bucket poses as a process
@@ -38,7 +37,6 @@ class Lane:
     path: Path
     events: list[Event] = field(default_factory=list)
     threads: dict[Any, str] = field(default_factory=dict)  # name by the file's own number
-    notes: list[str] = field(default_factory=list)  # what is missing
 
 
 @dataclass
@@ -118,7 +116,11 @@ def read_timeline(path: Path, name: str) -> Lane:
     lane, engine = Lane(name, path, threads={CYCLES: "cycles"}), path.stem.partition("-")[0]
     open_spans: dict[int, list[Event]] = {}
     start = None
-    for event in events_of(path, lane.notes):
+    try:
+        events = msgspec.json.decode(path.read_bytes(), type=list[TimelineEvent])
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path} is no whole timeline ({error}): profile again") from None
+    for event in events:
         start = event.args.get("start_time_since_epoch_in_micros", start)
         if start is None:
             raise UserError(
@@ -145,15 +147,3 @@ def read_timeline(path: Path, name: str) -> Lane:
             new |= {"ph": "i", "s": "t", "name": mark}
     lane.events = [event for event in lane.events if event["ph"] == "i" or "dur" in event]
     return lane
-
-
-def events_of(path: Path, notes: list[str]) -> Iterator[TimelineEvent]:
-    """Yield a timeline's events, one a line: of a run that was killed, what was written by then."""
-    decoder = msgspec.json.Decoder(TimelineEvent)
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
-        try:
-            if event := line.strip(" ,[]"):
-                yield decoder.decode(event)
-        except msgspec.MsgspecError as error:
-            notes.append(f"{path.name}, line {number}: {error}; what stands before it is merged")
-            return
