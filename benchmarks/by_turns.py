@@ -32,39 +32,20 @@ from compare.plan.sources import ROOT
 from compare.running.launch import end_processes, new_mark, shown_tail
 from compare.running.scheduler import finished_block, run_block, say, start_side
 from compare.running.sides import MeasurementError, Side
+from recipe.flags import last_value
 from recipe.training.phases import PHASES
 from tools import make_jpegs
 
 GOALS = ROOT / "benchmarks" / "goals.toml"
-STEPS_OF_AN_EPOCH = 20_000  # more than a benchmark makes: no evaluation comes in between
+EPOCH = "1000000"  # images, more than a benchmark sees: no evaluation comes in between
 COPIES_OF_JPEGS = 40  # names of each file, so that an epoch is long
 ABLATION_STRETCH, ABLATION_STEPS, ABLATION_SECONDS = 5, 41, 600
 
 T = TypeVar("T")
 
 
-class Work(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is trained: enough to give a trainer and a bare loop the same work."""
-
-    arch: str
-    pixels: int
-    batch_size: int  # per worker
-    flags: str = ""  # that trainers and bare_loop.py share
-    threads: int = 1  # per worker; 0: the trainer's own choice
-
-    def words(self) -> list[str]:
-        """Flags that trainers and loops share."""
-        words = ["--arch", self.arch, "--train-crop-size", str(self.pixels)]
-        words += ["--batch-size", str(self.batch_size), *self.flags.split()]
-        return words + (["--threads", str(self.threads)] if self.threads else [])
-
-    def __str__(self) -> str:
-        threads = f", {self.threads} thread" if self.threads else ""
-        flags = f", {self.flags}" if self.flags else ""
-        return f"{self.arch} at {self.pixels} pixels, batch {self.batch_size}{threads}{flags}"
-
-
-QUICK = Work("shufflenet_v2_x0_5", 32, 4)  # a step takes hundredths of a second
+# What is trained: flags that trainers and loops share. A step of this takes hundredths of a second.
+QUICK = "--arch shufflenet_v2_x0_5 --train-crop-size 32 --batch-size 4 --threads 1"
 QUICK_JPEGS = 40
 
 
@@ -98,8 +79,8 @@ class Benchmark(Struct, frozen=True, forbid_unknown_fields=True):
     row: int
     side: dict[str, Contender]
     pair: dict[str, Pair]  # by what the row is called
-    work: Work | None = None  # on a CPU; None: it needs a GPU
-    gpu: Work | None = None  # None: not on a GPU
+    work: str = ""  # on a CPU; empty: it needs a GPU
+    gpu: str = ""  # empty: not on a GPU
     value: Literal["images/s", "images per CPU-second"] = "images/s"
     steps: int = 1  # of a turn
     turns: int = 8  # of each side in a block
@@ -118,7 +99,7 @@ def read_goals(path: Path = GOALS) -> list[Benchmark]:
 def measure(benchmark: Benchmark, options: Options) -> Measured:
     """Measure the sides by turns until each row has a verdict."""
     work = QUICK if options.quick else benchmark.gpu if options.gpu else benchmark.work
-    assert work is not None, f"{benchmark.name} is not for this kind of machine"
+    assert work, f"{benchmark.name} is not for this kind of machine"
     sides = [
         make_side(name, contender, work, options, benchmark.steps, benchmark.warm_up)
         for name, contender in benchmark.side.items()
@@ -150,14 +131,14 @@ def make_row(
     name: str,
     pair: Pair,
     benchmark: Benchmark,
-    work: Work,
+    work: str,
     blocks: Sequence[Block],
     options: Options,
 ) -> Row:
     """A pair's row, with notes on its sides."""
     gpu = gpu_name() or ""
     goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
-    notes = [str(work)]
+    notes = [work]
     if len(pair.sides) == 2:
         cpu = estimate(blocks, *pair.sides, work_per_cpu_second)
         notes.append(f"images per CPU-second: {cpu.ratio:.3f}")
@@ -203,7 +184,7 @@ def take_block(
 def make_side(
     name: str,
     contender: Contender,
-    work: Work,
+    work: str,
     options: Options,
     steps: int = 1,
     warm_up: int = 3,
@@ -216,15 +197,18 @@ def make_side(
     launcher, flags = ["python"], list[str]()
     if workers > 1:
         launcher, flags = configuration.launch_words(workers, None), [*configuration.arguments]
+    batch_size, pixels = (
+        last_value(work.split(), f"--{n}") for n in ("batch-size", "train-crop-size")
+    )
+    assert batch_size and pixels, work
     if contender.loop:
-        program = [*contender.loop.split(), *work.words()]
+        program = [*contender.loop.split(), *work.split()]
     else:
-        images = work.batch_size * workers * STEPS_OF_AN_EPOCH
-        data = ["--data", "synthetic", "--synthetic-images", str(images)]
+        data = ["--data", "synthetic", "--synthetic-images", EPOCH]
         if contender.jpegs:
             data = ["--data", str(jpegs_folder(QUICK_JPEGS if options.quick else contender.jpegs))]
-        program = [TRAINERS[configuration.engine], *data, *work.words()]
-        program += ["--val-crop-size", str(work.pixels), "--epochs", "1000"]
+        program = [TRAINERS[configuration.engine], *data, *work.split()]
+        program += ["--val-crop-size", pixels, "--epochs", "1000"]
         if "--checkpoint-steps" not in contender.flags:
             program += ["--keep-checkpoints", "0"]
         program += ["--log-dir", "{folder}", "--name", "run", *flags]
@@ -233,7 +217,7 @@ def make_side(
         name=name,
         launcher=tuple(launcher),
         program=tuple(([contender.wrapper] if contender.wrapper else []) + program),
-        images_per_step=work.batch_size * workers,
+        images_per_step=int(batch_size) * workers,
         steps=steps,
         ranks=workers,
         copies=contender.copies,

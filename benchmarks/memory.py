@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.by_turns import Contender, Work, make_side, started
+from benchmarks.by_turns import Contender, make_side, started
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
 from compare.running.launch import last_step, shown_tail
 from compare.running.sides import MeasurementError
 
 GOAL = 1.01
-TINY = Work("squeezenet1_1", 32, 1)
+TINY = "--arch squeezenet1_1 --train-crop-size 32 --batch-size 1 --threads 1"
 # More steps than are watched: no run is to end, evaluate and write while it is read.
 FLAGS = "--log-interval 10"
 CONTENDERS = {

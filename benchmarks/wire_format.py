@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.by_turns import QUICK, Contender, Work, make_side, take_block, until_decided
+from benchmarks.by_turns import QUICK, Contender, make_side, take_block, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import shuffled
@@ -35,7 +35,7 @@ START = (
     "mpirun", "-np", "2", "-H", ",".join(HOSTS), "--bind-to", "none", "python",
 )  # fmt: skip
 CHOICE = re.compile(r"wire format: (fp32|fp16) \(")
-WORK = Work("shufflenet_v2_x1_0", 96, 8)
+WORK = "--arch shufflenet_v2_x1_0 --train-crop-size 96 --batch-size 8 --threads 1"
 # Gb/s that each host may send (None: no limit), and how many steps are a turn of half a second.
 RATES: dict[float | None, int] = {0.2: 2, 0.5: 2, 1: 4, 2: 4, 5: 5, None: 5}
 TURNS = 16  # by default: what disturbs turns explains most of how blocks scatter

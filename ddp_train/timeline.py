@@ -28,7 +28,7 @@ class Message:
     bucket: int
     gradients: list[str]
     full: int  # the last of its gradients was ready
-    ended: int | None = None  # its average was back
+    ended: int  # its average was back
 
 
 _path: Path | None = None  # while a timeline is made
@@ -46,9 +46,7 @@ def stop_timeline() -> None:
     """Write what was noted, in the form of Horovod's timeline."""
     global _path
     assert _path is not None
-    ended = [message for message in _messages if message.ended is not None]
-    events = trace_of(ended, THREADS.get(dist.get_backend(), 1))
-    replace_file(_path, json.dumps(events))
+    replace_file(_path, json.dumps(trace_of(_messages, THREADS.get(dist.get_backend(), 1))))
     _path = None
 
 
@@ -59,13 +57,12 @@ def noted(hook: Hook, model: nn.Module) -> Hook:
     def noting(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if _path is None:
             return hook(state, bucket)
-        gradients = [names[id(parameter)] for parameter in bucket.parameters()]
-        message = Message(bucket.index(), gradients, time.time_ns())
-        _messages.append(message)
+        gradients, full = [names[id(one)] for one in bucket.parameters()], time.time_ns()
+        number = bucket.index()
 
         def end(future: Future[torch.Tensor]) -> torch.Tensor:
             average = future.value()
-            message.ended = time.time_ns()
+            _messages.append(Message(number, gradients, full, time.time_ns()))
             return average
 
         return hook(state, bucket).then(end)
@@ -79,13 +76,13 @@ def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
     A backend does not say when it took a message up: at once if one of its threads was free, else
     as soon as one was.
     """
+    messages = sorted(messages, key=lambda message: message.full)
     start = messages[0].full if messages else time.time_ns()
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
     ]
     free = [0] * threads  # when each thread is
     for message in messages:
-        assert message.ended is not None
         began = min(message.ended, max(message.full, heapq.heapreplace(free, message.ended)))
         full, begin, end = ((ns - start) // 1000 for ns in (message.full, began, message.ended))
         pid, args = message.bucket + 1, {"name": f"bucket {message.bucket}"}

@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks import by_turns, input_pipeline, record
 from benchmarks import run as bench_run
-from benchmarks.by_turns import Contender, Work, make_side, until_decided
+from benchmarks.by_turns import Contender, make_side, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed, turns
@@ -244,7 +244,8 @@ def test_the_page_has_all_rows() -> None:
 def test_commands() -> None:
     def made(contender: Contender, **changes: object) -> Side:
         options = Options(Path("/o"), **changes)  # type: ignore[arg-type]
-        return make_side("x", contender, Work("resnet18", 96, 8), options)
+        work = "--arch resnet18 --train-crop-size 96 --batch-size 8 --threads 1"
+        return make_side("x", contender, work, options)
 
     ddp = made(Contender(workers=2))
     assert ddp.images_per_step == 16 and ddp.ranks == 2

@@ -265,7 +265,7 @@ def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0)
         is_equal = a.get("weights_sha256") == b.get("weights_sha256")
         parity.final_weights = "bit-equal" if is_equal else "different"
     else:
-        ends = [f"{end['steps']} steps" if end else "no summary.json yet" for end in (a, b)]
+        ends = [f"{end.get('steps')} steps" if end else "no summary.json yet" for end in (a, b)]
         parity.notes.append(f"not compared: final weights: {ends[0]} against {ends[1]}")
     x, y = (summary.get("fingerprint") or {} for summary in (a, b))
     parity.notes += [
