@@ -10,7 +10,6 @@ Ends with exit code 1 if something fails, and 0 if all that was found are warnin
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -72,7 +71,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     if options.hostfile is not None:
         options.hosts = read_hostfile(options.hostfile)
     elif options.hosts == SLURM:
-        options.hosts = read_allocation(os.environ)
+        options.hosts = read_allocation()
     return options
 
 

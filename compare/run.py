@@ -14,14 +14,14 @@ command, given again after Ctrl-C, a crash or a reboot, goes on where the compar
 
 import argparse
 import contextlib
-import datetime
 import fcntl
-import itertools
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from compare.running.comparison import (
     run_label,
     show_outcome,
 )
-from compare.running.launch import duration, print_line, start_and_wait
+from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.measurement import (
     block_folder,
     is_finished,
@@ -59,6 +59,7 @@ from compare.running.tools import check_tools, missing_for
 from compare.running.tune import dry_tune_lines, tune, tuning_plan
 from recipe.errors import UserError
 
+RUNS = Path("runs")
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
 
@@ -80,26 +81,19 @@ def answer(argv: list[str]) -> int:
         plan = tuning_plan(plan, options)
     check_trainers(plan)
     check_tools(plan)
+    folder = choose_folder(plan, options)
     if options.dry_run:
         if options.tune is not None:
             lines = dry_tune_lines(plan, options.rounds)
         else:
-            folder = options.out or new_folder(options.runs)
             lines = dry_run_lines(plan, folder, options.warm_up, options.block)
-        with contextlib.suppress(BrokenPipeError):  # `--dry-run | head` has seen enough
-            print("\n".join(lines), flush=True)
+        print("\n".join(lines))
         return 0
     launchers = {configuration.launcher for configuration in plan.members()}
     check_logins(plan.most_ranks, plan.hosts, launchers)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, raise_interrupt)
-    folder = options.out
-    if options.tune is not None:  # the same file, the same place, so that it can go on
-        folder = folder or options.runs / f"tune-{options.tune.stem}"
-    elif folder is None and not options.new:
-        folder = unfinished_folder(options.runs, plan)
-    folder = folder or new_folder(options.runs)
     with locked(folder):
         try:
             if options.tune is not None:
@@ -112,13 +106,33 @@ def answer(argv: list[str]) -> int:
             return 130
 
 
-def new_folder(runs: Path) -> Path:
-    """Return a name for a new comparison: its date and time, so that names sort by age."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    # Two comparisons may begin within a second.
-    later = (now + datetime.timedelta(seconds=n) for n in itertools.count())
-    names = (runs / moment.strftime("compare-%Y%m%d-%H%M%S") for moment in later)
-    return next(name for name in names if not name.exists())
+def choose_folder(plan: Plan, options: argparse.Namespace) -> Path:
+    """Return the folder that the user names, that of the same search or unfinished comparison, or a
+    new one, whose name is its date and time, so that names sort by age."""
+    if options.out is not None:
+        return Path(options.out)
+    if options.tune is not None:  # the same file, the same place, so that it can go on
+        return RUNS / f"tune-{options.tune.stem}"
+    if not options.new and (unfinished := unfinished_folder(plan)):
+        return unfinished
+    folder = RUNS / f"compare-{utc_stamp()}"
+    while folder.exists():  # two comparisons may begin within a second
+        time.sleep(0.1)
+        folder = RUNS / f"compare-{utc_stamp()}"
+    return folder
+
+
+def unfinished_folder(plan: Plan) -> Path | None:
+    """Return the newest comparison if it holds exactly this plan and is not complete.
+
+    Only the newest: an older one that was left behind was left for a reason.
+    """
+    path = max(RUNS.glob("compare-*/plan.json"), default=None)
+    if path is None:
+        return None
+    old, plan = read_plan(path), resumed(plan, path.parent)
+    is_this = not plan_differences(old, plan_record(plan, "")) and old.end == plan.end
+    return path.parent if is_this and not is_finished(plan, path.parent) else None
 
 
 def take_default_plan(options: argparse.Namespace) -> None:
@@ -128,10 +142,10 @@ def take_default_plan(options: argparse.Namespace) -> None:
     if any(named) or any((options.tune, options.hosts, options.hostfile)):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
-    if not gpus:
+    if gpus:
+        options.workers = options.workers or [str(min(2, gpus))]
+    else:
         options.plan = "square"
-    elif options.workers is None:
-        options.workers = [str(min(2, gpus))]
 
 
 def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -151,21 +165,6 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     return plan
 
 
-def unfinished_folder(runs: Path, plan: Plan) -> Path | None:
-    """Return the newest comparison if it holds exactly this plan and is not complete.
-
-    Only the newest: an older one that was left behind was left for a reason.
-    """
-    folders = sorted(path.parent for path in runs.glob("compare-*/plan.json"))
-    if not folders:
-        return None
-    newest = folders[-1]
-    old, plan = read_plan(newest / "plan.json"), resumed(plan, newest)
-    if plan_differences(old, plan_record(plan, "")) or old.end != plan.end:
-        return None
-    return None if is_finished(plan, newest) else newest
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second run.py out of the folder; the lock ends with this process, however it ends."""
@@ -181,30 +180,30 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run.py")
-        else:
-            for left_by_a_killed_one in folder.glob(".*.partial"):
-                left_by_a_killed_one.unlink()
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         try:
             yield
         finally:
-            if [child.name for child in folder.iterdir()] == ["lock"]:  # refused: nothing was made
-                (folder / "lock").unlink()
-                folder.rmdir()
+            if os.listdir(folder) == ["lock"]:  # refused: nothing was made
+                shutil.rmtree(folder)
 
 
 def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
+    if options.new and (folder / "plan.json").exists():
+        raise UserError(
+            f"--new: {folder} holds a comparison already; leave --new out to go on with it, or "
+            "take another --out DIR"
+        )
     plan = resumed(plan, folder)
     if plan.order_seed is None:
         plan = replace(plan, order_seed=secrets.randbelow(2**31))
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
-        found = checks.warn(plan, folder, options.strict)
-        more = (line for line in found if line not in record.warnings)
-        record = replace(record, warnings=(*record.warnings, *more))
+        warnings = (*record.warnings, *checks.warn(plan, folder, options.strict))
+        record = replace(record, warnings=tuple(dict.fromkeys(warnings)))
     write_plan(folder / "plan.json", record)
     print_outlook(plan, folder)
     # A block of turns has a warm-up of its own, and only the first one may find the data unread.
@@ -224,51 +223,40 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
         except MeasurementError as error:
             is_measured = False
             print_line(f"a block of turns failed: {error}")
-    if failed and (plan.measure == "turns" or plan.blocks is None):
-        print("no further blocks: a run failed")
     phase_runs, failed_phases = plan.phase_runs(), []
     if block is None or not missing(plan.runs(), folder):  # of an array's jobs, the last
         failed_phases = make_missing(phase_runs, plan, folder)
-    if failed:
+    if failed or failed_phases or not is_measured:
         print(
-            f"{len(failed)} of {len(plan.runs())} runs failed: their output is kept, and no "
-            "verdict is drawn from them."
+            f"{len(failed)} of {len(plan.runs())} runs failed, and {len(failed_phases)} of "
+            f"{len(phase_runs)} short runs for the phases: their output is kept, and no verdict is "
+            f"drawn from them. To try again what failed:\n    "
+            f"{shlex.join(command_words(argv, folder))}"
         )
-    if failed_phases:
-        print(
-            f"{len(failed_phases)} of {len(phase_runs)} short runs for the phases failed: their "
-            "output is kept, and the measured runs are not touched by it."
-        )
-    is_good = is_measured and not failed and not failed_phases
-    if not is_good:
-        print(f"To try again what failed:\n    {shlex.join(command_words(argv, folder))}")
     elif minutes := minutes_for_more(plan, measured(plan, folder)):
-        words = command_words(argv, folder, without=("--minutes",))
-        words[2:2] = ["--minutes", str(minutes)]
+        words = command_words(argv, folder, "--minutes", str(minutes))
         print(f"To measure on, until the intervals are as narrow:\n    {shlex.join(words)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
-    return 0 if is_good else 1
+    return 1 if failed or failed_phases or not is_measured else 0
 
 
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
-    runs, phase_runs, by_turns = plan.runs(), plan.phase_runs(), plan.measure == "turns"
+    runs, phase_runs = plan.runs(), plan.phase_runs()
     done = len(runs) - len(missing(runs, folder))
-    fixed = f"then {count(plan.blocks or 0, 'block')} in which all take turns"
-    until = (
-        f"then {'blocks in which all take turns' if by_turns else 'more blocks'}, until every 95 % "
-        f"interval is within +-{percentage(plan.until_interval)}, for {plan.minutes:g} minutes of "
-        f"undisturbed measuring at most (but at least {MIN_BLOCKS} blocks)"
-    )
-    lines = {
-        f"{count(len(runs), 'run')} in {count(plan.run_blocks, 'block')}, into {folder}": True,
-        f"{done} of them are there already and are not measured again (--new starts afresh)": done,
-        fixed: by_turns and plan.blocks is not None,
-        until: plan.pairs() and plan.blocks is None,
-        f"then {count(len(phase_runs), 'short run')} for the phases of a step": phase_runs,
-        f"{plan.plan_file} says: {plan.time} in all": plan.time,
-    }
-    print("\n".join(line for line, is_said in lines.items() if is_said))
+    there = f" ({done} of them are there already and are not measured again)" if done else ""
+    print(f"{count(len(runs), 'run')}{there}, into {folder}")
+    blocks = "blocks in which all take turns" if plan.measure == "turns" else "blocks of whole runs"
+    if plan.blocks is not None:
+        print(f"{plan.blocks} {blocks}")
+    elif plan.pairs():
+        print(
+            f"{blocks}, until every 95 % interval is within +-{percentage(plan.until_interval)}, "
+            f"for {plan.minutes:g} minutes of undisturbed measuring at most (but at least "
+            f"{MIN_BLOCKS} blocks)"
+        )
+    if phase_runs:
+        print(f"then {count(len(phase_runs), 'short run')} for the phases of a step")
 
 
 def raise_interrupt(*_: Any) -> None:
@@ -279,12 +267,10 @@ def dry_run_lines(
     plan: Plan, folder: Path, with_warm_up: bool, block: int | None = None
 ) -> list[str]:
     """Return shell lines that do what run.py does; they can be pasted as they are."""
-    lines = shell_lines()
-    for run in plan.warm_up_runs() if with_warm_up else []:
-        lines.append(shlex.join(run.command((folder / "warm-up" / run.cell).parent)))
-    runs = [run for run in plan.runs() if block in (None, run.block)]
-    for run in [*runs, *(plan.phase_runs() if block in (None, plan.run_blocks) else [])]:
-        lines.append(shlex.join(run.command((folder / run.folder).parent)))
+    runs = plan.warm_up_runs() if with_warm_up else []
+    runs += [run for run in plan.runs() if block in (None, run.block)]
+    runs += plan.phase_runs() if block in (None, plan.run_blocks) else []
+    lines = [shlex.join(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
         lines.append("# then, in each block of turns, these at once:")
         for case, workers in plan.groups():
@@ -293,24 +279,22 @@ def dry_run_lines(
                 lines.append(
                     f"#   {shlex.join(run.command(block_folder(folder, case, workers, 1)))}"
                 )
-    return lines
+    return [*shell_lines(), *lines]
 
 
 def warm_up(plan: Plan, folder: Path) -> bool:
     """Start each engine for a few steps; return False, and say why, if one cannot train."""
     for run in plan.warm_up_runs():
-        target = folder / "warm-up" / run.cell
         label = f"warm-up  {run_label(run, plan)}"
         outcome = start_and_wait(
             run,
             folder,
             max(600, plan.timeout),  # it reads the data first, and may list them for the first time
             label,
-            log_dir=target.parent,
             end_after_steps=WARM_UP_STEPS,
         )
         if outcome.status != "completed":
-            show_outcome(label, run, target, outcome, None)
+            show_outcome(label, run, folder / run.folder, outcome, None)
             print("nothing was measured: what fails in the warm-up fails in every run")
             return False
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")

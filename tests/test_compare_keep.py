@@ -132,7 +132,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, c
     assert keep.main(words(comparison, results)) == 0
     assert keep.main(words(comparison, results)) == 2
     assert "exists: take another --question" in capsys.readouterr().err
-    edit(comparison / "plan.json", runs=[])
+    edit(comparison / "plan.json", workers=[7])
     other = [*words(comparison, results)[:-1], str(tmp_path / "other")]
     assert keep.main(other) == 2
     assert list((tmp_path / "other/m").iterdir()) == []

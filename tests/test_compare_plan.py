@@ -10,7 +10,6 @@ import shlex
 import shutil
 import socket
 from collections import Counter
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from compare.evidence.packed import read_text
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import TRAINERS, Case, Plan, Run, varied_fields
+from compare.plan.plan import TRAINERS, OwnConfiguration, Plan, Run, Words
 from compare.plan.plan_file import PLANS, plan_words
-from compare.plan.record import plan_record, read_plan, run_record, write_plan
+from compare.plan.record import plan_record, read_plan, write_plan
 from compare.plan.sources import trainers_sources
 from compare.run import main
 from compare.running.sides import NoTurns, training_side
@@ -134,7 +133,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert record.pairs() == [("ddp-fp16", "ddp-torchrun")]
     assert record.varied == ["fp16_allreduce", "threads"]
     assert record.known()["horovod-tuned"].controller == "gloo"
-    assert len(record.runs_there) == 3 * 2 * 2 * 5 and len(record.phase_runs_there) == 3 * 2 * 2
+    assert len(record.runs()) == 3 * 2 * 2 * 5 and len(record.phase_runs()) == 3 * 2 * 2
     run = next(run for run in plan.runs() if run.cell == "a/ddp-fp16-2")
     words = run.command(Path("logs"))
     ends = ["--precision", "bf16", "--fp16-allreduce", "--threads", "1"]
@@ -156,52 +155,40 @@ def test_flags_win_over_the_file(here):
     assert plan.pairs() == [("ddp-fp16", "horovod-tuned")]
 
 
-def test_without_anything_the_plan_is_the_default_one():
-    plan = plan_of()
-    default = Plan()
-    assert plan.configurations == default.configurations and plan.workers == default.workers
-    assert plan.cases == (Case(),) and plan.pairs() == [("ddp-torchrun", "horovod-mpi")]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("block = 3", ["block", "did you mean blocks?"]),
-        ("blocks = '3'", ["blocks = '3'", "a whole number"]),
-        ("blocks = true", ["blocks = True", "a whole number"]),
-        ("blocks = 0", ["blocks = 0", "a whole number >= 1"]),
-        ("workers = [1, 'two']", ["workers[1] = 'two'", "a whole number"]),
-        ("workers = []", ["workers:", "positive"]),
-        ("blocks = ", ["is not TOML"]),
+        ("block = 3", ["no key block", "did you mean blocks?"]),
+        ("blocks = '3'", ["blocks = '3'", "expected `int"]),
+        ("blocks = 0", ["blocks = 0", ">= 1"]),
+        ("workers = [1, 'two']", ["workers[1] = 'two'", "expected `int`"]),
+        ("workers = []", ["workers = []", "length >= 1"]),
+        ("blocks = ", ["Invalid value (at"]),
         ("configurations = ['ddp-torchrn']", ["ddp-torchrn", "did you mean ddp-torchrun?"]),
-        ("[configuration.x]\nbase = 'horovod'", ["'x'", "'horovod'", "horovod-"]),
-        ("[configuration.x]\nflags = '--a'", ["configuration.x.base", "missing required"]),
+        ("[configuration.x]\nbase = 'horovod'", ["configuration x", "horovod:", "horovod-"]),
+        ("[configuration.x]\nflags = '--a'", ["configuration[...]", "missing", "`base`"]),
         ("[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }",
-         ["1", "configuration.x.environment", "a text"]),
+         ["configuration[...].environment", "expected `str`, got `int`"]),
         ("[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
-         ["configuration.x.environ", "did you mean environment?"]),
+         ["no key environ", "did you mean environment?"]),
         ("[configuration.ddp-torchrun]\nbase = 'ddp-torchrun'", ["is a ready one"]),
-        ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["'x'", "give a seed"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["x: gives a seed"]),
         ("[case.'a/b']", ["'a/b'", "folder"]),
-        ("[case.a]\nflag = '--x'", ["case.a.flag", "did you mean flags?"]),
         ("flags = \"--a 'b\"", ["--a 'b", "quotation"]),
         ("flags = '--log-dir x'", ["--log-dir cannot be passed", "--out"]),
-        ("flags = '--ablation-steps 5'", ["--ablation-steps", "phase_steps"]),
         ("[case.a]\nflags = '--test-only'", ["--test-only cannot be passed"]),
         ("until_interval = '2'", ["until_interval = '2'", "2%"]),
         ("until_interval = '200%'", ["until_interval = '200%'", "between"]),
         ("margin = '0%'", ["margin = '0%'", "between"]),
-        ("minutes = 0", ["minutes = 0", "a number > 0"]),
-        ("measure = 'turn'", ["measure = 'turn'", "one of turns, runs"]),
-        ("measure = 'runs'\nfull_runs = 2", ["full_runs 2", "measure runs", "blocks"]),
-        ("full_runs = -1", ["full_runs = -1", "a whole number >= 0"]),
-        ("blocks = 3\nminutes = 5", ["blocks 3", "leave minutes out"]),
-        ("phase_steps = 5", ["phase_steps 5", "20 or more"]),
+        ("minutes = 0", ["minutes = 0", "> 0"]),
+        ("measure = 'turn'", ["measure = 'turn'"]),
+        ("measure = 'runs'\nfull_runs = 2", ["full-runs 2", "measure runs", "blocks"]),
+        ("blocks = 3\nminutes = 5", ["blocks 3", "leave --minutes out"]),
         ("pairs = [['ddp-torchrun']]", ["pairs[0]", "length 2"]),
-        ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo is not among"]),
+        ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo: there is no"]),
         ("pairs = [['ddp-torchrun', 'ddp-torchrun']]", ["null"]),
         ("null = true\npairs = [['ddp-torchrun', 'horovod-mpi']]", ["null", "pairs"]),
-        ("global_batch_size = 64", ["global_batch_size", "global_learning_rate"]),
+        ("global_batch_size = 64", ["global-batch-size", "global-learning-rate"]),
         ("hosts = 'a:2,b'", ["'b'", "name:N"]),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
     ],
@@ -221,17 +208,10 @@ def test_a_plan_that_is_not_there_is_told_with_the_nearest_one(here, capsys):
     assert main(["scalling", "--dry-run"]) == 2
     assert "did you mean scaling?" in capsys.readouterr().err
     assert main(["nowhere.toml", "--dry-run"]) == 2
-    assert "nowhere.toml: there is no such plan file" in capsys.readouterr().err
+    assert "nowhere.toml: [Errno 2] No such file" in capsys.readouterr().err
 
 
 READY = sorted(path.stem for path in PLANS.glob("*.toml"))
-
-
-def test_there_is_a_plan_for_each_question():
-    assert READY == [
-        "communication-bound", "input", "ladder", "launchers", "null-test", "quick-look", "scaling",
-        "square", "strong-scaling", "time-to-accuracy", "tuned-against-tuned", "wire-format",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READY)
@@ -315,11 +295,6 @@ def test_all_numbers_of_workers_train_with_the_same_batch_and_rate(more):
         assert rates == pytest.approx(found[0])
 
 
-def test_in_weak_scaling_batch_and_rate_are_left_alone():
-    for run in plan_of("--", "--batch-size", "8").runs():
-        assert run.arguments[:2] == ("--batch-size", "8") and "--base-lr" not in run.arguments
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -330,7 +305,7 @@ def test_in_weak_scaling_batch_and_rate_are_left_alone():
         (["--case", "a=--base_lr=1"], "--base_lr=1 does not go together"),
         (["--", "--lr-warmup-method", "gradual"], "use linear"),
         (["--", "--use-adasum"], "another rule"),
-        (["--global-batch-size", "0"], "a whole number >= 1"),
+        (["--global-batch-size", "0"], ">= 1"),
     ],
 )
 def test_what_would_make_strong_scaling_unequal_is_refused(words, told, capsys):
@@ -460,16 +435,14 @@ def test_the_network_interface_reaches_every_launcher(here):
     ("words", "told"),
     [
         (["--hosts", "a:2,b:1", "--workers", "3"], ["ddp-torchrun", "2 on a, 1 on b are not"]),
-        (["--network-interface", "eth0"], ["without --hosts"]),
-        (["--hosts", "slurm"], ["no Slurm allocation"]),
-        (["--hosts", "a:2", "--configurations", "ddp-srun"], ["Slurm allocation"]),
+        (["--hosts", "slurm"], ["inside salloc"]),
         (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
          ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
-        (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4", "blocks 1 to 3"]),
-        (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs and --blocks"]),
+        (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4"]),
+        (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs --blocks N"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
     ],
 )  # fmt: skip
@@ -582,14 +555,11 @@ def test_a_flags_other_names_are_known():
     assert flag_name("-e") == "--evaluate"
 
 
-def test_varied_fields_bear_the_names_of_the_configuration():
-    from dataclasses import replace
-
-    base = CONFIGURATIONS["ddp-torchrun"]
+def test_varied_settings_bear_the_names_of_the_configuration():
     flags = ("-b", "8", "--no-cuda", "--weight_decay=1", "--static-graph", "--lr-min", "-1")
-    assert varied_fields([base, replace(base, flags=flags)]) == [
-        "batch_size", "cuda", "wd", "static_graph", "lr_min",
-    ]  # fmt: skip
+    own = OwnConfiguration("ddp-torchrun", Words(flags))
+    plan = Plan(configurations=("ddp-torchrun", "own"), configuration={"own": own})
+    assert plan.varied == ["batch_size", "cuda", "wd", "static_graph", "lr_min"]
 
 
 @pytest.mark.parametrize(("own", "steps"), [((), "120"), (("--max-steps", "30"), "30"),
@@ -611,13 +581,11 @@ RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
 def test_a_recorded_plan_reads_back_with_its_runs(path: Path) -> None:
-    plan = read_plan(path)
-    place = attrgetter("folder")  # the order was drawn in another way
-    for made, recorded in (
-        (plan.runs(), plan.runs_there),
-        (plan.phase_runs(), plan.phase_runs_there),
-    ):
-        assert sorted(map(run_record, made), key=place) == sorted(recorded, key=place)
+    plan, recorded = read_plan(path), json.loads(path.read_text())
+    for made, there in ((plan.runs(), "runs"), (plan.phase_runs(), "phase_runs")):
+        names = [(run.folder, run.configuration.launcher, run.seed) for run in made]
+        folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded[there]]
+        assert sorted(names) == sorted(folders)  # the order was drawn in another way
     asked = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     asked |= {"question": None, "plan_file": None, "left_out": (), "blocks_there": 0}
     asked |= {"order_seed": None}  # who repeats a comparison draws another order
@@ -627,18 +595,19 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"workers": [1, "2"]}, "workers[1] = '2': must be a whole number"),
-    ({"created_utc": None}, "created_utc: object missing"),
+    ({"workers": [1, "2"]}, "workers[1] = '2': expected `int`"),
+    ({"created_utc": None}, "object missing required field `created_utc`"),
     ({"configurations": ["ddp-torchrun", "mine"]}, "--configurations mine: there is no such"),
     ({"pairs": [["ddp-torchrun"]]}, "pairs[0] = ['ddp-torchrun']"),
     ({"case": {"a": {"flags": 3}}}, "case[...].flags"),
+    ({"blocks": 10**12}, "blocks = 1000000000000"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path):
     path = tmp_path / "plan.json"
     write_plan(path, plan_record(Plan(), ""))
     record = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
-    with pytest.raises(UserError, match=re.escape(f"{path}: {told}")):
+    with pytest.raises(UserError, match=re.escape(f"{path} cannot be read: {told}")):
         read_plan(path)
 
 

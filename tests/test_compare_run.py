@@ -30,7 +30,7 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import with_defaults
 from compare.plan.plan import Plan, Run
-from compare.run import locked, main
+from compare.run import main
 from compare.running import checks, comparison, launch, tools
 from compare.running.comparison import timeout_sentence
 from compare.running.launch import last_step
@@ -390,8 +390,6 @@ def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
         "warm-up/ddp-torchrun-2", "warm-up/horovod-mpi-2",
     ]  # fmt: skip
     assert output.count("thrown away") == 2
-    plan = json.loads((comparing.folder / "out/plan.json").read_text())
-    assert not any("warm-up" in run["folder"] for run in plan["runs"])
 
 
 def test_a_warm_up_that_fails_ends_the_comparison(comparing):
@@ -399,12 +397,6 @@ def test_a_warm_up_that_fails_ends_the_comparison(comparing):
     assert code == 1
     assert len(comparing.starts()) == 2
     assert "the gradients went away" in output and "nothing was measured" in output
-
-
-def test_what_a_killed_one_left_half_written_goes(tmp_path):
-    (tmp_path / ".plan.json.elsewhere-7.partial").touch()
-    with locked(tmp_path):
-        assert os.listdir(tmp_path) == ["lock"]
 
 
 def test_two_do_not_write_to_one_comparison(comparing):
@@ -452,12 +444,6 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     assert len(comparing.starts()) == 8
     assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 2
     assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 2
-
-
-def test_whoever_reads_a_dry_run_may_stop_reading(comparing):
-    process = comparing.start("--dry-run", "--blocks", "20")
-    process.stdout.close()
-    assert process.wait(60) == 0
 
 
 def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
@@ -519,13 +505,6 @@ def test_the_time_left_is_that_of_the_same_configuration():
     assert seconds_left([], ["horovod-mpi-2"]) is None
 
 
-def test_a_broken_plan_file_is_one_message(comparing):
-    comparing.run(*SMALL)
-    (comparing.folder / "out/plan.json").write_text("{")
-    code, output = comparing.run(*SMALL)
-    assert code == 2 and "plan.json cannot be read" in output and "Traceback" not in output
-
-
 def test_help_loads_no_torch():
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / "compare/run.py"), "--help"],
@@ -558,12 +537,10 @@ def test_cases_are_run_side_by_side_each_in_a_folder_of_its_own(comparing):
     )
     assert code == 0, output
     assert len(comparing.starts()) == len(set(comparing.starts())) == 8
-    plan = read_plan(comparing)
-    assert plan["case"]["large"] == {"flags": ["--arch", "vgg16", "--batch-size", "4"]}
-    for planned in plan["runs"]:
-        assert planned["folder"].startswith(f"block-{planned['block']}/{planned['case']}/")
-        command = (comparing.folder / "out" / planned["folder"] / "command.txt").read_text()
-        assert ("--arch vgg16 --batch-size 4" in command) == (planned["case"] == "large")
+    assert read_plan(comparing)["case"]["small"] == {"flags": ["--arch", "resnet18"]}
+    for command in comparing.folder.glob("out/block-*/*/*/command.txt"):
+        is_large = command.parts[-3] == "large"
+        assert ("--arch vgg16 --batch-size 4" in command.read_text()) == is_large
     assert "block 1  large  ddp-torchrun" in output and "block 1  small  horovod-mpi" in output
     code, output = comparing.run(*SMALL, "--case", "small=--arch alexnet")
     assert code == 2 and "case: " in output  # another plan
@@ -610,7 +587,7 @@ def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     words = [*UNTIL, "40 %"]
     code, output = comparing.run(*words, "--", "--spread", "3")
     assert code == 0, output
-    blocks = max(run["block"] for run in read_plan(comparing)["runs"])
+    blocks = read_plan(comparing)["blocks_there"]
     assert 3 < blocks < 40 and read_plan(comparing)["blocks"] is None
     assert len(comparing.starts()) == len(set(comparing.starts())) == 2 * blocks
     assert f"block {blocks} " in output
@@ -628,8 +605,8 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     assert extension["blocks"] == 4
     failing = ("--spread", "all", "--fail", "block-2/horovod-mpi-1")
     code, output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing)
-    assert code == 1 and "no further blocks" in output
-    assert max(run["block"] for run in read_plan(comparing, "failing")["runs"]) == 2
+    assert code == 1 and "1 of 4 runs failed" in output
+    assert read_plan(comparing, "failing")["blocks_there"] == 2
 
 
 WITH_PHASES = ("--blocks", "1", "--workers", "1", "2", "--no-warm-up", "--out", "out")
@@ -646,17 +623,12 @@ def test_the_phases_are_run_once_a_cell_after_the_blocks(comparing):
         in_phases = line.startswith("phases/")
         assert ("--ablation-steps 10 --max-steps 120" in line) == in_phases
         assert line.split()[1] == "42" and "--lr 1" in line
-    plan = read_plan(comparing)
-    assert [run["folder"] for run in plan["phase_runs"]] == names[4:]
-    assert {run["block"] for run in plan["phase_runs"]} == {0}
     line = next(line for line in output.splitlines() if line.startswith("[1/4] phases"))
     assert "ddp-torchrun" in line and "images/s" not in line  # half of it was not communicated
     comparing.run(*WITH_PHASES, "--", "--lr", "1")
     assert len(comparing.starts()) == 8  # none is made twice
     comparing.run(*WITH_PHASES, "--blocks", "2", "--", "--lr", "1")
-    assert run_names(comparing)[8:] == [
-        run["folder"] for run in read_plan(comparing)["runs"] if run["block"] == 2
-    ]
+    assert {name.split("/")[0] for name in run_names(comparing)[8:]} == {"block-2"}
 
 
 def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_one(comparing):
@@ -664,8 +636,7 @@ def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_on
     code, output = comparing.run(*words)
     assert code == 1
     assert "FAILED (exit code 1)" in output and "| the gradients went away" in output
-    assert "1 of 4 short runs for the phases failed" in output
-    assert "runs failed: their output is kept, and no verdict" not in output
+    assert "0 of 4 runs failed, and 1 of 4 short runs for the phases" in output
     code, output = comparing.run(*words)
     assert code == 1 and run_names(comparing)[8:] == ["phases/horovod-mpi-2"]
     assert (comparing.folder / "out/phases/horovod-mpi-2.failed-1/output.log").exists()

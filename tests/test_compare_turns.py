@@ -183,14 +183,14 @@ def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
         (
             "block.json",
             {"turns": [{"side": "ddp-torchrun"}]},
-            "round: object missing",
+            "object missing required field `round`",
         ),
         (
             "ddp-mpi/0/run/environment.json",
             {"world_size": 3},
             "world_size is 3, but the plan has 2",
         ),
-        ("ddp-mpi/0/run/config.json", {"log_dir": 7}, "log_dir = 7: must be a text"),
+        ("ddp-mpi/0/run/config.json", {"log_dir": 7}, "log_dir = 7: expected `str`"),
     ],
 )
 def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message):
@@ -261,16 +261,6 @@ def test_a_packed_comparison_says_the_same(square, tmp_path):
     assert told == [verdict.sentence() for verdict in judge(square)]
 
 
-def test_a_folder_outside_is_refused_and_a_name_cannot_forge_a_line(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, workers=(2,)))
-    plan = json.loads((folder / "plan.json").read_text())
-    for forged in ("../outside", "/tmp/outside", "block-1/../../x", "block-1/a\nAt"):
-        runs = [{**plan["runs"][0], "folder": forged}, *plan["runs"][1:]]
-        edit(folder / "plan.json", runs=runs)
-        with pytest.raises(Exception, match=r"is not in this comparison|control character"):
-            load_comparison(folder)
-
-
 def test_a_report_of_many_runs_looks_at_each_a_few_times(tmp_path, monkeypatch):
     """No table looks through all runs for each of its lines."""
     looked = 0
@@ -316,7 +306,7 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     folder = by_turns(tmp_path / "compare-1")
     shutil.rmtree(folder / "block-1")
     plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps(plan | {"runs": []}))
+    (folder / "plan.json").write_text(json.dumps(plan | {"full_runs": 0}))
     for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0, capsys.readouterr().err
     assert "DDP over MPI trained" in capsys.readouterr().out

@@ -56,9 +56,7 @@ def test_a_comparison_asks_before_it_starts_anything(
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     assert run_module.main(["--hosts", "nowhere:2", "--workers", "2"]) == 2
     told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith(
-        "compare/run.py: nothing was started, because ssh does not reach nowhere: Could not"
-    )
+    assert told.out == "" and "    nowhere: Could not" in told.err
     assert not (tmp_path / "runs").exists()
 
 

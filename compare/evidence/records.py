@@ -8,8 +8,6 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import structs
-
 from compare.evidence import packed
 from compare.evidence.paired import confidence_after
 from compare.evidence.run_folder import (
@@ -25,7 +23,8 @@ from compare.evidence.run_folder import (
 )
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import Configuration
-from compare.plan.record import PlannedRun, PlanRecord, read_plan
+from compare.plan.plan import Run
+from compare.plan.record import PlanRecord, read_plan
 from recipe.errors import UserError
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
@@ -243,8 +242,8 @@ def load_comparison(folder: Path) -> Comparison:
     """Read a comparison. A missing, unfinished or broken run has such a status; UserError if the
     plan is broken, or nothing was measured."""
     plan = read_plan(folder / "plan.json")
-    runs = [load_run(folder, planned) for planned in plan.runs_there]
-    phase_runs = [load_run(folder, planned) for planned in plan.phase_runs_there]
+    runs = [load_run(folder, planned) for planned in plan.runs()]
+    phase_runs = [load_run(folder, planned) for planned in plan.phase_runs()]
     # Of a failed block of turns each side has a folder of its own, packed.
     failures = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
     failures |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
@@ -261,11 +260,16 @@ def load_comparison(folder: Path) -> Comparison:
     return comparison
 
 
-def load_run(comparison: Path, planned: PlannedRun) -> RunRecord:
+def load_run(comparison: Path, planned: Run) -> RunRecord:
     """Read one run folder; if it is broken, or another run than the planned one, its status is
     "unreadable", with the reason."""
     folder = comparison / planned.folder
-    place = structs.asdict(planned) | {"folder": folder}
+    configuration = planned.configuration
+    place: dict[str, Any] = {
+        "folder": folder, "block": planned.block, "case": planned.case,
+        "configuration": configuration.name, "engine": configuration.engine,
+        "launcher": configuration.launcher, "workers": planned.workers, "seed": planned.seed,
+    }  # fmt: skip
     try:
         outcome = Outcome("completed" if packed.exists(folder / "summary.json") else "not run")
         if packed.exists(folder / "outcome.json"):  # which no run has that was started by hand

@@ -13,7 +13,8 @@ from compare.evidence.rows import BLOCKS_IN_DETAIL, IMAGES, PHASES, PhaseRow, Tr
 from compare.evidence.words import digits, loss_text, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.page.report import Report
-from compare.plan.plan import ROOT, TRAINERS
+from compare.plan.plan import TRAINERS
+from compare.plan.sources import ROOT
 
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 NOT_MEASURED = "not measured"

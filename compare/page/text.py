@@ -183,18 +183,18 @@ def as_csv(reports: Sequence[Report]) -> str:
 
 def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield what is known of each run, flat."""
-    for run, planned in zip(comparison.runs, comparison.plan.runs_there, strict=True):
+    for run in comparison.runs:
         figures = {
             name: attrgetter(path)(run) if run.is_complete else None
             for name, path in RUN_FIGURES.items()
         }
-        figures["seed"] = run.config.seed if run.is_complete else planned.seed
+        figures["seed"] = run.config.seed if run.is_complete else run.seed
         yield {
             "measured_by": "run",
             **{name: getattr(run, name) for name in OF_RUN},
             **figures,
             "other_load_cores": run.other_load,
-            "folder": planned.folder,
+            "folder": str(run.folder.relative_to(comparison.folder)),
         }
 
 

@@ -1,6 +1,5 @@
 """The ways to start an engine: launchers, their flags, and what they take to other hosts."""
 
-import contextlib
 import hashlib
 import os
 import socket
@@ -18,7 +17,7 @@ from recipe.errors import UserError
 from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
-NEEDED_ELSEWHERE = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED")
+NEEDED_ELSEWHERE = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED"}
 # How messages travel, as horovodrun tells its mpirun: engines that are compared over MPI get the
 # same.
 MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
@@ -138,34 +137,30 @@ class Configuration:
         return words
 
     def placing_words(self) -> list[str]:
-        """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them."""
-        exported = [word for name in self.names_for_other_hosts() for word in ("-x", name)]
+        """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them. It
+        takes along what it is told, and warns of a variable that has no value."""
+        needed = NEEDED_ELSEWHERE & (os.environ.keys() | set_variables().keys())
+        names = sorted(needed | steering_variables().keys() | self.variables.keys())
+        exported = [word for name in names for word in ("-x", name)]
         return ["--bind-to", "none", "--map-by", "slot", *exported]
-
-    def names_for_other_hosts(self) -> list[str]:
-        """Return the variables that mpirun takes to other hosts: only those that have a value."""
-        known = os.environ.keys() | set_variables().keys()
-        needed = {name for name in NEEDED_ELSEWHERE if name in known}
-        return sorted(needed | steering_variables().keys() | self.variables.keys())
 
 
 def rendezvous_port(host: str, job: str) -> int:
     """Return the port at which the job's torchruns meet on `host`: by its id, and a free one if
     the host is this one."""
     first = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
-    for tried in range(len(RENDEZVOUS_PORTS)):
-        port = RENDEZVOUS_PORTS[(first + tried) % len(RENDEZVOUS_PORTS)]
-        if not is_here(host) or is_free(port):
-            return port
-    raise UserError(f"{host}: no port of {RENDEZVOUS_PORTS} is free; see `ss -tln`")
+    count = len(RENDEZVOUS_PORTS)
+    ports = (RENDEZVOUS_PORTS[(first + tried) % count] for tried in range(count))
+    return next(port for port in ports if not is_here(host) or is_free(port))
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as listener, contextlib.suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port))
-        return True
-    return False
+    """Tell whether no process of this host listens at a port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 CONFIGURATIONS = {

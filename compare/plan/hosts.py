@@ -6,11 +6,10 @@ are filled in their order, as horovodrun and mpirun fill them.
 
 import functools
 import ipaddress
+import os
 import re
-import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -21,17 +20,17 @@ from recipe.world import tasks_per_node
 SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in
 
 
-def read_hosts(text: str) -> dict[str, int]:
-    """Return the slots of each host of `a:2,b:2`; raises UserError."""
+def read_hosts(text: str, source: str = "--hosts") -> dict[str, int]:
+    """Return the slots of each host of `a:2,b:2`; raises UserError, which names the source."""
     hosts: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, slots = part.strip().partition(":")
-        if not name or not slots.isdecimal() or int(slots) < 1 or name in hosts:
+    for part in map(str.strip, text.split(",")):
+        found = re.fullmatch(r"([^\s:=]+):([1-9]\d*)", part)
+        if found is None or found[1] in hosts:
             raise UserError(
-                f"--hosts {text}: {part.strip() or 'nothing'!r} does not say one host and how many "
-                "workers it takes; write name:N, with commas between hosts and each host once"
+                f"{source} {text}: {part or 'nothing'!r} does not say one host and how many "
+                "workers it takes; write name:N (in a hostfile also name slots=N), each host once"
             )
-        hosts[name] = int(slots)
+        hosts[found[1]] = int(found[2])
     return hosts
 
 
@@ -46,51 +45,31 @@ def read_hostfile(path: Path) -> str:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hostfile {path} cannot be read: {error}") from None
-    hosts: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        text = " ".join(line.partition("#")[0].split())
-        if not text:
-            continue
-        found = re.fullmatch(r"([^\s:=]+)(?: slots ?= ?|:)([1-9]\d*)", text)
-        if found is None:
-            raise UserError(
-                f"{path}, line {number}: {line.strip()!r} is not of the form 'name slots=N' (or "
-                "MPICH's 'name:N')"
-            )
-        hosts.append(f"{found[1]}:{found[2]}")
-    if not hosts:
-        raise UserError(f"--hostfile {path} names no host: write lines of the form 'name slots=N'")
-    named = ",".join(hosts)
-    try:
-        read_hosts(named)
-    except UserError:
-        raise UserError(f"--hostfile {path} names a host twice: give each one line") from None
+    parts = [" ".join(line.partition("#")[0].split()) for line in lines]
+    named = ",".join(re.sub(" slots ?= ?", ":", part) for part in parts if part)
+    read_hosts(named, f"--hostfile {path}:")
     return named
 
 
-def read_allocation(environ: Mapping[str, str]) -> str:
+def read_allocation() -> str:
     """Return the hosts of this Slurm allocation as `a:2,b:2`; raises UserError.
 
     A host takes as many workers as the job has tasks there.
     """
-    nodes = environ.get("SLURM_JOB_NODELIST")
-    if nodes is None:
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    tasks = os.environ.get("SLURM_TASKS_PER_NODE")  # such as 4(x2),2
+    if nodes is None or tasks is None:
         raise UserError(
-            "--hosts slurm: this is no Slurm allocation (SLURM_JOB_NODELIST is not set); start it "
-            "inside salloc or sbatch, or name the hosts"
+            "--hosts slurm: SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE are not both set; start "
+            "this inside salloc or sbatch, with --ntasks-per-node, or name the hosts"
         )
-    tasks = environ.get("SLURM_TASKS_PER_NODE")  # such as 4(x2),2
-    if tasks is None:
-        raise UserError(
-            "--hosts slurm: the allocation does not say how many workers a node takes "
-            "(SLURM_TASKS_PER_NODE is not set); ask for --ntasks-per-node"
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         )
-    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
-    if scontrol is None:
-        raise UserError("--hosts slurm: scontrol, which spells out a node list, is not on the PATH")
-    done = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"--hosts slurm: scontrol show hostnames {nodes}: {done.stderr.strip()}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "").strip()
+        raise UserError(f"--hosts slurm: the nodes are not known: {error} {said}") from None
     nodes_and_tasks = zip(done.stdout.split(), tasks_per_node(tasks), strict=True)
     return ",".join(f"{node}:{count}" for node, count in nodes_and_tasks)
 

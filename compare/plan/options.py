@@ -12,30 +12,29 @@ from typing import Any
 from msgspec.structs import replace
 
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
-from compare.plan.hosts import SLURM, most_on_a_host, read_allocation, read_hostfile
+from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
 from compare.plan.plan import (
     FIELDS,
     KEYS,
-    ROOT,
     Plan,
     Words,
-    knobs_files,
     meta_of,
 )
-from compare.plan.plan_file import (
-    check_end,
-    check_plan,
-    find_plan_file,
-    flag_of,
-    read_plan_file,
-    typed,
-)
+from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
+from compare.plan.sources import path_from_here
 from recipe.config import are_digits, check, read_flags
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
-from recipe.knobs import read_all_knobs
 
+SCRIPT = "compare/run.py"
 TUNING_ROUNDS = 5
+# What a flag takes the place of in a plan file, beside its own key.
+REPLACED = {
+    "blocks": ("until_interval", "minutes"),
+    "until_interval": ("blocks",),
+    "minutes": ("blocks",),
+    "null": ("pairs",),
+}
 # The first field of each group of flags.
 GROUPS = {
     "configurations": "what is compared",
@@ -58,7 +57,7 @@ TASK: dict[str, dict[str, Any]] = {
                  f"(default: {TUNING_ROUNDS})"},
 }  # fmt: skip
 PROCEDURE: dict[str, dict[str, Any]] = {
-    "--hostfile": {"type": Path, "metavar": "FILE", "help": "hosts, in lines of the form 'name "
+    "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
                    "slots=N', in place of --hosts"},
     "--no-phases": {"dest": "phase_steps", "action": "store_const", "const": 0,
                     "help": "leave out the runs that show the phases of a step"},
@@ -111,16 +110,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     group = parser.add_argument_group("how it is done")
     for name, more in PROCEDURE.items():
         group.add_argument(name, **more)
-    options = parser.parse_args(own)
-    options.runs = Path("runs")
-    options.arguments_after_dashes = trainer
-    out = None if options.tune else options.out  # a search's folder is emptied by --new
-    if options.new and out is not None and (out / "plan.json").exists():
-        raise UserError(
-            f"--new: {out} holds a comparison already; leave --new out to go on with it, or take "
-            "another --out DIR"
-        )
-    return options
+    return parser.parse_args(own, argparse.Namespace(arguments_after_dashes=trainer))
 
 
 def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -138,7 +128,7 @@ def positive(text: str) -> int:
 
 
 def read_definition(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag tells it."""
+    """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag gives it."""
     try:
         head, *rest = shlex.split(text) or [""]
     except ValueError as error:
@@ -159,77 +149,62 @@ def read_case(text: str) -> tuple[str, dict[str, Any]]:
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
-    given: dict[str, Any] = {key: getattr(options, key, None) for key in KEYS}
+    given = {key: getattr(options, key, None) for key in KEYS}
     table = {key: value for key, value in given.items() if value is not None}
     for key, read in (("configuration", read_definition), ("case", read_case)):
-        named = [read(text) for text in table.get(key, ())]
-        for name, _ in named:
-            if [other for other, _ in named].count(name) > 1:
-                raise UserError(f"{key} {name!r} is there twice: give each a name of its own")
-        table |= {key: dict(named)} if named else {}
+        if key in table:
+            table[key] = dict(map(read, table[key]))
     if "pairs" in table:
         table["pairs"] = [text.split(":") for text in table["pairs"]]
-    if options.hostfile is not None:
-        if "hosts" in table:
-            raise UserError(f"--hostfile {options.hostfile}: --hosts names hosts, too; give one")
-        table["hosts"] = read_hostfile(options.hostfile)
-    typed(table, Plan, "--", strict=False)
-    check_end(table)
+    take_hostfile(table)
     return table
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan of the file, if one is named, with what the flags say on top of it."""
-    file = read_plan_file(find_plan_file(options.plan)) if options.plan else {}
-    given, after_dashes = given_table(options), options.arguments_after_dashes
+def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a plan file says with what the flags say on top of it."""
     table = {**file, **given}
-    if given.keys() & {"until_interval", "minutes"} and "blocks" not in given:
-        table.pop("blocks", None)  # the file's
-    if after_dashes or given.keys() & {
-        "workers", "case", "configurations", "configuration", "minutes", "blocks",
-    }:  # fmt: skip
-        table.pop("time", None)  # which the file says of itself as it stands
+    for key, others in REPLACED.items():
+        for other in others if key in given else ():
+            if other not in given:
+                table.pop(other, None)
     if "configuration" in given:
         table["configuration"] = {**file.get("configuration", {}), **given["configuration"]}
         if "configurations" not in given:
             chosen = file.get("configurations", DEFAULT_CONFIGURATIONS)
             table["configurations"] = [*chosen, *given["configuration"]]
-    if "configurations" in given and "pairs" not in given:
-        # Of the file's pairs those that are still there.
+    if "configurations" in given and "pairs" in table and "pairs" not in given:
         chosen = set(given["configurations"])
-        table["pairs"] = [pair for pair in file.get("pairs", ()) if chosen.issuperset(pair)]
-    if table.get("null") and "pairs" not in given:
-        table.pop("pairs", None)
-    plan = typed(table, Plan, strict=False)
+        table["pairs"] = [pair for pair in file["pairs"] if chosen.issuperset(pair)]
+    return table
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the file, if one is named, with what the flags say on top of it."""
+    file = read_plan_file(options.plan) if options.plan else {}
+    after_dashes = options.arguments_after_dashes
+    plan = typed(merged(file, given_table(options)), Plan, strict=False)
     words = list(plan.trainer_arguments)
     if last_value(words, "--data") == "digits" and not are_digits(after_dashes):
         words = without_flag(words, "--preset")  # other images have their own
-    plan = replace(plan, trainer_arguments=Words((*words, *after_dashes)))
-    if plan.named_hosts == SLURM:
-        plan = replace(plan, allocation=read_allocation(os.environ))
-    check_plan(plan)
-    if options.block is not None:
-        if plan.measure != "runs" or plan.blocks is None:
-            raise UserError(
-                f"--block {options.block}: a block alone is one of whole runs whose number is "
-                "fixed; give --measure runs and --blocks, too"
-            )
-        if not 1 <= options.block <= plan.blocks:
-            raise UserError(f"--block {options.block}: the plan has blocks 1 to {plan.blocks}")
-    if options.tune is None:
-        if options.rounds is not None:
-            raise UserError(f"--rounds {options.rounds}: belongs to --tune; here give --blocks")
-        for name in knobs_files(plan):  # before the first run finds out that one cannot be used
-            read_all_knobs(Path(name).expanduser())
-    workers = tuple(sorted(set(plan.workers)))
-    return replace(
+    plan = replace(
         plan,
         configurations=tuple(dict.fromkeys(plan.configurations)),
-        workers=workers,
-        trainer_arguments=with_defaults(
-            plan.trainer_arguments, most_on_a_host(max(workers), plan.hosts)
-        ),
+        workers=tuple(sorted(set(plan.workers))),
+        trainer_arguments=Words((*words, *after_dashes)),
+        allocation=read_allocation() if plan.named_hosts == SLURM else None,
     )
+    check_plan(plan)
+    if options.block is not None and not (
+        plan.measure == "runs" and 1 <= options.block <= (plan.blocks or 0)
+    ):
+        raise UserError(
+            f"--block {options.block}: names one of the blocks 1 to N of --measure runs --blocks "
+            "N, which this plan does not have"
+        )
+    if options.rounds is not None and options.tune is None:
+        raise UserError(f"--rounds {options.rounds}: belongs to --tune; here give --blocks")
+    most = most_on_a_host(max(plan.workers), plan.hosts)
+    return replace(plan, trainer_arguments=with_defaults(plan.trainer_arguments, most))
 
 
 def with_defaults(trainer_arguments: Sequence[str], most_workers: int) -> Words:
@@ -249,7 +224,7 @@ def with_defaults(trainer_arguments: Sequence[str], most_workers: int) -> Words:
 def check_trainers(plan: Plan) -> None:
     """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
     SystemExit after a value that they do not know, or --help: their parser has answered then."""
-    program, runs = f"python {script_path()} --", plan.block(1)
+    program, runs = f"python {path_from_here(SCRIPT)} --", plan.block(1)
     for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in runs):
         try:
             config, *_ = read_flags(
@@ -261,19 +236,12 @@ def check_trainers(plan: Plan) -> None:
             raise UserError(f"the trainers refuse their flags: {error}") from None
 
 
-def command_words(argv: list[str], folder: Path, without: Sequence[str] = ()) -> list[str]:
+def command_words(argv: list[str], folder: Path, *more: str) -> list[str]:
     """Return the command that goes on in this very folder, from the flags of the first one;
-    `without` names flags with a value that are left out."""
+    `more` flags win over them."""
     own, trainer = split_words_at_dashes(argv)
     own = [word for word in own if word not in ("--new", "--dry-run")]
-    for flag in without:
-        own = without_flag(own, flag)
     if not any(word == "--out" or word.startswith("--out=") for word in own):
         own = ["--out", str(folder), *own]
-    return ["python", script_path(), *own, *(["--"] if trainer else []), *trainer]
-
-
-def script_path() -> str:
-    """Return run.py's path as one would type it here."""
-    script = ROOT / "compare/run.py"
-    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
+    own += more
+    return ["python", path_from_here(SCRIPT), *own, *(["--"] if trainer else []), *trainer]

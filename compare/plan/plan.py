@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
 from compare.plan.hosts import SLURM, is_only_here
-from compare.plan.sources import ROOT
+from compare.plan.sources import path_from_here
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
 
@@ -67,14 +67,15 @@ class Words(tuple[str, ...]):
 def decode(kind: type, value: Any) -> Any:
     """Read a Share or Words as people write them; ValueError says what is wrong."""
     if kind is Words:
-        return Words(shlex.split(value) if isinstance(value, str) else value)
-    if isinstance(value, str):
-        if not (found := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", value)):
-            raise ValueError("write a percentage, as in 2%")
-        value = float(found[1]) / 100
-    if not isinstance(value, float | int) or not 0 < value < 1:
-        raise ValueError("give a share between 0 % and 100 %")
-    return Share(value)
+        words = shlex.split(value) if isinstance(value, str) else value
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("write flags as in a shell")
+        return Words(words)
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", str(value))
+    share = float(found[1]) / 100 if found else value
+    if not isinstance(share, float) or not 0 < share < 1:
+        raise ValueError("give a percentage between 0 % and 100 %, as in 2%")
+    return Share(share)
 
 
 def percentage(share: float) -> str:
@@ -85,6 +86,8 @@ def percentage(share: float) -> str:
 Text = Annotated[str, Meta(pattern="^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
+MANY = Meta(le=10_000)  # more blocks would only be the number of a damaged plan.json
+NOT_EMPTY = Meta(min_length=1)
 
 
 def flag(text: str, metavar: str = "N", identifies: bool = False, name: str = "") -> Meta:
@@ -101,11 +104,21 @@ class OwnConfiguration(Struct, frozen=True, forbid_unknown_fields=True):
     flags: Words = Words()
     environment: dict[str, str] = {}
 
+    @property
+    def words(self) -> list[str]:
+        """What follows the `NAME=` of --define."""
+        return [self.base, *(f"{k}={v}" for k, v in self.environment.items()), *self.flags]
+
 
 class OwnCase(Struct, frozen=True, forbid_unknown_fields=True):
     """A case as a plan defines it."""
 
     flags: Words = Words()
+
+    @property
+    def words(self) -> list[str]:
+        """What follows the `NAME=` of --case."""
+        return [*self.flags]
 
 
 class Case(NamedTuple):
@@ -119,13 +132,14 @@ class Case(NamedTuple):
 class Run:
     """One start of one trainer: the unit of evidence."""
 
-    block: int  # 0: none, the run shows the phases of a step
+    block: int  # 0: none
     configuration: Configuration
     workers: int
     seed: int | None  # None: the user's own --seed stands among the trainer's arguments
     case: str = ""
     arguments: tuple[str, ...] = ()  # the trainer's, all but the run's place and its seed
     hosts: str | None = None
+    purpose: str = ""  # of a run in no block: to warm up, or to show the phases of a step
 
     @property
     def name(self) -> str:
@@ -139,7 +153,7 @@ class Run:
     @property
     def folder(self) -> str:
         """Where the trainer writes, seen from the comparison's folder."""
-        return f"block-{self.block}/{self.cell}" if self.block else f"phases/{self.cell}"
+        return f"{self.purpose or f'block-{self.block}'}/{self.cell}"
 
     @property
     def leaves_this_host(self) -> bool:
@@ -147,11 +161,9 @@ class Run:
 
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
-        trainer = ROOT / TRAINERS[self.configuration.engine]
-        if trainer.is_relative_to(Path.cwd()):
-            trainer = trainer.relative_to(Path.cwd())
+        trainer = path_from_here(TRAINERS[self.configuration.engine])
         job = hashlib.sha256(str(log_dir.resolve() / self.name).encode()).hexdigest()[:12]
-        words = [*self.configuration.launch_words(self.workers, self.hosts, job), str(trainer)]
+        words = [*self.configuration.launch_words(self.workers, self.hosts, job), trainer]
         words += ["--log-dir", str(log_dir), "--name", self.name]
         if self.seed is not None:
             words += ["--seed", str(self.seed)]
@@ -164,7 +176,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     question: Text | None = None
     time: Text | None = None  # that its file says it takes
     configurations: Annotated[
-        tuple[str, ...],
+        Annotated[tuple[str, ...], NOT_EMPTY],
         flag(
             f"any of {', '.join(CONFIGURATIONS)}, and your own (default: "
             f"{' '.join(DEFAULT_CONFIGURATIONS)}; without a plan on a machine without GPUs: those "
@@ -203,7 +215,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         False
     )
     workers: Annotated[
-        tuple[Count, ...], flag("numbers of worker processes (default: 2)", identifies=True)
+        Annotated[tuple[Count, ...], NOT_EMPTY],
+        flag("numbers of worker processes (default: 2)", identifies=True),
     ] = (2,)
     named_hosts: Annotated[
         str | None,
@@ -253,14 +266,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = "turns"
     full_runs: Annotated[
-        Whole,
+        Annotated[Whole, MANY],
         flag(
             "with turns: how often each configuration also trains from beginning to end, for what "
             "turns cannot see: learning curves, final weights, memory (default: 1; 0: not at all)"
         ),
     ] = 1
     blocks: Annotated[
-        Count | None,
+        Annotated[Count, MANY] | None,
         flag(
             "measure in so many blocks (default: as many as --until-interval and --minutes ask "
             "for; an interval needs 3). Each block starts each configuration once"
@@ -315,16 +328,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     phase_steps: Annotated[
         Whole,
         flag(
-            "after the blocks each configuration runs once more for N steps, half of them without "
-            "exchanging gradients, which shows the phases of a step (default: 120, or the "
-            "trainers' --max-steps)"
+            "after the blocks each configuration runs once more for N steps (at least "
+            f"{2 * ABLATION_STEPS}), half of them without exchanging gradients, which shows the "
+            "phases of a step (default: 120, or the trainers' --max-steps; 0: not at all)"
         ),
     ] = 120
     # What no one writes, but run.py finds out:
     plan_file: Text | None = None
     left_out: tuple[Text, ...] = ()  # configurations that cannot run here, without Horovod say
     allocation: str | None = None  # the hosts of this Slurm job; the next one's may be others
-    blocks_there: int = 0  # of whole runs, that were begun because their number is open
+    blocks_there: Annotated[Whole, MANY] = 0  # of whole runs, that were begun so far
 
     @property
     def hosts(self) -> str | None:
@@ -366,7 +379,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def varied(self) -> list[str]:
         """The settings that configurations give by flags of their own, by their field's name."""
-        return varied_fields(self.members())
+        flags = [flag_name(word) for member in self.members() for word in member.flags]
+        names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
+        return list(dict.fromkeys(name for name in names if name))
+
+    @property
+    def flag_lists(self) -> list[tuple[str, ...]]:
+        """All lists of flags for the trainers: of all runs, of cases, of configurations."""
+        own = [one.flags for one in self.configuration.values()]
+        return [self.trainer_arguments, *(one.flags for one in self.case.values()), *own]
 
     @property
     def most_ranks(self) -> int:
@@ -430,14 +451,21 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             members[name] for group in groups for name in balanced(group, block, *place, group[0])
         ]
 
-    def run(self, block: int, case: Case, configuration: Configuration, workers: int) -> Run:
+    def run(
+        self,
+        block: int,
+        case: Case,
+        configuration: Configuration,
+        workers: int,
+        purpose: str = "",
+    ) -> Run:
         """Return one run; what stands later among its arguments wins."""
         arguments = (*self.trainer_arguments, *case.flags, *configuration.arguments)
         own_seed = last_value(arguments, "--seed") is not None
         seed = None if own_seed else self.seed + max(block, 1) - 1
         if self.global_batch_size is not None:
             arguments = (*arguments, *self.share_of_global_batch(arguments, workers))
-        return Run(block, configuration, workers, seed, case.name, arguments, self.hosts)
+        return Run(block, configuration, workers, seed, case.name, arguments, self.hosts, purpose)
 
     def share_of_global_batch(self, arguments: Sequence[str], workers: int) -> list[str]:
         """Return the flags by which `workers` workers share the global batch (strong scaling).
@@ -472,7 +500,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for one in self.members():
             firsts.setdefault(one.engine, one)
         most = max(self.workers)
-        return [self.run(0, case, one, most) for case in self.cases for one in firsts.values()]
+        cells = [(case, one) for case in self.cases for one in firsts.values()]
+        return [self.run(0, case, one, most, "warm-up") for case, one in cells]
 
     def phase_runs(self) -> list[Run]:
         """Return one short run of each cell, in which stretches of steps with and without the
@@ -483,13 +512,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         runs = []
         cells = [(c, m, w) for c in self.cases for m in self.members() for w in self.workers]
         for case, configuration, workers in cells if self.phase_steps else ():
-            run = self.run(0, case, configuration, workers)
+            run = self.run(0, case, configuration, workers, "phases")
             if "--use-adasum" in map(flag_name, run.arguments):
                 continue  # it combines updates, and has no gradients to leave unexchanged
-            steps = self.phase_steps
-            if own := last_value(run.arguments, "--max-steps"):
-                # Below two stretches nothing would be measured.
-                steps = min(steps, max(int(own), 2 * ABLATION_STEPS))
+            own = int(last_value(run.arguments, "--max-steps") or self.phase_steps)
+            # Below two stretches nothing would be measured.
+            steps = max(min(self.phase_steps, own), 2 * ABLATION_STEPS)
             arguments = (
                 *without_flag(run.arguments, "--max-steps"),
                 "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
@@ -501,25 +529,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 FIELDS = msgspec.structs.fields(Plan)
 NOT_WRITTEN = ("plan_file", "left_out", "allocation", "blocks_there")
 # The keys of a plan file.
-KEYS = [field.encode_name for field in FIELDS if field.name not in NOT_WRITTEN]
+KEYS = [*(f.encode_name for f in FIELDS if f.name not in NOT_WRITTEN), "hostfile"]
 
 
 def meta_of(kind: Any) -> Meta:
     """Return what stands on a field, its help among it."""
     found = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
     return found[-1] if found else Meta()
-
-
-def varied_fields(configurations: Iterable[Configuration]) -> list[str]:
-    """Return the settings that configurations give by flags of their own, by their field's name."""
-    flags = [flag_name(word) for c in configurations for word in c.flags]
-    names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
-    return list(dict.fromkeys(name for name in names if name))
-
-
-def knobs_files(plan: Plan) -> list[str]:
-    """Return the files of knobs that the trainers of a plan will read."""
-    parts = [plan.trainer_arguments, *(case.flags for case in plan.cases)]
-    parts += [configuration.flags for configuration in plan.members()]
-    files = [last_value(words, "--knobs") for words in parts]
-    return sorted({name for name in files if name})

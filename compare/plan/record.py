@@ -4,36 +4,22 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import REMOVED_VARIABLES, set_variables, steering_variables
-from compare.plan.hosts import interface_variables
-from compare.plan.plan import Plan, Run, Text, knobs_files, meta_of
-from compare.plan.plan_file import typed, wrong_names
+from compare.plan.plan import Plan, Text, meta_of
+from compare.plan.plan_file import check_names, typed
 from compare.plan.sources import trainers_sha256
 from recipe.errors import UserError
 from recipe.files import write_json
+from recipe.flags import last_value
 
 IDENTIFIES = Meta(extra={"identifies": True})
-
-
-class PlannedRun(Struct, frozen=True, kw_only=True):
-    """A run that a plan asks for, as plan.json names it."""
-
-    block: int
-    case: Text = ""
-    configuration: Text
-    engine: str
-    launcher: str
-    workers: int
-    seed: int | None = None
-    folder: Text
 
 
 class Variables(Struct, frozen=True, kw_only=True):
@@ -66,8 +52,6 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     # The digest of each file of knobs.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
     environment: Annotated[Variables, IDENTIFIES]
-    runs_there: tuple[PlannedRun, ...] = msgspec.field(name="runs")
-    phase_runs_there: tuple[PlannedRun, ...] = msgspec.field(default=(), name="phase_runs")
 
 
 def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> PlanRecord:
@@ -76,10 +60,11 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> P
     if plan.is_allocation:  # another job may get other cores and GPUs; each run writes down its own
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
         affinity = ()
-    paths = {name: Path(name).expanduser() for name in knobs_files(plan)}
+    knobs = {last_value(words, "--knobs") for words in plan.flag_lists}
+    paths = {name: Path(name).expanduser() for name in sorted(filter(None, knobs))}
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     return PlanRecord(
-        **fields | {"allocation": None, "blocks_there": 0},
+        **fields | {"allocation": None, "blocks_there": plan.run_blocks},
         created_utc=created_utc,
         warnings=tuple(warnings),
         trainers_sha256=trainers_sha256(),
@@ -93,23 +78,6 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> P
             inherited=inherited,
             affinity=affinity,
         ),
-        runs_there=tuple(map(run_record, plan.runs())),
-        phase_runs_there=tuple(map(run_record, plan.phase_runs())),
-    )
-
-
-def run_record(run: Run) -> PlannedRun:
-    """Return how plan.json names a run."""
-    configuration = run.configuration
-    return PlannedRun(
-        block=run.block,
-        case=run.case,
-        configuration=configuration.name,
-        engine=configuration.engine,
-        launcher=configuration.launcher,
-        workers=run.workers,
-        seed=run.seed,
-        folder=run.folder,
     )
 
 
@@ -121,65 +89,41 @@ def write_plan(path: Path, record: PlanRecord) -> None:
 def read_plan(path: Path) -> PlanRecord:
     """Read plan.json, whichever version of run.py wrote it; UserError names file and field."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        plan = typed(upgraded(json.loads(path.read_text())), PlanRecord)
+        check_names(plan)
+        plan.runs()  # which raises if they cannot be made
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no plan: it holds no object")
-    try:
-        plan = typed(upgraded(found), PlanRecord)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: {error!r}: is missing, or of another type") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    if problem := next(wrong_names(plan), None) or wrong_runs(plan):
-        raise UserError(f"{path}: {problem}")
-    blocks = max((run.block for run in plan.runs_there), default=0)
-    return replace(plan, blocks_there=blocks)
-
-
-def wrong_runs(plan: PlanRecord) -> str:
-    """Say what is wrong with the runs that plan.json lists; empty if nothing is."""
-    names, cases = plan.names, [case.name for case in plan.cases]
-    for run in (*plan.runs_there, *plan.phase_runs_there):
-        if run.configuration not in names:
-            return f"a run of {run.configuration!r}, which the plan lacks"
-        if run.case not in cases:
-            return f"a run of case {run.case!r}, which the plan lacks"
-        folder = PurePosixPath(run.folder)
-        if not folder.parts or folder.is_absolute() or ".." in folder.parts:
-            return f"the folder {run.folder!r} is not in this comparison"
-    return ""
+    return plan
 
 
 def upgraded(old: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan.json of any version as today's: the one place that knows earlier ones. What a
-    plan could not yet hold when it was written has the value that it then had without a name."""
+    """Return a plan.json of any version as today's: the one place that knows the earlier ones, of
+    which there are some in results/. What a plan could not hold when it was written has the value
+    that was then a matter of course."""
     if "trainer_arguments" not in old:
         return old
-    fields = {field.encode_name for field in msgspec.structs.fields(PlanRecord)}
-    new = {name: value for name, value in old.items() if name in fields and value is not None}
+    known = {field.encode_name for field in msgspec.structs.fields(PlanRecord)}
+    new = {name: value for name, value in old.items() if name in known and value is not None}
     new["flags"] = old["trainer_arguments"]
-    names, interface = old["configurations"], old.get("network_interface")
+    new["blocks_there"] = max((run["block"] for run in old["runs"]), default=0)
+    names = old["configurations"]
     if old.get("null"):  # each configuration and the same one again
         new["configurations"] = names = names[::2]
-    pairs = [list(pair) for pair in old.get("pairs", ())]
-    if old.get("null") or pairs == [[names[0], other] for other in names[1:]]:
-        new.pop("pairs", None)  # those that are meant where none are named
-    new["case"] = {case["name"]: {"flags": case["flags"]}
-                   for case in old.get("cases", ()) if case["name"]}  # fmt: skip
+    if old.get("null") or new.get("pairs") == [[names[0], other] for other in names[1:]]:
+        new.pop("pairs")  # those that are meant where none are named
     kinds = {ready.kind: ready.name for ready in CONFIGURATIONS.values()}
-    of_network = interface_variables(interface).items()  # which the plan says
-    new["configuration"] = {}
-    for name, own in old.get("configuration_details", {}).items():
-        if name in names and name not in CONFIGURATIONS:
-            kind = (own["engine"], own["launcher"], own["controller"], own.get("transport", ""))
-            variables = [one for one in own["environment"].items() if one not in of_network]
-            new["configuration"][name] = {
-                "base": kinds.get(kind, " ".join(kind)),
-                "flags": own["flags"],
-                "environment": dict(variables),
-            }
+    new["configuration"] = {
+        name: {
+            "base": kinds[
+                own["engine"], own["launcher"], own["controller"], own.get("transport", "")
+            ],
+            "flags": own["flags"],
+            "environment": own["environment"],
+        }
+        for name, own in old.get("configuration_details", {}).items()
+        if name in names and name not in CONFIGURATIONS
+    }
     return {"measure": "runs"} | new  # as before there were turns
 
 

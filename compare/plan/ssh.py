@@ -3,7 +3,7 @@
 import os
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from compare.plan.hosts import is_here, placement
@@ -40,20 +40,12 @@ def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) ->
     ):
         return
     away = [name for name in placement(workers, hosts) if not is_here(name)]
-    if problems := unreachable(away):
-        lines = [f"{host}: {said}; {ssh_remedy(host, said)}" for host, said in problems.items()]
-        raise UserError(
-            "nothing was started, because ssh does not reach "
-            + ("all hosts:\n    " + "\n    ".join(lines) if len(lines) > 1 else lines[0])
-        )
-
-
-def unreachable(hosts: Iterable[str]) -> dict[str, str]:
-    """Return what ssh says of each host that it does not reach, after asking all of them at
-    once."""
     with ThreadPoolExecutor(max_workers=64) as pool:
-        said = dict(zip(hosts, pool.map(login_problem, hosts), strict=True))
-    return {host: text for host, text in said.items() if text}
+        problems = dict(zip(away, pool.map(login_problem, away), strict=True))
+    lines = [f"{host}: {said}; {ssh_remedy(host, said)}" for host, said in problems.items() if said]
+    if lines:
+        text = "\n    ".join(["nothing was started, because ssh does not reach all hosts:", *lines])
+        raise UserError(text)
 
 
 def login_problem(host: str) -> str:

@@ -24,10 +24,11 @@ from compare.evidence.records import ENGINES
 from compare.evidence.run_folder import read_object
 from compare.plan.configurations import Configuration
 from compare.plan.hosts import placement
-from compare.plan.options import TUNING_ROUNDS, script_path
+from compare.plan.options import SCRIPT, TUNING_ROUNDS
 from compare.plan.plan import OwnConfiguration, Plan, Words
 from compare.plan.plan_file import plan_words
 from compare.plan.record import write_plan
+from compare.plan.sources import path_from_here
 from compare.running import checks
 from compare.running.comparison import checked_record, measure, resumed
 from compare.running.launch import print_line, utc_now, utc_stamp
@@ -231,7 +232,7 @@ def comparison_command(plan: Plan, path: Path) -> str:
     arguments = Words((*plan.trainer_arguments, *plan.cases[0].flags, "--knobs", str(path)))
     steps = Plan().phase_steps
     plan = replace(plan, blocks=None, case={}, phase_steps=steps, trainer_arguments=arguments)
-    return shlex.join(["python", script_path(), *plan_words(plan)])
+    return shlex.join(["python", path_from_here(SCRIPT), *plan_words(plan)])
 
 
 def write_file(path: Path, found: Sequence[Found], plan: Plan, head: Sequence[str]) -> None:
@@ -275,7 +276,7 @@ def head_of(
     told = [f"{shown} {facts[name]}" for name, shown in names.items() if name in facts]
     return [
         f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
-        f"    {shlex.join(['python', script_path(), *argv])}",
+        f"    {shlex.join(['python', path_from_here(SCRIPT), *argv])}",
         f"with {max(plan.workers)} workers on {len(hosts)} host(s) ({', '.join(hosts)}), "
         f"{facts.get('device_name', 'a device that is not known')}; {', '.join(told)}.",
         "Each gain is a ratio of speeds, value / best before it, with its 95 % interval. On",
