@@ -36,9 +36,6 @@ def main() -> int:
     try:
         builder = find_builder(args.builder)
         epoch = source_date_epoch()
-        for file in (args.pip_config, args.ca_bundle):
-            if file and not file.is_file():
-                raise Problem(f"{file} is not a file: give the path of one.")
         for target in args.targets or ("cpu", "cuda"):
             command = build_command(builder, target, args, epoch)
             print(f"images: {target}: {shlex.join(command)}", flush=True)
@@ -96,19 +93,10 @@ def source_date_epoch() -> str:
     return found
 
 
-def project_version() -> str:
-    return find(r'^version = "(.+)"$', ROOT / "pyproject.toml")
-
-
-def image_tag(name: str, target: str) -> str:
-    torch = find(r"^torch==([\w.]+)", ROOT / "requirements.lock")
-    return f"{name}:{project_version()}-{target}-torch{torch}"
-
-
-def find(pattern: str, file: Path) -> str:
-    match = re.search(pattern, file.read_text(), re.MULTILINE)
-    if not match:
-        raise Problem(f"{file} has no line like {pattern}")
+def pinned(pattern: str, file: str) -> str:
+    """The version in the line of a file of the project that is like `pattern`."""
+    match = re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
+    assert match, f"{file} has no line like {pattern}"
     return match[1]
 
 
@@ -121,17 +109,22 @@ def output_of(command: list[str]) -> str:
 
 
 def build_command(builder: str, target: str, args: argparse.Namespace, epoch: str) -> list[str]:
-    build_args = {"SOURCE_DATE_EPOCH": epoch, "VERSION": project_version()}
+    version = pinned(r'^version = "(.+)"$', "pyproject.toml")
+    torch = pinned(r"^torch==([\w.]+)", "requirements.lock")
     revision = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+"]
-    build_args["REVISION"] = output_of(revision) or "unknown"
-    if args.base:
-        build_args["BASE"] = args.base
+    build_args = {
+        "SOURCE_DATE_EPOCH": epoch,
+        "VERSION": version,
+        "REVISION": output_of(revision) or "unknown",
+        **({"BASE": args.base} if args.base else {}),
+    }
     if builder == "docker":
         command = ["docker", "buildx", "build", "--load"]
     else:  # in these, --timestamp also sets the times of all files
         command = [builder, "build", "--layers", "--timestamp", epoch]
     command += ["--file", str(ROOT / "docker" / "Dockerfile"), "--target", target]
-    command += ["--tag", image_tag(args.name, target), "--tag", f"{args.name}:{target}"]
+    for tag in (f"{version}-{target}-torch{torch}", target):
+        command += ["--tag", f"{args.name}:{tag}"]
     for name, value in build_args.items():
         command += ["--build-arg", f"{name}={value}"]
     for name, file in (("pip_config", args.pip_config), ("ca_bundle", args.ca_bundle)):

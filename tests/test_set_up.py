@@ -23,11 +23,12 @@ def set_up(monkeypatch):
     return module
 
 
-def finish(set_up, venv: Path, **options) -> dict[str, str]:
-    """An environment in which every step is done."""
-    write_program(venv / "bin" / "python", "exit 0")
-    keys = set_up.step_keys(venv, options.get("mpi", "auto"), True)
-    set_up.write_stamps(venv, keys)
+def finish(set_up, venv: Path, python: str = "exit 0", **stamps: str) -> dict[str, str]:
+    """An environment in which every step is done, but for those that are given other stamps."""
+    write_program(venv / "bin" / "python", python)
+    (venv / "pyvenv.cfg").touch()
+    keys = set_up.step_keys("auto", with_horovod=True)
+    set_up.write_stamps(venv, {**keys, "VENV": str(venv), **stamps})
     return keys
 
 
@@ -55,55 +56,39 @@ def test_compiler_that_cannot_compile_is_refused(set_up, tmp_path, monkeypatch):
     assert "g++ 11 or newer is needed" in set_up.check_compiler("g++")
 
 
-def test_full_disk_is_refused(set_up, tmp_path):
-    assert set_up.check_disk(tmp_path / ".venv", needed=1) is None
-    text = set_up.check_disk(tmp_path / ".venv", needed=1e18)
-    assert "1000000000 GB are needed" in text and "VENV=path" in text
-
-
 def test_folder_that_is_no_environment_is_refused(set_up, tmp_path):
+    assert set_up.check_venv(tmp_path / "new") is set_up.check_venv(tmp_path) is None
     (tmp_path / "thesis.tex").touch()
-    assert "no virtual environment" in set_up.check_venv_folder(tmp_path)
+    assert "no virtual environment" in set_up.check_venv(tmp_path)
     (tmp_path / "pyvenv.cfg").touch()
-    assert set_up.check_venv_folder(tmp_path) is None
+    assert set_up.check_venv(tmp_path) is None
+
+
+def run_set_up(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "set_up.py")]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
 
 
 def test_all_that_is_missing_is_said_at_once_and_nothing_is_made(tmp_path):
-    venv = tmp_path / "venv"
-    environment = {"PATH": str(tmp_path), "VENV": str(venv), "CXX": str(tmp_path / "none")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "set_up.py")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_set_up(tmp_path, PATH=str(tmp_path), VENV="venv", CXX=str(tmp_path / "none"))
     assert done.returncode == 1
     assert "nothing was downloaded" in done.stderr and "g++ " in done.stderr
-    assert not venv.exists()
+    assert not (tmp_path / "venv").exists()
 
 
 def test_without_horovod_no_compiler_is_needed(set_up, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert "g++" in set_up.preflight(tmp_path / "v", with_horovod=True)
-    assert "g++" not in set_up.preflight(tmp_path / "v", with_horovod=False)
+    assert "g++" in set_up.preflight(with_horovod=True)
+    assert "g++" not in set_up.preflight(with_horovod=False)
 
 
 # ---- stamps
 
 
 def test_second_call_does_nothing(set_up, tmp_path):
-    venv = tmp_path / "venv"
-    finish(set_up, venv)
+    finish(set_up, tmp_path / "venv")
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "set_up.py")],
-        env={**os.environ, "VENV": "venv"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_set_up(tmp_path, **{**os.environ, "VENV": "venv"})
     assert done.returncode == 0 and "nothing to do" in done.stdout
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
@@ -130,24 +115,16 @@ def refused(set_up, venv: Path, monkeypatch, capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_environment_whose_python_has_gone_is_refused(set_up, tmp_path, monkeypatch, capsys):
-    """Another host may have that Python."""
-    keys = finish(set_up, tmp_path)
-    assert set_up.unfinished(tmp_path, keys) == []
-    (tmp_path / "pyvenv.cfg").touch()
-    (tmp_path / "bin" / "python").unlink()
-    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
-    text = refused(set_up, tmp_path, monkeypatch, capsys)
-    assert f"{tmp_path / 'gone'}, which is not on this machine" in text and "delete it" in text
-
-
-def test_environment_that_was_moved_is_refused(set_up, tmp_path, monkeypatch, capsys):
+def test_environment_that_cannot_work_is_refused(set_up, tmp_path, monkeypatch, capsys):
     finish(set_up, tmp_path / "a")
-    set_up.write_stamps(tmp_path / "a", {"VENV": str(tmp_path / "a")})
-    (tmp_path / "a" / "pyvenv.cfg").touch()
     (tmp_path / "a").rename(tmp_path / "b")
     text = refused(set_up, tmp_path / "b", monkeypatch, capsys)
     assert f"was made as {tmp_path / 'a'}" in text and "VENV=path" in text
+    finish(set_up, tmp_path / "gone")  # another host may have that Python
+    (tmp_path / "gone/bin/python").unlink()
+    (tmp_path / "gone/bin/python").symlink_to(tmp_path / "python")
+    text = refused(set_up, tmp_path / "gone", monkeypatch, capsys)
+    assert f"{tmp_path / 'python'}, which is not on this machine" in text and "delete it" in text
 
 
 def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypatch, capsys):
@@ -160,8 +137,7 @@ def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypa
         monkeypatch.setitem(set_up.STEPS, name, lambda venv, *_: steps.append(venv))
     assert set_up.main() == 0
     assert steps == [scratch] * 4  # though the folder was not there yet
-    write_program(scratch / "bin" / "python", "exit 0")
-    (scratch / "pyvenv.cfg").touch()
+    finish(set_up, scratch)
     before = tree(scratch)
     for path in (link, scratch, tmp_path / "scratch" / ".." / "scratch" / "env"):
         monkeypatch.setenv("VENV", str(path))
@@ -181,21 +157,19 @@ def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
     (tmp_path / "patches").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(set_up, "PATCHES", tmp_path / "patches")
-        keys = set_up.step_keys(tmp_path, "auto", True)
+        keys = set_up.step_keys("auto", True)
     assert set_up.unfinished(tmp_path, keys) == ["horovod"]
     other = tmp_path / "other.lock"
     other.write_text("torch==99\n")
     monkeypatch.setattr(set_up, "LOCK", other)
-    keys = set_up.step_keys(tmp_path, "auto", True)
+    keys = set_up.step_keys("auto", True)
     assert set_up.unfinished(tmp_path, keys) == ["packages", "project", "horovod"]
 
 
 def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, monkeypatch, capsys):
     """A login node: asked once, and remembered."""
-    finish(set_up, tmp_path / "venv")
     said = tmp_path / "said"
-    write_program(tmp_path / "venv" / "bin" / "python", f'echo "$@" >> {said}')
-    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    finish(set_up, tmp_path / "venv", f'echo "$@" >> {said}')
     monkeypatch.setenv("VENV", str(tmp_path / "venv"))
     monkeypatch.setenv("NCCL", "1")
     assert set_up.main() == 0
@@ -212,18 +186,14 @@ def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, monkeyp
 
 
 def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, monkeypatch, capsys):
-    keys = finish(set_up, tmp_path / "venv")
-    set_up.write_stamps(tmp_path / "venv", {"horovod": "an older build"})
-    write_program(tmp_path / "venv" / "bin" / "python", "exit 1")
-    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    keys = finish(set_up, tmp_path / "venv", "exit 1", horovod="an older build")
     monkeypatch.setenv("VENV", str(tmp_path / "venv"))
     assert set_up.main() == 1
     assert "DDP, the recipe and compare are installed" in capsys.readouterr().err
     assert set_up.unfinished(tmp_path / "venv", keys) == ["horovod"]
     # WITHOUT_HOROVOD=1 once is remembered.
     monkeypatch.setenv("WITHOUT_HOROVOD", "1")
-    set_up.write_stamps(tmp_path / "venv", {"project": "an older one"})
-    write_program(tmp_path / "venv" / "bin" / "python", "exit 0")
+    finish(set_up, tmp_path / "venv", project="an older one")
     assert set_up.main() == 0
     monkeypatch.delenv("WITHOUT_HOROVOD")
     assert set_up.main() == 0
@@ -281,18 +251,18 @@ def test_make_test_fails_if_a_test_does_or_if_none_is_asked_for(
 
 def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):
     code = (
-        "import set_up, sys, pathlib\nwith set_up.only_one_at_a_time(pathlib.Path(sys.argv[1])): 0"
+        "import pathlib, set_up, sys\n"
+        "with set_up.no_other_set_up(pathlib.Path(sys.argv[1])): print('free', flush=True), input()"
     )
-    with set_up.only_one_at_a_time(tmp_path / "venv"):
-        other = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / "venv")],
-            cwd=ROOT / "tools",
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert "waiting for it" in other.stdout.readline()
-        assert other.poll() is None
-    assert other.wait(30) == 0
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT / "tools"}
+    first = subprocess.Popen(command, **options)
+    assert first.stdout.readline() == b"free\n"
+    second = subprocess.Popen(command, **options)
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(1)
+    first.communicate(b"\n")
+    assert second.communicate(b"\n")[0] == b"free\n"
 
 
 # ---- the lock

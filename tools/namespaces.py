@@ -75,10 +75,6 @@ class HostsError(Exception):
     """Hosts could not be made, or not be reached."""
 
 
-class MissingTools(HostsError):
-    """Something that hosts need is not on this machine."""
-
-
 @dataclass
 class Host:
     """A host that is up."""
@@ -95,11 +91,8 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """What runs in this host's network, its sshd aside."""
-        pids = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
-        )
         found = []
-        for pid in map(int, pids.stdout.split()):
+        for pid in pids_in(self.namespace):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if pid != self.sshd.pid and process.status() != psutil.STATUS_ZOMBIE:
@@ -114,10 +107,8 @@ def hosts(
     """Make the hosts, and remove all of it at the end, also when something failed.
 
     `folder`, for keys and settings, must not be there yet. With `reach_here` they reach what
-    listens outside of them, too. HostsError if they cannot be made.
+    listens outside of them, too. HostsError if they cannot be made; ask `missing_tools` before.
     """
-    if needed := missing_tools():
-        raise MissingTools(f"hosts in network namespaces need {', '.join(needed)}")
     folder.mkdir(parents=True)
     folder.chmod(0o700)
     write_configuration(folder, names)
@@ -230,15 +221,17 @@ def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:
     raise HostsError(f"{host.name} cannot be reached: {told}\n{log}")
 
 
+def pids_in(namespace: str) -> list[int]:
+    """What runs in a network namespace; nothing if it is not there."""
+    command = ["ip", "netns", "pids", namespace]
+    return [int(pid) for pid in subprocess.run(command, capture_output=True).stdout.split()]
+
+
 def end_all_in(namespace: str) -> None:
     """Kill whatever runs in a network namespace, until nothing does."""
-    for _ in range(20):
-        pids = subprocess.run(
-            ["ip", "netns", "pids", namespace], capture_output=True, text=True
-        ).stdout.split()
-        if not pids:
-            return
-        for pid in map(int, pids):
+    deadline = time.monotonic() + 2
+    while (pids := pids_in(namespace)) and time.monotonic() < deadline:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         time.sleep(0.1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -40,8 +39,8 @@ template <std::integral T> T same(T x) { return x; }
 int main() { return same(0); }
 """
 WHEEL_MPI = "Open MPI 4.1.8, a wheel inside the environment (MPI=system: what is on PATH)"
-DISK = 10e9  # bytes: torch with its CUDA libraries takes 5.4, pip's cache and the build the rest
 STAMPS = "set_up.json"
+MADE = "made"
 
 
 def main() -> int:
@@ -68,14 +67,16 @@ def set_up() -> str:
     without = os.environ.get("WITHOUT_HOROVOD") or before.get("WITHOUT_HOROVOD", "0")
     if nccl not in ("auto", "0", "1"):
         raise StepFailed(f"NCCL={nccl} is neither 1 (Horovod with it) nor 0 (without)")
-    keys = step_keys(venv, mpi, without == "0", nccl)
-    if not unfinished(venv, keys) and not check_same_python(venv):
-        return f"nothing to do ({venv}{'' if without == '0' else ', without Horovod'})"
-    if problems := preflight(venv, with_horovod=without == "0"):
-        lines = [f"  {name:<9} {text}" for name, text in problems.items()]
+    keys = step_keys(mpi, without == "0", nccl)
+    todo, problems = unfinished(venv, keys), {"VENV": check_venv(venv)}
+    if todo:
+        problems.update(preflight(with_horovod=without == "0"))
+    if lines := [f"  {name:<9} {text}" for name, text in problems.items() if text]:
         raise StepFailed("\n".join(["to put right first; nothing was downloaded yet:", *lines]))
+    if not todo:
+        return f"nothing to do ({venv}{'' if without == '0' else ', without Horovod'})"
     print("set-up: MPI is", "found on PATH" if mpi == "system" else WHEEL_MPI, flush=True)
-    with only_one_at_a_time(venv):
+    with no_other_set_up(venv):
         for step in unfinished(venv, keys):  # another set-up may have done some meanwhile
             STEPS[step](venv, mpi, nccl)
             kept = {"MPI": mpi, "NCCL": nccl, "WITHOUT_HOROVOD": without, "VENV": str(venv)}
@@ -90,24 +91,17 @@ class StepFailed(Exception):
 # ---- stamps
 
 
-def step_keys(venv: Path, mpi: str, with_horovod: bool, nccl: str = "auto") -> dict[str, str]:
+def step_keys(mpi: str, with_horovod: bool, nccl: str = "auto") -> dict[str, str]:
     """What each step depends on, in the order of the steps; a step without a key is left out."""
     packages = digest(LOCK.read_bytes(), mpi == "system")
     project = digest((ROOT / "pyproject.toml").read_bytes(), ROOT, packages)
-    keys = {"environment": environment_key(venv), "packages": packages, "project": project}
+    keys = {"environment": MADE, "packages": packages, "project": project}
     if with_horovod:
         gpu = Path("/proc/driver/nvidia/version").exists()
         with_nccl = {"1": True, "0": False}.get(nccl, gpu)
         builder = [file.read_bytes() for file in [BUILDER, *sorted(PATCHES.iterdir())]]
         keys["horovod"] = digest(builder, packages, mpi, with_nccl)
     return keys
-
-
-def environment_key(venv: Path) -> str:
-    """The same for each path that leads to the folder that the environment was made in."""
-    made = read_stamps(venv).get("VENV", "")
-    is_here = os.path.isdir(made) and os.path.samefile(made, venv)
-    return digest(Path(made) if is_here else venv)
 
 
 def digest(*parts: object) -> str:
@@ -128,33 +122,21 @@ def write_stamps(venv: Path, new: dict[str, str]) -> None:
 
 
 def unfinished(venv: Path, keys: dict[str, str]) -> list[str]:
-    """The steps to do. An environment that is missing or broken takes all others with it."""
+    """The steps to do; without an environment, all of them."""
     stamps = read_stamps(venv)
-    if stamps.get("environment") != keys["environment"] or not has_python(venv):
-        return list(keys)
     return [step for step in keys if stamps.get(step) != keys[step]]
 
 
-def has_python(venv: Path) -> bool:
-    """False also for a link that leads nowhere: the Python that it was made of has gone."""
-    return (venv / "bin" / "python").exists()
-
-
 @contextlib.contextmanager
-def only_one_at_a_time(venv: Path) -> Iterator[None]:
-    """A second set-up of an environment waits for the first, and then finds its work done."""
+def no_other_set_up(venv: Path) -> Iterator[None]:
+    """Wait until no other set-up uses the environment, and keep others waiting meanwhile."""
     import fcntl
 
     venv.mkdir(parents=True, exist_ok=True)
     folder = os.open(venv, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print("set-up: another set-up is using this environment: waiting for it", flush=True)
-        fcntl.flock(folder, fcntl.LOCK_EX)
-    except OSError:
-        pass  # some network file systems lock no folders
-    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)
@@ -163,8 +145,9 @@ def only_one_at_a_time(venv: Path) -> Iterator[None]:
 # ---- before anything is downloaded
 
 
-def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
-    """All that this machine lacks: its name, and what is wrong and how to fix it."""
+def preflight(with_horovod: bool) -> dict[str, str | None]:
+    """What this machine lacks, and how to fix it, by name; None where all is well. That the disk is
+    full, or that Debian's python3-venv is missing, pip and venv say themselves."""
     machine, this = f"{platform.system()} on {platform.machine()}", f"python3.{sys.version_info[1]}"
     is_known = machine in ("Linux on x86_64", "Linux on aarch64")
     checks = {
@@ -173,11 +156,6 @@ def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
         else f"{machine}: Horovod and NCCL want Linux on x86_64 or aarch64. On Windows use WSL2; "
         "on a Mac a Linux container.",
         "python": check_python(sys.version_info[:3], os.environ.get("PATH", "")),
-        "venv": None
-        if importlib.util.find_spec("ensurepip")
-        else f"this Python makes no virtual environments. Debian, Ubuntu: the package {this}-venv.",
-        "disk": check_disk(venv),
-        "VENV": check_venv_folder(venv) or check_same_python(venv),
     }
     if with_horovod:
         checks["g++"] = check_compiler(os.environ.get("CXX") or "g++")
@@ -186,7 +164,7 @@ def preflight(venv: Path, with_horovod: bool) -> dict[str, str]:
                 "this Python came without its C headers, which Horovod is compiled with. Debian, "
                 f"Ubuntu: the package {this}-dev. WITHOUT_HOROVOD=1 sets up all the rest."
             )
-    return {name: text for name, text in checks.items() if text}
+    return checks
 
 
 def check_python(version: tuple, path: str) -> str | None:
@@ -194,8 +172,7 @@ def check_python(version: tuple, path: str) -> str | None:
         return None
     text = f"{'.'.join(map(str, version))} is too old: 3.10 or newer is needed."
     for name in [f"python3.{minor}" for minor in range(14, 9, -1)]:
-        program = shutil.which(name, path=path)  # pyenv puts there what it will not run
-        if program and subprocess.call([program, "--version"], stdout=-3, stderr=-3) == 0:
+        if shutil.which(name, path=path):
             return f"{text} {name} is on PATH: add PYTHON={name} to the command."
     return f"{text} Install one (`module load python`, pyenv, your distribution's package)."
 
@@ -216,48 +193,29 @@ def check_compiler(command: str) -> str | None:
     )
 
 
-def check_disk(venv: Path, needed: float = DISK) -> str | None:
-    if any(venv.glob("lib/python3*/site-packages/torch/lib/libtorch_cpu.so")):
-        needed /= 5  # the large part is there already
-    folder = next(parent for parent in venv.parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free >= needed:
-        return None
-    return (
-        f"{free / 1e9:.1f} GB are free in {folder}, {needed / 1e9:.0f} GB are needed. "
-        "Make room, or put the environment elsewhere: VENV=path."
-    )
-
-
-def check_venv_folder(venv: Path) -> str | None:
-    ours = (venv / "pyvenv.cfg").exists() or not venv.exists()
-    if not ours and (not venv.is_dir() or any(venv.iterdir())):
-        return f"{venv} is there and is no virtual environment. Name another: VENV=path."
-    stamps = read_stamps(venv)
-    if "environment" not in stamps:
-        return None
+def check_venv(venv: Path) -> str | None:
+    """Why the folder cannot be the environment, and what to do; None if it can."""
     instead = "If nobody uses it, delete it; or name another: VENV=path."
-    if stamps["environment"] != environment_key(venv):
-        made = stamps.get("VENV", "another path")
+    if not (venv / "pyvenv.cfg").exists():
+        is_free = not venv.exists() or (venv.is_dir() and not any(venv.iterdir()))
+        return None if is_free else f"{venv} is there and is no virtual environment. {instead}"
+    stamps = read_stamps(venv)
+    made = stamps.get("VENV", str(venv))
+    if not (os.path.isdir(made) and os.path.samefile(made, venv)):  # a disk may have two paths
         return f"{venv} was made as {made}, and an environment works in its place only. {instead}"
-    if not has_python(venv):
-        python = os.path.realpath(venv / "bin" / "python")
-        return f"{venv} was made with {python}, which is not on this machine. {instead}"
-    return None
-
-
-def check_same_python(venv: Path) -> str | None:
-    """Only where it matters: a finished one runs under any Python, if none was asked for."""
-    if "environment" in read_stamps(venv) and not os.environ.get("PYTHON"):
-        return None
-    this = f"python3.{sys.version_info[1]}"
+    python, this = venv / "bin" / "python", f"python3.{sys.version_info[1]}"
+    if stamps and not python.exists():
+        gone = os.path.realpath(python)
+        return f"{venv} was made with {gone}, which is not on this machine. {instead}"
     begun = sorted(folder.name for folder in venv.glob("lib/python3.*"))
-    if not begun or this in begun:
-        return None
-    return (
-        f"{venv} was made by {begun[0]}, and this is {this}. Go on with PYTHON={begun[0]}, delete "
-        "the environment, or name another: VENV=path."
-    )
+    # A finished one runs under any Python, if none was asked for.
+    is_bound = os.environ.get("PYTHON") or stamps.get("environment") != MADE
+    if is_bound and begun and this not in begun:
+        return (
+            f"{venv} was made by {begun[0]}, and this is {this}. Go on with PYTHON={begun[0]}. "
+            f"{instead}"
+        )
+    return None
 
 
 # ---- the steps
@@ -275,9 +233,8 @@ def install_packages(venv: Path, mpi: str, nccl: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "requirements.txt"
         listed.write_text("\n".join(lines) + "\n")
-        command = [*pip(venv), "install", "--quiet", "--requirement", str(listed)]
-        if sys.stdout.isatty():
-            command.remove("--quiet")
+        quiet = [] if sys.stdout.isatty() else ["--quiet"]
+        command = [*pip(venv), "install", *quiet, "--requirement", str(listed)]
         run(command, "packages", "from the lock, some GB with torch's CUDA libraries")
 
 
