@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,28 +22,15 @@ UUID = "01234567-89ab-cdef-0123-456789abcdef"
 RANGE_UJ = 262_143_328_850
 
 
-class Clock:
-    """Stands in for the system's clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for the system's clock."""
+    it = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: it.now)
+    return it
 
 
 # ---- processors ----
-
-
-def write_domain(powercap: Path, domain: str, name: str, energy_uj: int | str) -> None:
-    folder = powercap / domain
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "name").write_text(f"{name}\n")
-    (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
-    (folder / "energy_uj").write_text(f"{energy_uj}\n")
 
 
 @pytest.fixture
@@ -50,15 +38,18 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host of two packages, with all that must not be added to them."""
     monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     (tmp_path / "intel-rapl").mkdir()
-    write_domain(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
-    write_domain(tmp_path, "intel-rapl:1", "package-1", 7_000_000)
     for domain, name in {
+        "intel-rapl:0": "package-0",
+        "intel-rapl:1": "package-1",
         "intel-rapl:0:0": "core",
         "intel-rapl:0:1": "dram",
         "intel-rapl:2": "psys",
         "intel-rapl-mmio:0": "package-0",  # the same package, by another way
     }.items():
-        write_domain(tmp_path, domain, name, 0)
+        files = {"name": name, "max_energy_range_uj": RANGE_UJ, "energy_uj": 5_000_000}
+        (tmp_path / domain).mkdir()
+        for file, content in files.items():
+            (tmp_path / domain / file).write_text(f"{content}\n")
     return tmp_path
 
 
@@ -66,10 +57,6 @@ def use_everywhere(powercap: Path, joules: int) -> None:
     """Let each domain use `joules`."""
     for file in powercap.glob("*/energy_uj"):
         file.write_text(str((int(file.read_text()) + joules * 1_000_000) % RANGE_UJ))
-
-
-def cpu_joules(meter: EnergyMeter) -> float:
-    return meter.use().cpu_joules
 
 
 def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Path) -> None:
@@ -80,24 +67,26 @@ def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Pat
         use_everywhere(powercap, 200_000)
         for meter in meters:
             meter.sample()
-    assert [cpu_joules(meter) for meter in meters] == [pytest.approx(1_600_000), 0, 0]
+    assert [meter.use().cpu_joules for meter in meters] == [pytest.approx(1_600_000), 0, 0]
 
 
 def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
-    powercap: Path, clock: Clock
+    powercap: Path, clock: SimpleNamespace
 ) -> None:
     meter = EnergyMeter(CPU, 0)
     meter.start()
     clock.now += 262
     meter.sample()
-    assert cpu_joules(meter) == 0
+    assert meter.use().cpu_joules == 0
     clock.now += 263  # 1 kW would have filled the range
     meter.sample()
     meter.stop()
-    assert math.isnan(cpu_joules(meter))
+    assert math.isnan(meter.use().cpu_joules)
 
 
-def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Clock) -> None:
+def test_only_stretches_between_start_and_stop_count(
+    powercap: Path, clock: SimpleNamespace
+) -> None:
     meter = EnergyMeter(CPU, 0)
     meter.sample()
     for _ in range(2):
@@ -110,53 +99,34 @@ def test_only_stretches_between_start_and_stop_count(powercap: Path, clock: Cloc
         for _ in range(2):
             meter.stop()
             use_everywhere(powercap, 500)
-    assert cpu_joules(meter) == pytest.approx(2 * 2 * 6)
+    assert meter.use().cpu_joules == pytest.approx(2 * 2 * 6)
     assert meter.use().seconds == pytest.approx(2 * 4)
 
 
-def test_processors_that_cannot_be_read(powercap: Path) -> None:
-    """Half of a host is no figure either; a folder in a file's place nobody reads, root neither."""
-    counter, largest = (
-        powercap / "intel-rapl:0" / name for name in ("energy_uj", "max_energy_range_uj")
-    )
-    content = counter.read_text()
-    largest.rename(powercap / "away")
-    assert math.isnan(joules_of_a_stretch())
-    (powercap / "away").rename(largest)
-    counter.write_text("\n")
-    assert math.isnan(joules_of_a_stretch())
-    counter.unlink()
-    assert math.isnan(joules_of_a_stretch())
-    counter.mkdir()
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("max_energy_range_uj", None), ("energy_uj", "\n"), ("energy_uj", None), ("name", "none\n")],
+)
+def test_processors_that_cannot_be_read(file: str, content: str | None, powercap: Path) -> None:
+    """Half of a host is no figure either, nor is one with a reading that failed."""
+    counters = sorted(powercap.glob("intel-rapl:?/energy_uj"))
+    kept = [counter.read_text() for counter in counters]
+    for package in ("intel-rapl:0", "intel-rapl:1")[: 2 if file == "name" else 1]:
+        path = powercap / package / file
+        path.unlink() if content is None else path.write_text(content)
     meter = EnergyMeter(CPU, 0)
     meter.start()
-    counter.rmdir()
-    counter.write_text(content)  # one reading that failed is enough
-    meter.sample()
-    assert math.isnan(cpu_joules(meter)) and joules_of_a_stretch() == 0
-    for name in ("intel-rapl:0", "intel-rapl:1"):
-        (powercap / name).rename(powercap / f"x-{name}")
-    assert math.isnan(joules_of_a_stretch())
-
-
-def joules_of_a_stretch() -> float:
-    meter = EnergyMeter(CPU, 0)
-    meter.start()
+    for counter, text in zip(counters, kept, strict=True):
+        counter.write_text(text)
     meter.stop()
-    return cpu_joules(meter)
+    assert math.isnan(meter.use().cpu_joules)
 
 
 # ---- GPUs ----
 
 
-class NVMLError(Exception):
-    """As in pynvml."""
-
-
 class FakeNvml:
     """Stands in for the module pynvml: a host whose second GPU is the one that torch uses."""
-
-    NVMLError = NVMLError
 
     def __init__(self, broken: str | None = None) -> None:
         self.broken = broken
@@ -165,7 +135,7 @@ class FakeNvml:
 
     def _answer(self, name: str, value: Any) -> Any:
         if name == self.broken:
-            raise NVMLError("Not Supported")
+            raise RuntimeError("Not Supported")
         return value
 
     def nvmlInit(self) -> None:
@@ -173,7 +143,7 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         if uuid != f"GPU-{UUID}":
-            raise NVMLError("Not Found")
+            raise RuntimeError("Not Found")
         return self._answer("nvmlDeviceGetHandleByUUID", "mine")
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
@@ -184,22 +154,25 @@ class FakeNvml:
         return self._answer("nvmlDeviceGetUtilizationRates", rates)
 
 
-def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = UUID) -> list:
+@pytest.fixture
+def gpu_row(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Callable[..., list]:
     """The figures of a run of 4 seconds on a GPU that uses 300 J a second."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: import fails
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
-    )
-    clock = Clock(monkeypatch)
-    meter = EnergyMeter(CUDA, 1)
-    meter.start()
-    for percent, read in ((40, meter.sample), (90, meter.sample), (80, meter.stop)):
-        clock.now += 4 / 3
-        if nvml is not None:
-            nvml.millijoules["mine"] += 400_000
-            nvml.percents["mine"] = percent
-        read()
-    return list(astuple(meter.use()))
+
+    def measure(nvml: FakeNvml | None, uuid: str = UUID) -> list:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: import fails
+        properties = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        meter = EnergyMeter(CUDA, 1)
+        meter.start()
+        for percent, read in ((40, meter.sample), (90, meter.sample), (80, meter.stop)):
+            clock.now += 4 / 3
+            if nvml is not None:
+                nvml.millijoules["mine"] += 400_000
+                nvml.percents["mine"] = percent
+            read()
+        return list(astuple(meter.use()))
+
+    return measure
 
 
 @pytest.mark.parametrize(
@@ -212,24 +185,14 @@ def gpu_row(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, uuid: str = 
         ("nvmlDeviceGetHandleByUUID", [math.nan, math.nan, 0, 4]),
     ],
 )
-def test_gpu(broken: str | None, row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_row(monkeypatch, FakeNvml(broken)) == pytest.approx(row, nan_ok=True)
+def test_gpu(broken: str | None, row: list[float], gpu_row: Callable[..., list]) -> None:
+    assert gpu_row(FakeNvml(broken)) == pytest.approx(row, nan_ok=True)
 
 
-def test_no_nvml_and_never_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nvml_and_never_another_gpu(gpu_row: Callable[..., list]) -> None:
     nothing = pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
-    assert gpu_row(monkeypatch, None) == nothing
-    assert gpu_row(monkeypatch, FakeNvml(), uuid=UUID.replace("0", "f")) == nothing
-
-
-def test_a_count_that_falls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a range to wrap at, it began anew, and what was lost is not known."""
-    nvml = FakeNvml()
-    nvml.millijoules["mine"] = -400_000 * 3
-    monkeypatch.setattr(
-        nvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: abs(nvml.millijoules["mine"])
-    )
-    assert not math.isfinite(gpu_row(monkeypatch, nvml)[0])
+    assert gpu_row(None) == nothing
+    assert gpu_row(FakeNvml(), uuid=UUID.replace("0", "f")) == nothing
 
 
 @pytest.mark.gpu
