@@ -71,9 +71,7 @@ def test_the_worst_rate_is_the_slowest_and_its_interval_is_for_all_rates() -> No
 
 def test_what_auto_chose_is_read_from_its_output(tmp_path: Path) -> None:
     log = tmp_path / "output.log"
-    log.write_text(
-        "x\r\nwire format: fp16 (fp32 422 ms, fp16 212 ms for 8.69 MiB of gradients)\r\n"
-    )
+    log.write_text("x\r\nwire format: fp16 (fp32 422 ms, fp16 212 ms for 8.69 MiB)\r\n")
     assert wire_format.read_choice(log) == "fp16"
     log.write_text("x\n")
     with pytest.raises(MeasurementError, match="does not say what it chose"):

@@ -18,7 +18,7 @@ from benchmarks import run as bench_run
 from benchmarks.by_turns import Contender, make_side, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare import keep
-from compare.evidence import packed, turns
+from compare.evidence import packed
 from compare.evidence.turns import Block, Turn
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
@@ -33,11 +33,6 @@ def block(first: list[float], second: list[float], loads: list[float] | None = N
         for side, value in (("a", a), ("b", b))
     ]
     return Block(1, ("a", "b"), 0.0, tuple(turns))
-
-
-def side(**changes: object) -> Side:
-    values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
-    return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------- verdicts, table, record
@@ -84,32 +79,27 @@ def test_blocks_go_on_until_the_verdict_is_decided(
     assert (options.confidence, given.confidence) == (pytest.approx(1 - 0.05 / 3), 0.95)
 
 
-def test_a_row_without_a_goal_is_for_reference() -> None:
-    row = Row(3, "other", None).compared([block([9], [10])] * 3, "a", "b")
-    assert row.verdict == record.NO_GOAL
-    assert "0.900" in record.show_rows([row]) and "≥" not in record.show_rows([row])
-
-
 def test_the_table_and_its_notes() -> None:
+    same, slower = ([block([speed], [10])] * 3 for speed in (10, 9))
     rows = [
-        Row(14, "memory", 1.01, at_least=False).measured(
-            turns.estimate([block([1], [1])] * 3, "a", "b"), "tiny"
-        ),
+        Row(14, "memory", 1.01, at_least=False, notes=("tiny",)).compared(same, "a", "b"),
         Row(11, "speed", 3200, unit="images/s", needs="a GPU"),
+        Row(3, "other", None).compared(slower, "a", "b"),
     ]
-    text = record.show_rows(rows)
-    assert text.index("speed") < text.index("memory")
-    assert "≤ 1.010" in text and "1.000 – 1.000" in text and "needs a GPU" in text
-    assert "≥ 3,200 images/s" in text
-    assert text.endswith("14, memory: tiny")
+    other, speed, memory = record.show_rows(rows).splitlines()[2:5]
+    assert "0.900" in other and "for reference" in other and "≥" not in other
+    assert "≥ 3,200 images/s" in speed and "needs a GPU" in speed
+    assert "≤ 1.010" in memory and "1.000 – 1.000" in memory
+    assert record.show_rows(rows).endswith("14, memory: tiny")
     assert "|---" in record.show_rows(rows, markdown=True)
 
 
 def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     row = Row(5, "x", 0.9).compared([block([9], [10])] * 3, "a", "b")
-    measure = lambda options: Measured([row], [side()], {"5": [block([9], [10])]})  # noqa: E731
+    blocks = {"5": [block([9], [10])]}
+    measured = Measured([row], [Side("x", ("python",), ("p.py",), 8)], blocks)
     options = Options(tmp_path / "new", blocks=3, turns=1)
-    assert record.measure_and_keep("checkpoints", measure, options) == [row]
+    assert record.measure_and_keep("checkpoints", lambda _: measured, options) == [row]
     assert record.read_rows(options.out, "checkpoints") == [row]
     kept = json.loads((options.out / "checkpoints.json").read_text())
     assert kept["rows"][0]["verdict"] == row.verdict
@@ -196,22 +186,15 @@ def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
     assert bench_run.main(["--table", str(kept)]) == 0  # the rows are read from there
 
 
-def test_what_was_in_need_of_something_is_measured_again(
+def test_what_needed_something_or_failed_is_measured_again_beside_the_others(
     measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert bench_run.main(["--out", str(tmp_path), "--only", "10"]) == 0
-        assert "needs root" in capsys.readouterr().out
-    assert measured == ["wire_format"] * 2
-
-
-def test_a_failure_does_not_keep_the_others_from_it(
-    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench_run.main(["--out", str(tmp_path), "--only", "14,13"]) == 1
-    assert measured == ["start_time", "memory"]
-    told = capsys.readouterr()
-    assert "no such luck" in told.err and "needs mending" in told.out
+        assert bench_run.main(["--out", str(tmp_path), "--only", "10,14,13"]) == 1
+        shown = capsys.readouterr()
+        assert "needs root" in shown.out and "needs mending" in shown.out
+        assert "no such luck" in shown.err
+    assert measured == ["wire_format", "start_time", "memory", "wire_format", "memory"]
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,12 @@ def test_no_file_bears_a_standard_module_s_name(package):
     assert not names & set(sys.stdlib_module_names)
 
 
-def test_report_starts_without_torch():
+@pytest.mark.parametrize("name", ["report", "timeline", "parity"])
+def test_commands_that_read_start_without_torch(name):
     """The contract is about imports that are written; this is about those that happen."""
-    code = "import compare.report, sys; print(*{'torch', 'horovod', 'mpi4py'} & set(sys.modules))"
+    code = (
+        f"import compare.{name}, sys; print(*{{'torch', 'horovod', 'mpi4py'}} & {{*sys.modules}})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
