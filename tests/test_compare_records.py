@@ -439,11 +439,10 @@ def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
         ({"case": {"A\x1b[2J": {}}}, "'A.*use letters"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_named(tmp_path, changes, message):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-    edit(folder / "plan.json", **changes)
+def test_a_plan_that_makes_no_sense_is_named(one_block, changes, message):
+    edit(one_block / "plan.json", **changes)
     with pytest.raises(UserError, match=rf"plan\.json cannot be read: {message}"):
-        load_comparison(folder)
+        load_comparison(one_block)
 
 
 def test_the_recorded_comparison_is_that_of_the_engines(tmp_path):

@@ -7,17 +7,18 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
 from records import a_plan, make_turns
-from test_compare_records import edit, make_comparison
+from test_compare_records import edit, edit_fingerprint, make_comparison
 
 from compare import report
 from compare.evidence import packed
 from compare.evidence.notices import MISSING, WARNINGS, notices
 from compare.evidence.paired import Estimate, student_quantile
-from compare.evidence.records import Comparison, RunRecord, load_comparison
+from compare.evidence.records import Comparison, load_comparison
 from compare.evidence.rows import speed_rows
 from compare.evidence.verdicts import Verdict, correction_text, decided, judge
 from compare.evidence.words import label_of
@@ -34,6 +35,16 @@ PAIRS = (
     ("ddp-mpi", "ddp-torchrun"), ("horovod-mpi", "horovod-gloo"),
 )  # fmt: skip
 SPEEDS = {"ddp-torchrun": 100.0, "horovod-gloo": 100.0, "ddp-mpi": 106.0, "horovod-mpi": 90.0}
+
+
+INTERVAL = r", 95 % interval [\d.]+ to [\d.]+, 6 blocks\."
+SENTENCES = (
+    rf"DDP over Gloo and Horovod over Gloo are equal within \d\.\d %: speed ratio [\d.]+{INTERVAL}",
+    rf"DDP over MPI trained 1\.1\d+ times as fast as Horovod over MPI{INTERVAL}",
+    rf"DDP over MPI trained 1\.0\d+ times as fast as DDP over Gloo{INTERVAL}",
+    rf"Horovod over MPI trained 0\.9\d+ times as fast as Horovod over Gloo{INTERVAL}",
+    rf"the ratio DDP / Horovod over MPI is 1\.1\d+ times that over Gloo{INTERVAL}",
+)
 
 
 def by_turns(
@@ -53,6 +64,17 @@ def square(tmp_path_factory) -> Comparison:
     return load_comparison(by_turns(tmp_path_factory.mktemp("square") / "compare-1"))
 
 
+def edit_blocks(folder: Path, **changes: Any) -> Path:
+    """Change the turns of a comparison's blocks: each field by what a function makes of the turn,
+    and of its block's number; return the folder."""
+    for path in folder.glob("turns/2-workers/*/block.json"):
+        block = json.loads(path.read_text())
+        for turn in block["turns"]:
+            turn |= {name: made(turn, block["number"]) for name, made in changes.items()}
+        path.write_text(json.dumps(block))
+    return folder
+
+
 def test_the_square_parts_engine_and_transport(square):
     assert [label_of(square, name) for name in SQUARE] == [
         "DDP over Gloo", "Horovod over Gloo", "DDP over MPI", "Horovod over MPI",
@@ -61,24 +83,16 @@ def test_the_square_parts_engine_and_transport(square):
     assert [verdict.decision for verdict in verdicts] == [
         "equal", "faster", "faster", "slower", "faster",
     ]  # fmt: skip
-    at_gloo, at_mpi, of_ddp, of_horovod, interaction = verdicts
-    assert re.fullmatch(
-        r"At 2 workers DDP over Gloo and Horovod over Gloo are equal within \d\.\d %: speed ratio "
-        r"[\d.]+, 95 % interval 0\.99\d to 1\.0\d+, 6 blocks\.",
-        at_gloo.sentence(),
-    )
-    assert re.fullmatch(
-        r"At 2 workers DDP over MPI trained 1\.1\d+ times as fast as Horovod over MPI, 95 % "
-        r"interval 1\.1\d+ to 1\.[12]\d+, 6 blocks\.",
-        at_mpi.sentence(),
-    )
-    assert "DDP over MPI trained 1.0" in of_ddp.sentence()
-    assert "Horovod over MPI trained 0.9" in of_horovod.sentence()
-    assert interaction.is_interaction
-    assert interaction.sentence().startswith("At 2 workers the ratio DDP / Horovod over MPI is 1.1")
+    for verdict, pattern in zip(verdicts, SENTENCES, strict=True):
+        assert re.fullmatch(f"At 2 workers {pattern}", verdict.sentence())
+    assert verdicts[-1].is_interaction and verdicts[-1].cpu is None
     assert {verdict.family for verdict in verdicts} == {5}
-    assert of_ddp.equal_weights  # of the full runs
+    assert verdicts[2].equal_weights  # of the full runs
     assert "corrected by Holm's method" in correction_text(square, verdicts)
+    # An interaction needs pairs that connect the square.
+    pairs = (("ddp-mpi", "horovod-mpi"), ("ddp-mpi", "ddp-torchrun"))
+    plan = structs.replace(square.plan, judged_pairs=pairs)
+    assert not any(one.is_interaction for one in judge(replace(square, plan=plan)))
 
 
 def test_a_noisy_square_says_how_much_longer_would_decide(tmp_path):
@@ -110,13 +124,6 @@ def test_a_null_test_shows_any_difference_that_its_interval_shows(square, low, h
     assert words in verdict.sentence()
 
 
-def test_an_interaction_needs_pairs_that_connect_the_square(square):
-    pairs = (("ddp-mpi", "horovod-mpi"), ("ddp-mpi", "ddp-torchrun"))
-    plan = structs.replace(square.plan, judged_pairs=pairs)
-    assert not any(one.is_interaction for one in judge(replace(square, plan=plan)))
-    assert judge(square)[-1].cpu is None
-
-
 @pytest.mark.parametrize(("plan", "words"), [
     ({"blocks": 8}, "6 of 8 blocks"),
     ({"blocks": 6}, ""),
@@ -133,33 +140,22 @@ def test_an_unfinished_measurement_is_named(square, plan, words):
 
 def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=1)
-    path = folder / "turns/2-workers/block-1/block.json"
-    block = json.loads(path.read_text())
-    for turn in block["turns"]:
-        turn["other_load"] = 0.5 * (turn["side"] == "ddp-mpi")
-    path.write_text(json.dumps(block))
+    edit_blocks(folder, other_load=lambda turn, _: 0.5 * (turn["side"] == "ddp-mpi"))
     told = dict(notices(load_comparison(folder)))[WARNINGS]
     assert any("up to 0.50 cores busy" in line for line in told)
 
 
-def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path):
+def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path, square):
+    def speed(turn: dict[str, Any], number: int) -> float:
+        return 100.0 if turn["side"] == "horovod-gloo" else 100.2 + number / 1e4
+
     folder = by_turns(tmp_path / "compare-1", names=("ddp-torchrun", "horovod-gloo"))
-    for path in folder.glob("turns/*/block-*/block.json"):
-        block = json.loads(path.read_text())
-        for turn in block["turns"]:
-            speed = 100.0 if turn["side"] == "horovod-gloo" else 100.2 + block["number"] / 1e4
-            turn["images_per_second"] = speed
-        path.write_text(json.dumps(block))
-    [verdict] = judge(load_comparison(folder))
+    [verdict] = judge(load_comparison(edit_blocks(folder, images_per_second=speed)))
     assert verdict.decision == "equal" and "95 % interval 1.002 to" in verdict.sentence()
     [barely] = judged(verdict, 1.0004, 1.045, 1)
     assert "1.0004 to 1.0450" in plot_verdicts([barely]).table[1]
-
-
-def test_the_square_prints_no_bound_as_1(square):
-    [barely, *_] = judged(judge(square)[0], 1.0004, 1.045, 1)
     report = Report(square)
-    report.verdicts = [barely, *report.verdicts[1:]]
+    report.verdicts = [*judged(report.verdicts[0], 1.0004, 1.045, 1), *report.verdicts[1:]]
     [table] = square_tables(report, "")
     assert "(1.0004–1.0450)" in [cell.aside for cell in table.rows[-1]]
 
@@ -205,31 +201,28 @@ def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message)
     assert judge(comparison)[0].speed.blocks == 3
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0, -1.0])
-def test_a_turn_whose_speed_is_none_is_damage(tmp_path, value):
-    folder = by_turns(tmp_path / "compare-1", blocks=3)
-    path = folder / "turns/2-workers/block-1/block.json"
-    block = json.loads(path.read_text())
-    block["turns"][0]["images_per_second"] = value
-    path.write_text(json.dumps(block))
-    assert len(load_comparison(folder).blocks("", 2)) == 2
+def test_a_turn_whose_speed_is_none_is_damage(tmp_path):
+    folder = by_turns(tmp_path / "compare-1", blocks=5)
+    speeds = dict(enumerate((math.nan, math.inf, 0, -1.0, 100.0), start=1))
+    edit_blocks(folder, images_per_second=lambda _, number: speeds[number])
+    assert [block.number for block in load_comparison(folder).blocks("", 2)] == [5]
 
 
-@pytest.mark.parametrize("field", ["torch", "cpu_model"])
-def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path, field):
+def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=4)
     for name in SQUARE:
-        edit(folder / f"turns/2-workers/block-3/{name}/0/run/environment.json", **{field: "other"})
-    verdict = judge(load_comparison(folder))[0]
-    assert verdict.speed is None and [fact.field for fact in verdict.differences] == [field]
-    assert f"{field} changed between blocks: " in terminal_report(Report(load_comparison(folder)))
+        side = folder / f"turns/2-workers/block-3/{name}/0/run/environment.json"
+        edit(side, torch="3.0", cpu_model="Another")
+    verdict = judge(comparison := load_comparison(folder))[0]
+    assert verdict.speed is None
+    assert [fact.field for fact in verdict.differences] == ["cpu_model", "torch"]
+    assert "torch changed between blocks: " in terminal_report(Report(comparison))
 
 
 def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=3)
-    for number in (1, 2, 3):
-        side = folder / f"turns/2-workers/block-{number}/ddp-mpi/0/run"
-        edit(side / "config.json", batch_size=16)
+    for path in folder.glob("turns/2-workers/*/ddp-mpi/0/run/config.json"):
+        edit(path, batch_size=16)
     comparison = load_comparison(folder)
     differences = [bool(verdict.differences) for verdict in judge(comparison)]
     assert differences == [False, True, True, False, True]
@@ -240,9 +233,8 @@ def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
 
 def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(workers=(2,)))
-    for path in folder.glob("block-2/*/summary.json"):
-        fingerprint = json.loads(path.read_text())["fingerprint"]
-        edit(path, fingerprint={**fingerprint, "learning_rates_sha256": "c" * 64})
+    for path in folder.glob("block-2/*"):
+        edit_fingerprint(path, "learning_rates_sha256", "c" * 64)
     [verdict] = judge(load_comparison(folder))
     assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
 
@@ -261,36 +253,10 @@ def test_a_packed_comparison_says_the_same(square, tmp_path):
     assert told == [verdict.sentence() for verdict in judge(square)]
 
 
-def test_a_report_of_many_runs_looks_at_each_a_few_times(tmp_path, monkeypatch):
-    """No table looks through all runs for each of its lines."""
-    looked = 0
-    real = RunRecord.is_complete.fget
-
-    def counted(run: RunRecord) -> bool:
-        nonlocal looked
-        looked += 1
-        return bool(real(run))
-
-    monkeypatch.setattr(RunRecord, "is_complete", property(counted))
-    found = []
-    for blocks in (10, 20):
-        folder = make_comparison(
-            tmp_path / f"compare-{blocks}", a_plan(blocks=blocks, phase_steps=0)
-        )
-        comparison = load_comparison(folder)
-        looked = 0
-        terminal_report(Report(comparison))
-        found.append(looked)
-    assert found[1] <= 2.2 * found[0]
-    assert found[1] <= 15 * len(comparison.runs)
-
-
 def test_beside_whole_runs_there_is_no_ratio_and_all_that_a_verdict_rests_on(square, tmp_path):
     plan = a_plan(configurations=SQUARE[:2], workers=(2,), phase_steps=0)
     folder = make_comparison(tmp_path / "compare-2", plan)
-    for path in folder.glob("block-2/horovod-gloo-2/summary.json"):
-        fingerprint = json.loads(path.read_text())["fingerprint"]
-        edit(path, fingerprint={**fingerprint, "learning_rates_sha256": "c" * 64})
+    edit_fingerprint(folder / "block-2/horovod-gloo-2", "learning_rates_sha256", "c" * 64)
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
     both = [Report(square), Report(load_comparison(folder))]
     assert SideBySide(both).differences["measured by"] == ("turns", "runs")
@@ -305,8 +271,7 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     """As `run.py --full-runs 0` leaves it."""
     folder = by_turns(tmp_path / "compare-1")
     shutil.rmtree(folder / "block-1")
-    plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps(plan | {"full_runs": 0}))
+    edit(folder / "plan.json", full_runs=0)
     for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0, capsys.readouterr().err
     assert "DDP over MPI trained" in capsys.readouterr().out
