@@ -62,8 +62,7 @@ def settings_of(run: Run) -> dict[str, Any]:
         "epochs": EPOCHS, "seed": run.seed or 0, "fp16_allreduce": False, "bucket_cap_mb": None,
         "ablation_steps": None,
     }  # fmt: skip
-    words = (*run.arguments, "--")
-    for flag, value in itertools.pairwise(words):
+    for flag, value in itertools.pairwise((*run.arguments, "--")):
         field = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and field in settings:
             given: Any = True if value.startswith("--") else value
@@ -73,80 +72,48 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     """Write one complete run folder, as a trainer and run.py write it."""
-    folder = comparison / run.folder
+    folder, settings, engine = comparison / run.folder, settings_of(run), run.configuration.engine
     folder.mkdir(parents=True)
-    noise = random.Random(f"{run.folder}")
+    noise, stretch = random.Random(f"{run.folder}"), settings["ablation_steps"]
     drift = random.Random(f"block {run.block}").uniform(0.9, 1.1)
-    engine = run.configuration.engine
-    settings = settings_of(run)
-    speed = 1000 * drift * run.workers**0.8 * (ratio if engine == "ddp" else 1)
-    speed *= noise.uniform(0.99, 1.01)
-    over_mpi = (run.configuration.controller or run.configuration.transport or engine) in (
-        "mpi", "horovod",
-    )  # fmt: skip
-    transport = "MPI" if over_mpi else "Gloo"
-    seed = settings["seed"]
-    lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "...", "step": 0}]
-    batch = settings["batch_size"] * run.workers
-    curve = random.Random(f"{seed} {run.workers} {run.case}")
-    stretch = settings["ablation_steps"]
+    common = 1000 * drift * run.workers**0.8
+    speed = common * (ratio if engine == "ddp" else 1) * noise.uniform(0.99, 1.01)
+    batch, steps = settings["batch_size"] * run.workers, STEPS_PER_EPOCH * EPOCHS
     # All that the slower one takes longer goes into the exchange.
-    ideal = 1 / (1000 * drift * run.workers**0.8 * max(ratio, 1))
-    phases = {name: share * ideal * batch for name, share in SHARES.items()}
+    phases = {f"{name}_seconds": share * batch / (common * max(ratio, 1))
+              for name, share in SHARES.items()}  # fmt: skip
     exposed = batch / speed - sum(phases.values())
-    for epoch in range(EPOCHS):
-        for _ in range(STEPS_PER_EPOCH):
-            step = sum(line["kind"] == "step" for line in lines) + 1
-            exchanged = stretch is None or (step - 1) // stretch % 2 == 0
-            factor = noise.uniform(0.9, 1.2)
-            timed = {f"{name}_seconds": factor * seconds for name, seconds in phases.items()}
-            timed["backward_seconds"] += factor * exposed * exchanged
-            seconds = sum(timed.values())
-            loss = 2.3 * math.exp(-step / 20) + curve.uniform(0, 0.1)
-            lines.append({
-                "kind": "step", "epoch": epoch, "step": step, "samples_seen": step * batch,
-                "loss": loss, "top1": 100 - 30 * loss, "top5": 99.0, "learning_rate": 0.1,
-                "seconds": seconds, **timed, "exchanged": exchanged,
-                "images_per_second": batch / seconds,
-            })  # fmt: skip
-        common = {"epoch": epoch, "step": step, "samples_seen": step * batch}
-        lines.append({"kind": "epoch", **common, "loss": loss, "top1": 100 - 30 * loss,
-                      "top5": 99.0, "seconds": 1.0, "images_per_second": speed})  # fmt: skip
-        lines.append({"kind": "eval", **common, "loss": loss * 0.8, "top1": 100 - 20 * loss,
-                      "top5": 99.5, "num_images": 360, "seconds": 0.1, "weights": "model",
-                      "train_seconds_so_far": (epoch + 1) * STEPS_PER_EPOCH * batch / speed,
-                      })  # fmt: skip
+    lines = make_lines(run, settings, noise, batch, speed, phases, exposed)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
-    launcher = "mpirun" if run.configuration.controller == "mpi" else run.configuration.launcher
+    own = run.configuration
+    over_mpi = (own.controller or own.transport or engine) in ("mpi", "horovod")
     started: dict[str, Any] = {
-        "engine": engine, "launcher": launcher, "transport": transport,
-        "world_size": run.workers, "threads": 2 // run.workers,
+        "engine": engine, "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
+        "transport": "MPI" if over_mpi else "Gloo", "world_size": run.workers,
+        "threads": 2 // run.workers,
     }  # fmt: skip
     write(folder / "environment.json", asdict(an_environment(
         **started, local_size=run.workers, rank_hosts=["node"] * run.workers,
-        affinity=["0-1"] * run.workers, variables=run.configuration.environment,
+        affinity=["0-1"] * run.workers, variables=own.environment,
         horovod="0.28.1" if engine == "horovod" else None,
-        mpi="Open MPI 4.1.8" if transport == "MPI" else None,
+        mpi="Open MPI 4.1.8" if over_mpi else None,
     )))  # fmt: skip
-    digest = f"{seed:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
-    steps = STEPS_PER_EPOCH * EPOCHS
-    measured = {f"{name}_seconds": seconds for name, seconds in phases.items()}
-    if stretch is None:
-        measured["backward_seconds"] += exposed
-    phases_of_step: dict[str, Any] = {
-        "steps": steps - 5, "step_seconds": batch / speed, **measured,
+    digest = f"{settings['seed']:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
+    measured: dict[str, Any] = {
+        **phases, "steps": steps - 5, "step_seconds": batch / speed,
         "exposed_communication_seconds": exposed if stretch else None,
+        "backward_seconds": phases["backward_seconds"] + (0 if stretch else exposed),
     }  # fmt: skip
     ranks = [
-        Rank(**{**phases_of_step, "forward_seconds": phases["forward"] * (1.1 if rank else 1.0)},
+        Rank(**{**measured, "forward_seconds": phases["forward_seconds"] * (1.1 if rank else 1.0)},
              rank=rank, host="node", cpu_seconds=11.0 / run.workers, peak_memory_bytes=400_000_000)
         for rank in range(run.workers)
     ]  # fmt: skip
     write(folder / "summary.json", asdict(a_summary(
         **started, steps=steps, samples_seen=steps * batch, images_per_second=speed,
         train_seconds=steps * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
-        loss=loss * 0.8, weights_sha256=digest, phases=Phases(**phases_of_step), ranks=ranks,
+        loss=lines[-1]["loss"], weights_sha256=digest, phases=Phases(**measured), ranks=ranks,
         input=Input(images_per_second=speed, wait_share=SHARES["data"]),  gradient_bytes=44_700_000,
         fingerprint={
             "data_order_sha256": digest, "initial_weights_sha256": digest,
@@ -165,6 +132,34 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     (folder / "command.txt").write_text("torchrun ... train.py\n")
     (folder / "output.log").write_text("epoch 1\n")
     return folder
+
+
+def make_lines(
+    run: Run, settings: dict[str, Any], noise: random.Random, batch: int, speed: float,
+    phases: dict[str, float], exposed: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return the lines of a run's metrics.jsonl: steps, and an evaluation after each epoch."""
+    curve = random.Random(f"{settings['seed']} {run.workers} {run.case}")
+    lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "...", "step": 0}]
+    for step in range(1, STEPS_PER_EPOCH * EPOCHS + 1):
+        exchanged = (step - 1) // (settings["ablation_steps"] or 1000) % 2 == 0
+        timed = {name: noise.uniform(0.9, 1.2) * seconds for name, seconds in phases.items()}
+        timed["backward_seconds"] += exposed * exchanged
+        seconds, loss = sum(timed.values()), 2.3 * math.exp(-step / 20) + curve.uniform(0, 0.1)
+        common = {"epoch": (step - 1) // STEPS_PER_EPOCH, "step": step,
+                  "samples_seen": step * batch}  # fmt: skip
+        lines.append({
+            "kind": "step", **common, "loss": loss, "top1": 100 - 30 * loss, "top5": 99.0,
+            "learning_rate": 0.1, "seconds": seconds, **timed, "exchanged": exchanged,
+            "images_per_second": batch / seconds,
+        })  # fmt: skip
+        if step % STEPS_PER_EPOCH == 0:
+            lines.append({
+                "kind": "eval", **common, "loss": loss * 0.8, "top1": 100 - 20 * loss,
+                "top5": 99.5, "num_images": 360, "seconds": 0.1, "weights": "model",
+                "train_seconds_so_far": step * batch / speed,
+            })  # fmt: skip
+    return lines
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
@@ -201,30 +196,6 @@ TWO_CASES = (
 def one_block(tmp_path):
     """A comparison of one block, without phases."""
     return make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
-
-
-def test_a_whole_comparison_is_read(tmp_path):
-    comparison = load_comparison(make_comparison(tmp_path / "compare-1"))
-    assert len(comparison.complete) == len(comparison.runs) == 12
-    assert [run.cell for run in comparison.phase_runs] == [
-        ("", 1, "ddp-torchrun"), ("", 2, "ddp-torchrun"), ("", 1, "horovod-mpi"),
-        ("", 2, "horovod-mpi"),
-    ]  # fmt: skip
-    assert all(run.is_complete and run.block == 0 for run in comparison.phase_runs)
-    run = find(comparison, 2, "horovod-mpi", 2)
-    assert (run.label, run.other_load) == ("Horovod (horovodrun, MPI)", 0.05)
-    assert len(run.steps) == STEPS_PER_EPOCH * EPOCHS
-
-
-def test_what_an_older_trainer_wrote_has_its_name_of_today(one_block):
-    folder = one_block / "block-1/ddp-torchrun-1"
-    edit(folder / "config.json", trace_steps=3)
-    edit_fingerprint(folder, "trace_steps", 3)
-    for name in ("environment.json", "summary.json"):
-        edit(folder / name, launcher="slurm")
-    run = find(load_comparison(one_block), 1, "ddp-torchrun", 1)
-    assert run.environment.launcher == run.summary.launcher == "srun"
-    assert run.config.flags["tensor_steps"] == run.summary.fingerprint["tensor_steps"] == 3
 
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -406,30 +377,6 @@ def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
         load_comparison(folder)
 
 
-def test_a_comparison_of_before_cases_and_phases_is_read(tmp_path):
-    """Run folders without the newer measurements, a plan without the newer fields."""
-    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
-    plan = json.loads((folder / "plan.json").read_text())
-    old = ("created_utc", "seed", "blocks", "configurations", "workers", "environment")
-    dropped = dict.fromkeys(plan.keys() - set(old), ...)
-    more = {"trainer_arguments": plan["flags"], "runs": [{"block": 1}]}
-    edit(folder / "plan.json", **dropped | more)
-    for path in folder.glob("block-*/*/summary.json"):
-        edit(path, phases=..., ranks=..., input=..., energy=...)
-        absent = dict.fromkeys(("affinity", "allocator", "variables", "kernel", "rank_hosts"), ...)
-        edit(path.parent / "environment.json", **absent)
-        edit(path.parent / "outcome.json", other_load=...)
-        metrics = path.with_name("metrics.jsonl")
-        late = r', "(forward_seconds|backward_seconds|optimizer_seconds|exchanged)": [^,}]+'
-        metrics.write_text(re.sub(late, "", metrics.read_text()))
-    comparison = load_comparison(folder)
-    assert len(comparison.complete) == 4
-    assert all(run.steps[0].exchanged for run in comparison.complete)
-    assert comparison.cases == [""]
-    assert comparison.plan.pairs() == [("ddp-torchrun", "horovod-mpi")]
-    assert find(comparison, 1, "horovod-mpi", 2).other_load is None
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -461,7 +408,6 @@ def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
     for inside in ("", "plan.json", "block-1", "block-1/VGG-16", "block-1/VGG-16/horovod-mpi-2",
                    "block-1/VGG-16/horovod-mpi-2/summary.json", "phases"):  # fmt: skip
         assert find_comparison(folder / inside).resolve() == folder
-    assert find_comparison(tmp_path / "runs") == folder  # the only one in there
     monkeypatch.chdir(tmp_path)
     assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
     monkeypatch.chdir(folder)

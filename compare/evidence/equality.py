@@ -16,13 +16,11 @@ START = {"engine", "launcher", "transport"}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 # Records of earlier trainers lack some of these.
 EQUAL_IN_ENVIRONMENT = (
-    "hosts", "local_size", "device_name", "cpu_model", "cores", "kernel", "cuda", "rank_hosts",
-    "affinity", "allocator",
+    "hosts", "local_size", "world_size", "device", "device_name", "cpu_model", "cores", "threads",
+    "kernel", "cuda", "rank_hosts", "affinity", "allocator", "python", "torch", "torchvision",
 )  # fmt: skip
 # Software that not every configuration uses: equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi")
-# Of a side of a block of turns, which has no fingerprint.
-EQUAL_OF_SIDES = ("world_size", "threads", "device", "python", "torch", "torchvision")
 ABSENT = "absent"
 # What each block has of its own.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
@@ -104,16 +102,13 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
     environment = recorded(run.environment)
     facts = run.config.flags | {
         "CUDA version" if name == "cuda" else name: environment[name]  # `cuda` is a flag
-        for name in EQUAL_IN_ENVIRONMENT
+        for name in (*EQUAL_IN_ENVIRONMENT, *START)
         if name in environment
     }
     facts |= {name: environment[name] for name in EQUAL_WHERE_USED if environment[name]}
-    facts |= {name: vars(run.environment if run.is_side else run.summary)[name] for name in START}
     facts |= run.environment.variables
-    if run.is_side:
-        facts |= {name: environment[name] for name in EQUAL_OF_SIDES}
-    else:
-        facts |= {name: vars(run.summary)[name] for name in EQUAL_IN_SUMMARY}
+    if not run.is_side:
+        facts |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}
         facts |= run.summary.fingerprint
     return {name: value for name, value in facts.items() if name not in PLACES}
 

@@ -146,22 +146,16 @@ def estimate_logs(
     variance, degrees, is_shared = float(np.var(logs, ddof=1)), n - 1, False
     if pooled is not None and sides > 2:
         variance = OWN_SHARE * variance + (1 - OWN_SHARE) * pooled
-        degrees, is_shared = shared_degrees(sides, n - 1), True
+        # Of the sides - 1 contrasts that `pooled` averages, one is the pair's own: the two parts
+        # below are independent, and their sum has the degrees that Satterthwaite's formula gives
+        # (Biometrics Bulletin 2, 1946).
+        own = OWN_SHARE + (1 - OWN_SHARE) / (sides - 1)
+        degrees = int((n - 1) / (own**2 + (1 - own) ** 2 / (sides - 2)))
+        is_shared = True
     error = math.sqrt(variance / n)
     half = student_quantile(confidence, degrees) * error
     low, high = math.exp(center - half), math.exp(center + half)
     return Estimate(math.exp(center), low, high, ratios, error, degrees, confidence, is_shared)
-
-
-def shared_degrees(sides: int, degrees: int) -> int:
-    """Return the degrees of freedom of a pair's variance that leans on those of all `sides`.
-
-    Of the sides - 1 contrasts that the pooled variance averages, one is the pair's own: the two
-    parts below are independent, and their sum has the degrees that Satterthwaite's formula gives
-    (Biometrics Bulletin 2, 1946).
-    """
-    own = OWN_SHARE + (1 - OWN_SHARE) / (sides - 1)
-    return int(degrees / (own**2 + (1 - own) ** 2 / (sides - 2)))
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:

@@ -19,7 +19,6 @@ from compare.evidence.run_folder import (
     read_metrics,
     read_object,
     read_record,
-    read_summary,
 )
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import Configuration
@@ -221,16 +220,13 @@ def recorded_comparison(results: Path) -> Path | None:
 
 
 def find_comparison(path: Path) -> Path:
-    """Return the comparison that a user's path means: its own folder or plan.json, one of its
-    blocks or runs, or a folder that holds no other. UserError says what there is instead."""
+    """Return the comparison that a user's path means: its own folder, or what lies in it; UserError
+    if there is none."""
     folder = path if path.is_dir() else path.parent
     here = folder.resolve()
-    inside = sorted(plan.parent for plan in folder.glob("*/plan.json"))
     for candidate in (here, *here.parents[:3]):  # block-1/CASE/CONFIGURATION-2 lies three below
         if path.exists() and (candidate / "plan.json").exists():
             return folder if candidate == here else candidate
-    if path.exists() and len(inside) == 1:
-        return inside[0]
     what = "holds no plan.json, so that it is no comparison" if path.exists() else "does not exist"
     raise UserError(
         f"{path} {what}: give the path of one, as in `python compare/report.py runs/compare-...`, "
@@ -319,7 +315,7 @@ def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
     run.environment = read_record(folder / "environment.json", Environment)
     problems = not_as_planned(run, Path(planned))
     if not run.is_side:
-        run.summary = read_summary(folder)
+        run.summary = read_record(folder / "summary.json", Measured)
         last = read_last_step(folder / "metrics.jsonl")
         problems = chain(problems, contradictions(run.config, run.summary, last))
     if problem := next(problems, ""):

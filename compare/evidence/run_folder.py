@@ -17,11 +17,6 @@ from recipe.errors import UserError
 from recipe.record.schema import METRICS, Positive, Settings, Summary
 
 Record = TypeVar("Record")
-# A setting and a launcher as older trainers wrote them, and as they are called today.
-FORMER_NAMES = {
-    '"trace_steps":': '"tensor_steps":',
-    '"launcher": "slurm"': '"launcher": "srun"',
-}
 # What every fingerprint holds, whichever version wrote it.
 FACTORS = ("batch_size", "world_size", "batches_per_allreduce")  # of the images in a step
 FINGERPRINT = (
@@ -39,11 +34,6 @@ class Measured(Summary):
 
     images_per_second: Positive
     cpu_seconds_per_image: Positive
-
-
-def read_summary(folder: Path) -> Measured:
-    """Read a complete run's summary.json."""
-    return read_record(folder / "summary.json", Measured)
 
 
 def contradictions(config: Settings, summary: Measured, last_step: Any) -> Iterator[str]:
@@ -149,11 +139,8 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object, with the names of today."""
-    text = read_text(path)
-    for former, name in FORMER_NAMES.items():
-        text = text.replace(former, name)
-    return decode(text, path)
+    """Read a file that holds a JSON object."""
+    return decode(read_text(path), path)
 
 
 def decode(text: str, where: Path | str) -> dict[str, Any]:

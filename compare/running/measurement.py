@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after, estimate_ratio
-from compare.evidence.run_folder import read_block, read_object, read_summary
+from compare.evidence.run_folder import Measured, read_block, read_object, read_record
 from compare.evidence.stopping import (
     Goal,
     at_next_look,
@@ -88,7 +88,8 @@ def read_runs(plan: Plan, folder: Path, case: Case, workers: int, confidence: fl
     for run in plan.runs():
         place = folder / run.folder
         if (run.case, run.workers) == (case.name, workers) and is_complete(place):
-            speeds[run.configuration.name][run.block] = read_summary(place).images_per_second
+            summary = read_record(place / "summary.json", Measured)
+            speeds[run.configuration.name][run.block] = summary.images_per_second
             if (outcome := place / "outcome.json").exists():
                 seconds += read_object(outcome)["seconds"]
     estimates = {}
