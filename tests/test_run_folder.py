@@ -19,7 +19,7 @@ from making import a_config, a_world
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.record import run_folder
-from recipe.record.run_folder import open_run_folder, utc_now
+from recipe.record.run_folder import open_run_folder
 
 
 def opened(config: Config, host: str = "here") -> Path:
@@ -117,23 +117,32 @@ def test_names_of_a_job_array_do_not_collide(tmp_path: Path) -> None:
     assert all("-ddp-vgg11-1w" in folder.name and folder.is_dir() for folder in folders)
 
 
-def test_rank_0_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [None, "größe 2"])
+def test_rank_0_names_the_folder(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another rank's clock may be past the second's boundary; and its `--name` is not asked."""
-    config = a_config(log_dir=str(tmp_path), arch="vgg11")
+    config = a_config(log_dir=str(tmp_path), arch="vgg11", name=name)
     sent: list[torch.Tensor] = []
     first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
-    with monkeypatch.context() as patched:
-        patched.setattr(run_folder, "datetime", None)
-        assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[0]) == first
-    config = replace(config, name="größe 2")
-    first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
-    assert first.name == "größe 2"
-    assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[1]) == first
+    assert name in (None, first.name)
+    monkeypatch.setattr(run_folder, "datetime", None)
+    assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[0]) == first
 
 
-@pytest.mark.parametrize("maker", ["nobody", "this job", "another job"])
+@pytest.mark.parametrize(
+    ("made_by", "seconds_ago", "is_kept"),
+    [
+        ("", 3600, False),
+        ("16\n", 3600, False),  # another job
+        ("17\n", 3600, True),  # this job, which was warned before it had started this
+        ("", 0, True),  # while the run starts
+    ],
+)
 def test_a_stop_file_of_an_earlier_run_is_removed(
-    maker: str,
+    made_by: str,
+    seconds_ago: int,
+    is_kept: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -141,18 +150,11 @@ def test_a_stop_file_of_an_earlier_run_is_removed(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     stop = tmp_path / "run/stop"
     stop.parent.mkdir()
-    stop.write_text({"nobody": "", "this job": "17\n", "another job": "16\n"}[maker])
-    os.utime(stop, (time.time() - 3600,) * 2)
+    stop.write_text(made_by)
+    os.utime(stop, (time.time() - seconds_ago,) * 2)
     opened(a_config(log_dir=str(tmp_path), name="run"))
-    assert stop.exists() == (maker == "this job")  # which was warned before it had started this
-    assert ("removed " in capsys.readouterr().out) == (maker != "this job")
-
-
-def test_a_stop_file_made_while_the_run_starts_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/stop").touch()
-    opened(a_config(log_dir=str(tmp_path), name="run"))
-    assert (tmp_path / "run/stop").exists()
+    assert stop.exists() == is_kept
+    assert ("removed " in capsys.readouterr().out) != is_kept
 
 
 def test_a_mistyped_name_is_not_evaluated(tmp_path: Path) -> None:
@@ -169,8 +171,3 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
         opened(a_config(log_dir=str(tmp_path / "file"), name="run"))
-
-
-def test_utc_now() -> None:
-    assert len(utc_now()) == len("2026-01-31T12:00:00Z")
-    assert utc_now().endswith("Z")
