@@ -36,7 +36,7 @@ def choose_device(config: Config, world: World) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
         torch.use_deterministic_algorithms(True)
     if not config.cuda or not torch.cuda.is_available():
-        refusals = {
+        for refusal, holds in {
             "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 or "
             "bf16": config.precision == "tf32",
             "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
@@ -44,8 +44,7 @@ def choose_device(config: Config, world: World) -> torch.device:
             "--batch-norm sync: cannot be combined with --compile on the CPU, where it exchanges "
             "sums in the midst of a block; leave --compile out": config.batch_norm == "sync"
             and config.compile,
-        }
-        for refusal, holds in refusals.items():
+        }.items():
             if holds:
                 raise UserError(refusal)
         keep_freed_memory()

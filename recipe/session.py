@@ -22,7 +22,7 @@ from recipe.record.environment import Usage, describe, fingerprint, measure_usag
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
 from recipe.record.resume import resume
-from recipe.record.run_folder import open_run_folder, stop_is_asked
+from recipe.record.run_folder import STOP_FILE, open_run_folder
 from recipe.record.schema import RungFigures
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
@@ -124,7 +124,10 @@ class Session:
 
     def stop_is_asked(self, from_rank_0: Collective) -> bool:
         """Whether somebody has asked for the end, by a file in the run folder."""
-        return stop_is_asked(self.folder, self.world, from_rank_0)
+        # Rank 0 alone looks, so that all learn of it at the same step, however late their file
+        # systems show it.
+        found = self.world.is_first and (self.folder / STOP_FILE).exists()
+        return bool(from_rank_0(torch.tensor([found], dtype=torch.uint8)))
 
     def validate(
         self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective

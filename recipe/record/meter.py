@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -25,28 +27,20 @@ from recipe.world import World
 
 
 class PhaseSums:
-    """Adds up the phases of the steps that count, and the images of those with an exchange."""
+    """Adds up the phases of the steps that count, by whether gradients were exchanged in them."""
 
     def __init__(self) -> None:
-        self.exchanged = dict.fromkeys(PHASES, 0.0)
-        self.num_exchanged = self.num_ablated = self.images = 0
-        self.ablated_backward = 0.0
+        self.sums: dict[bool, Any] = {True: Counter(), False: Counter()}
 
     def add(self, seconds: dict[str, float], exchanged: bool, images: int = 0) -> None:
         """Count one step."""
-        if not exchanged:
-            self.ablated_backward += seconds["backward"]
-            self.num_ablated += 1
-            return
-        self.num_exchanged += 1
-        self.images += images
-        for phase in PHASES:
-            self.exchanged[phase] += seconds[phase]
+        self.sums[exchanged].update(seconds, images=images, steps=1)
 
     @property
     def images_per_second(self) -> float | None:
         """Throughput of all ranks together in the steps that count; None if none did."""
-        return self.images / sum(self.exchanged.values()) if self.images else None
+        sums = self.sums[True]
+        return sums["images"] / sum(sums[phase] for phase in PHASES) if sums["images"] else None
 
     def means(self) -> Phases:
         """This rank's mean seconds a step so far; those of the ablation are not among the `steps`.
@@ -55,16 +49,16 @@ class PhaseSums:
         communication the difference; without, `backward` holds the exchange. Either way the phases
         add up to the mean step in which gradients are exchanged.
         """
-        count = self.num_exchanged
-        if count == 0:
+        sums, ablated = self.sums[True], self.sums[False]
+        if not sums["steps"]:
             return Phases()
-        seconds = {f"{phase}_seconds": total / count for phase, total in self.exchanged.items()}
+        seconds = {f"{phase}_seconds": sums[phase] / sums["steps"] for phase in PHASES}
         step_seconds = sum(seconds.values())
-        if self.num_ablated:
-            computed = self.ablated_backward / self.num_ablated
+        if ablated["steps"]:
+            computed = ablated["backward"] / ablated["steps"]
             seconds["exposed_communication_seconds"] = seconds["backward_seconds"] - computed
             seconds["backward_seconds"] = computed
-        return Phases(steps=count, step_seconds=step_seconds, **seconds)
+        return Phases(steps=sums["steps"], step_seconds=step_seconds, **seconds)
 
 
 class StepMeter:

@@ -112,17 +112,16 @@ def new_folder(path: Path) -> Path:
 def _lock(folder: Path, world: World) -> bool:
     """Take the lock and write down who holds it; its file is never closed, so that the process's
     end gives it back. False where the file system has no locks."""
-    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    started, is_held = time.monotonic(), True
-    while True:
+    path, started, is_held = folder / LOCK_FILE, time.monotonic(), False
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    while not is_held:
         try:
             # Of this process alone, while its forks, loader workers say, would share a `flock`.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            is_held = True
         except (BlockingIOError, PermissionError):
-            holder = (folder / LOCK_FILE).read_text(errors="replace").strip()
+            holder, waited = path.read_text(errors="replace").strip(), time.monotonic() - started
             message = f"{folder}: another run writes there: {holder}"
-            waited = time.monotonic() - started
             if f" on {world.host} " in holder or waited > LOST_HOST_WAIT_S:
                 raise UserError(f"{message}; wait for its end, or choose another --name") from None
             if waited < 1:
@@ -137,7 +136,6 @@ def _lock(folder: Path, world: World) -> bool:
                 "keeps a second run of this --name from damaging this one",
                 flush=True,
             )
-            is_held = False
             break
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)
@@ -162,15 +160,6 @@ def _remove_old_wish_to_stop(folder: Path) -> None:
     if made < (folder / LOCK_FILE).stat().st_mtime - age and not is_of_this_job:
         path.unlink()
         print(f"removed {path}, which was made before this run began", flush=True)
-
-
-def stop_is_asked(
-    folder: Path, world: World, from_rank_0: Callable[[torch.Tensor], torch.Tensor]
-) -> bool:
-    """Whether rank 0 finds the stop file, so that all ranks learn of it at the same step, however
-    late their file systems show it."""
-    found = world.is_first and (folder / STOP_FILE).exists()
-    return bool(from_rank_0(torch.tensor([found], dtype=torch.uint8)))
 
 
 def utc_now() -> str:
