@@ -1,6 +1,5 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
-import dataclasses
 import io
 import itertools
 import os
@@ -176,20 +175,19 @@ def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
     assert changed == replace(config, epochs=99, channels_last=False)
 
 
-def test_dle_50_is_dle_90_but_for_its_epochs() -> None:
-    assert PRESETS["dle-50"]() == replace(PRESETS["dle-90"](), preset="dle-50", epochs=50)
-
-
-def test_folders() -> None:
-    config = parse("--data /imagenet")
-    assert (config.train_dir, config.val_dir) == ("/imagenet/train", "/imagenet/val")
-    config = parse("--data /imagenet --val-dir /v2")
-    assert (config.train_dir, config.val_dir) == ("/imagenet/train", "/v2")
-    config = parse("--data ~/imagenet --val-dir=~/v2 --cache-dir=~/cache")
-    home = os.path.expanduser("~")
-    assert (config.train_dir, config.val_dir) == (f"{home}/imagenet/train", f"{home}/v2")
-    assert config.cache_dir == f"{home}/cache"
-    assert parse("").train_dir is None
+@pytest.mark.parametrize(
+    ("line", "train_dir", "val_dir"),
+    [
+        ("", None, None),
+        ("--data /imagenet", "/imagenet/train", "/imagenet/val"),
+        ("--data /imagenet --val-dir /v2", "/imagenet/train", "/v2"),
+        ("--data ~/imagenet --val-dir=~/v2", "~/imagenet/train", "~/v2"),
+    ],
+)
+def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
+    config = parse(f"{line} --cache-dir=~/cache")
+    expected = [folder and os.path.expanduser(folder) for folder in (train_dir, val_dir, "~/cache")]
+    assert [config.train_dir, config.val_dir, config.cache_dir] == expected
 
 
 @pytest.mark.parametrize(
@@ -292,57 +290,56 @@ def test_refusal_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("", "error: --batch-size 0: must be at least 1\n")
 
 
+ABLATION = {"static_graph": True, "ablation_steps": 2}
+
+
 @pytest.mark.parametrize(
-    ("settings", "size", "words"),
+    ("allowed", "settings", "engine", "size", "words"),
     [
-        ({}, 3, "power of two"),
-        ({"precision": "fp16"}, 2, "--precision fp16: cannot be combined"),
-        ({"precision": "O3"}, 2, "--precision O3: cannot be combined"),
-        ({"optimizer": "adamw"}, 2, "--optimizer adamw: cannot be combined"),
-        ({"loss_scale": 8.0}, 2, "--loss-scale 8.0: cannot be combined"),
-        ({"clip_grad_norm": 1.0}, 2, "--clip-grad-norm: cannot be combined"),
-        ({"gradient_predivide_factor": 2.0}, 2, "does not average"),
+        ({}, {"use_adasum": True}, "horovod", 3, "power of two"),
+        # Two number formats in a group.
+        *(
+            ({"num_groups": 2}, other, "horovod", 2, "cannot be combined with --num-groups")
+            for other in (
+                {"wire_format": "fp16"},
+                {"wire_format": "auto"},
+                {"gradient_predivide_factor": 2},
+                {"precision": "O2"},
+            )
+        ),
+        *(
+            ({"use_adasum": True}, other, "horovod", 2, words)
+            for other, words in (
+                ({"precision": "fp16"}, "--precision fp16: cannot be combined"),
+                ({"precision": "O3"}, "--precision O3: cannot be combined"),
+                ({"optimizer": "adamw"}, "--optimizer adamw: cannot be combined"),
+                ({"loss_scale": 8.0}, "--loss-scale 8.0: cannot be combined"),
+                ({"clip_grad_norm": 1.0}, "--clip-grad-norm: cannot be combined"),
+                ({"gradient_predivide_factor": 2.0}, "does not average"),
+            )
+        ),
+        ({}, {"precision": "O2"}, "mpi4py", 2, "has fp16 weights, which only"),
+        # Otherwise torch stops at an internal assertion.
+        (
+            {"static_graph": True},
+            {"batches_per_allreduce": 2},
+            "ddp",
+            2,
+            "--static-graph: cannot be combined with --batches-per",
+        ),
+        (ABLATION, {"resume": "run.pt"}, "ddp", 2, "--resume run.pt: cannot be combined with"),
     ],
 )
-def test_adasum_under_horovod(settings: dict[str, Any], size: int, words: str) -> None:
-    parsed({"use_adasum": True}, "horovod", 4)
+def test_what_cannot_be_combined(
+    allowed: dict[str, Any], settings: dict[str, Any], engine: str, size: int, words: str
+) -> None:
+    """The first of these settings may be without the others, and all under the other engine, which
+    says that it lacks them."""
+    parsed(allowed, engine, size)
+    if "use_adasum" not in allowed | settings:
+        parsed({**allowed, **settings}, "horovod" if engine == "ddp" else "ddp", size)
     with pytest.raises(UserError, match=re.escape(words)):
-        parsed({"use_adasum": True, **settings}, "horovod", size)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"wire_format": "fp16"},
-        {"wire_format": "auto"},
-        {"gradient_predivide_factor": 2},
-        {"precision": "O2"},  # two number formats in a group
-    ],
-)
-def test_groups_of_gradients_are_divided_after_the_sum(settings: dict[str, Any]) -> None:
-    parsed({"num_groups": 2}, "horovod", 2)
-    parsed({"num_groups": 2, **settings}, "ddp", 2)  # which says that it has no groups
-    with pytest.raises(UserError, match="cannot be combined with --num-groups"):
-        parsed({"num_groups": 2, **settings}, "horovod", 2)
-
-
-def test_fp16_weights_are_not_ignored_by_what_lacks_them() -> None:
-    for engine in ("ddp", "horovod", "single"):
-        parsed({"precision": "O2"}, engine, 1)
-    with pytest.raises(UserError, match=r"--precision O2: .* use --precision fp16"):
-        parsed({"precision": "O2"}, "mpi4py", 2)
-
-
-def test_a_static_graph_exchanges_in_its_first_backward_pass() -> None:
-    """Otherwise torch stops at an internal assertion."""
-    parsed({"static_graph": True, "batches_per_allreduce": 2}, "horovod", 2)  # which has none
-    with pytest.raises(UserError, match="--static-graph: cannot be combined with --batches-per"):
-        parsed({"static_graph": True, "batches_per_allreduce": 2}, "ddp", 2)
-    ablation = {"static_graph": True, "ablation_steps": 2}
-    parsed(ablation, "ddp", 2)  # begins with steps that exchange
-    parsed({**ablation, "resume": "run.pt"}, "horovod", 2)
-    with pytest.raises(UserError, match=r"--resume run.pt: cannot be combined with --static-graph"):
-        parsed({**ablation, "resume": "run.pt"}, "ddp", 2)
+        parsed({**allowed, **settings}, engine, size)
 
 
 @pytest.mark.usefixtures("with_timm")
@@ -572,34 +569,23 @@ def help_text() -> Iterator[str]:
     ).stdout
 
 
-def test_help_is_answered_before_torch_is_loaded(help_text: str) -> None:
-    assert "slow imports: set()" in help_text
-    assert "exit code: 0" in help_text
-
-
 def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> None:
+    """And it is answered before torch is loaded."""
+    assert "slow imports: set()" in help_text and "exit code: 0" in help_text
     for title in SECTIONS:
         assert f"─ {title} options ─" in help_text
-    for item in dataclasses.fields(Config):
-        flag = rf"--{item.name.replace('_', '-')}\b"  # but for what --knobs has set
-        assert re.search(flag, help_text) or item.name == "knob_variables", item.name
-    assert help_text.count("(default:") >= len(dataclasses.fields(Config)) - 13
+    assert help_text.count("(default:") >= len(FLAGS) - 13
     assert "(default: digits)" in help_text
 
 
 def test_help_fits_its_columns(help_text: str) -> None:
-    """Each line of a paragraph is full: the line breaks of the source are not kept."""
+    """Each line of a paragraph is full: the line breaks of the source are not kept. Each flag has
+    such a paragraph."""
     body = [line for line in help_text.splitlines() if line.startswith("│")]
     assert max(map(len, body)) == 80
     for above, below in itertools.pairwise(body):
+        if re.match(r"│ -.*[A-Z}\]] *│$", above):  # a flag and what it takes
+            assert re.match(r"│  +[^-( ]", below), above
         if above.startswith("│       ") and below.startswith("│       "):
             first_word = below.strip("│ ").split()[0]
             assert len(above.rstrip("│ ")) + 1 + len(first_word) > 78, above
-
-
-def test_every_flag_has_a_description(help_text: str) -> None:
-    lines = [line.strip("│ ") for line in help_text.splitlines() if line.startswith("│")]
-    for line, below in itertools.pairwise(lines):
-        if re.match(r"-.*[A-Z}\]]$", line):  # a flag and what it takes
-            assert below, line
-            assert not below.startswith(("-", "(default")), line
