@@ -4,7 +4,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,36 +135,41 @@ def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(a_config(cuda=False), world) == CPU
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_tf32_is_what_was_asked_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
+@pytest.fixture
+def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The environment in which torch's settings may be changed; they are put back."""
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
-    try:
-        for backend in backends:
-            backend.allow_tf32 = precision != "tf32"
-        choose_device(a_config(precision=precision), a_world())
-        assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
-    finally:
-        torch.backends.cudnn.benchmark = False
-        for backend, value in zip(backends, before, strict=True):
-            backend.allow_tf32 = value
+    monkeypatch.setattr(device.os, "environ", environ := dict[str, str]())
+    yield environ
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = False
+    for backend, value in zip(backends, before, strict=True):
+        backend.allow_tf32 = value
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tf32_is_what_was_asked_for(
+    precision: str, switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 1)
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    for backend in backends:
+        backend.allow_tf32 = precision != "tf32"
+    choose_device(a_config(precision=precision), a_world())
+    assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
 
 
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("asked", [False, True])
-def test_deterministic(asked: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic(
+    asked: bool, count: int, switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus(monkeypatch, count)
-    monkeypatch.setattr(device.os, "environ", environ := {})
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not asked)
-    try:
-        choose_device(a_config(deterministic=asked), a_world())
-        assert torch.are_deterministic_algorithms_enabled() == asked
-        assert ("CUBLAS_WORKSPACE_CONFIG" in environ) == asked
-        if count:
-            assert torch.backends.cudnn.benchmark == (not asked)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    choose_device(a_config(deterministic=asked), a_world())
+    assert torch.are_deterministic_algorithms_enabled() == asked
+    assert ("CUBLAS_WORKSPACE_CONFIG" in switches) == asked
+    assert torch.backends.cudnn.benchmark == (not asked and count > 0)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +200,18 @@ def test_what_only_gpus_have(settings: dict[str, object], monkeypatch: pytest.Mo
         choose_device(a_config(**settings), a_world())
 
 
-def test_loader_workers() -> None:
-    gpu = torch.device("cuda", 0)
-    assert loader_workers(a_config(workers=None), CPU, 8) == 0
-    assert loader_workers(a_config(workers=None), gpu, 8) == 8
-    assert loader_workers(a_config(workers=None), gpu, 200) == MAX_DEFAULT_WORKERS
-    assert loader_workers(a_config(workers=3), CPU, 8) == 3
-    assert loader_workers(a_config(workers=0), gpu, 8) == 0
+@pytest.mark.parametrize(
+    ("workers", "kind", "threads", "expected"),
+    [
+        (None, "cpu", 8, 0),
+        (None, "cuda", 8, 8),
+        (None, "cuda", 200, MAX_DEFAULT_WORKERS),
+        (3, "cpu", 8, 3),
+        (0, "cuda", 8, 0),
+    ],
+)
+def test_loader_workers(workers: int | None, kind: str, threads: int, expected: int) -> None:
+    assert loader_workers(a_config(workers=workers), torch.device(kind), threads) == expected
 
 
 def test_peak_memory_is_in_bytes() -> None:

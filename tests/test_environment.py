@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import asdict, fields, replace
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, TinyNet, a_config, a_world, write_images
+from making import CPU, TinyNet, a_config, a_world, folder_config, write_images, write_program
 from msgspec import convert
 from records import an_environment
-from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import open_data
-from recipe.flags import RunFlags
+from recipe.flags import FLAGS, RunFlags
 from recipe.record import environment
 from recipe.record.energy import EnergyMeter, EnergyUse
 from recipe.record.environment import (
@@ -56,8 +54,7 @@ def test_equal_for_both_engines_and_all_ranks() -> None:
     first = print_of()
     torch.rand(7)
     assert print_of(rank=1) == first
-    assert json.loads(json.dumps(first))  # it goes into summary.json
-    words = set(re.findall("[a-z]+", json.dumps(first).lower()))
+    words = set(re.findall("[a-z]+", json.dumps(first).lower()))  # it goes into summary.json
     assert not words & {"horovod", "ddp", "engine", "gloo", "mpi"}
 
 
@@ -80,24 +77,17 @@ def test_differs_where_the_work_differs(changes: dict[str, Any], differs: set[st
 
 
 def test_differs_in_what_is_no_setting() -> None:
-    first = print_of()
-    two = print_of(size=4)
-    assert {key for key in first if first[key] != two[key]} == {
-        "world_size",
-        "learning_rates_sha256",
-    }
-    assert print_of(threads=2)["threads"] == 2
+    first, two = print_of(), print_of(size=4, threads=2)
+    differing = {key for key in first if first[key] != two[key]}
+    assert differing == {"world_size", "learning_rates_sha256", "threads"}
 
 
 def test_every_setting_of_the_work_is_in_it() -> None:
     """Whether a flag counts as work follows from its scope."""
-    first = print_of()
-    run = {item.name for item in fields(RunFlags)}
-    for item in fields(Config):
-        assert (item.name in first) != (item.name in environment.NOT_WORK) or (
-            item.name in ("max_steps", "threads")  # which have entries of their own
-        ), item.name
-    assert run <= environment.NOT_WORK
+    with_entries_of_their_own = {"max_steps", "threads"}
+    work = {name for name, flag in FLAGS.items() if flag.scope in ("work", "measurement")}
+    assert print_of().keys() & FLAGS.keys() == work | with_entries_of_their_own
+    assert {item.name for item in fields(RunFlags)} <= environment.NOT_WORK
 
 
 def test_places_make_no_difference(tmp_path: Path) -> None:
@@ -106,17 +96,10 @@ def test_places_make_no_difference(tmp_path: Path) -> None:
         root = tmp_path / name
         write_images(root / "train", 2)
         write_images(root / "val", 1)
-        config = replace(
-            CONFIG,
-            data=str(root),
-            train_dir=str(root / "train"),
-            val_dir=str(root / "val"),
-            cache_dir=str(root / "cache"),
-            log_dir=name,
-            name=name,
-            weights=f"{name}.pth",
-        )
-        prints.append(print_of(config))
+        others = vars(CONFIG) | {"log_dir": name, "name": name, "weights": f"{name}.pth"}
+        own = vars(folder_config(root))
+        places = {key: own[key] for key in ("data", "train_dir", "val_dir", "cache_dir")}
+        prints.append(print_of(Config(**others | places)))
     assert prints[0] == prints[1]
     assert prints[0]["data_order_sha256"] != print_of()["data_order_sha256"]
 
@@ -124,9 +107,8 @@ def test_places_make_no_difference(tmp_path: Path) -> None:
 def test_weights_sha256() -> None:
     torch.manual_seed(0)
     model = TinyNet()
-    first = weights_sha256(model)
+    first, parameters = weights_sha256(model), weights_sha256(model, buffers=False)
     assert re.fullmatch(r"[0-9a-f]{64}", first)
-    parameters = weights_sha256(model, buffers=False)
     model.norm.running_mean += 1  # type: ignore[operator]
     assert weights_sha256(model) != first
     assert weights_sha256(model, buffers=False) == parameters
@@ -135,11 +117,6 @@ def test_weights_sha256() -> None:
         bits[1] ^= 1 << shift
         assert weights_sha256(model, buffers=False) != parameters
         bits[1] ^= 1 << shift
-    assert weights_sha256(model, buffers=False) == parameters
-
-
-def test_weights_sha256_of_any_layout_and_format() -> None:
-    model = nn.Conv2d(3, 4, 3)
     first = weights_sha256(model)
     assert weights_sha256(model.to(memory_format=torch.channels_last)) == first
     assert weights_sha256(model.bfloat16()) != first
@@ -258,14 +235,12 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_variables_that_steer_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = environment.steering_variables(os.environ)
+def test_variables_that_steer_an_engine() -> None:
     steering = {"HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "MKL_CBWR"}
-    for name in steering:
-        monkeypatch.setenv(name, "7")
-    for name in ("HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(name, "8")  # launchers set these, to other values in each run
-    assert environment.steering_variables(os.environ).keys() - before.keys() == steering
+    # Launchers set these, to other values in each run.
+    others = {"HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"}
+    environ = dict.fromkeys(steering | others, "7")
+    assert environment.steering_variables(environ).keys() == steering
 
 
 def test_programs_that_tell_their_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +248,5 @@ def test_programs_that_tell_their_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert commit is None or re.fullmatch(r"[\w.-]{7,}\+?", commit)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit() is None and first_line_of("mpirun", "--version") is None
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\necho more\n")
-    (tmp_path / "mpirun").chmod(0o755)
+    write_program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'\necho more\n")
     assert first_line_of("mpirun", "--version") == "mpirun (Open MPI) 4.1.8"
