@@ -125,10 +125,9 @@ def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
     assert everything(fresh) == everything(parts)
 
 
-def test_flags_win_over_the_checkpoint_s_settings(tmp_path: Path) -> None:
+def test_flags_win_over_the_checkpoint_s_settings() -> None:
     config = replace(CONFIG, wd=0.5, momentum=0.25)
-    fresh = trainables(config)
-    contents = saved(tmp_path / "c.pt", trainables(steps=1))
+    fresh, contents = trainables(config), contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA)
     restore(contents, fresh, config, a_world(), DATA, "c.pt")
     groups = fresh.optimizer.param_groups
     assert {(group["weight_decay"], group["momentum"]) for group in groups} == {(0.5, 0.25)}
@@ -333,25 +332,21 @@ def test_auto_passes_over_a_damaged_file(
 @pytest.mark.parametrize("best", ["whole", "damaged", "missing"])
 def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     """Where a run was recorded and no checkpoint of a step is whole: the user decides."""
-    auto = replace(CONFIG, resume="auto")
     keep(tmp_path, 10, 50.0, progress := Progress())
     keep(tmp_path, 20, None, progress)
-    files = checkpoints_in(tmp_path / "checkpoints")
     best_pt = tmp_path / "checkpoints" / "best.pt"
-    best_pt.write_bytes(copied := best_pt.read_bytes())
+    copied = best_pt.read_bytes() if best == "whole" else b"damaged"
     best_pt.unlink()  # a link to what is damaged now
-    for file in files:
+    for file in checkpoints_in(tmp_path / "checkpoints"):
         file.write_bytes(b"damaged")
     if best != "missing":
-        best_pt.write_bytes(copied if best == "whole" else b"damaged")
+        best_pt.write_bytes(copied)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     before = everything_in(tmp_path)
     words = f"--resume {best_pt}" if best == "whole" else "bring one back from a copy"
     with pytest.raises(UserError, match=words):
-        find_checkpoint(auto, tmp_path)
+        find_checkpoint(replace(CONFIG, resume="auto"), tmp_path)
     assert everything_in(tmp_path) == before
-    if best == "whole":
-        assert find_checkpoint(replace(CONFIG, resume=str(best_pt)), tmp_path) == best_pt
 
 
 @pytest.mark.parametrize("last", ['"event", "name": "start"', '"step", "step": 1'])
@@ -426,23 +421,16 @@ def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sent.append(values.clone())
         return values
 
-    first = load_on_all_ranks(tmp_path / "c.pt", a_world(0, 2), send)
-    size = (tmp_path / "c.pt").stat().st_size
-    assert [values.dtype for values in sent] == [torch.int64] + [torch.uint8] * (len(sent) - 1)
-    assert [len(values) for values in sent] == [1, *[1000] * (size // 1000), size % 1000], (
-        "MPI refuses messages of 2 GiB and more"
-    )
-
     def receive(values: torch.Tensor) -> torch.Tensor:
-        assert values.shape == sent[0].shape
-        assert values.dtype == sent[0].dtype
+        assert (values.shape, values.dtype) == (sent[0].shape, sent[0].dtype)
         return sent.pop(0)
 
-    second = load_on_all_ranks(None, a_world(1, 2), receive)
-    assert first is not None
-    assert second is not None
-    assert second["progress"] == first["progress"]
-    assert torch.equal(second["model"]["conv.weight"], first["model"]["conv.weight"])
+    first = load_on_all_ranks(tmp_path / "c.pt", a_world(0, 2), send)
+    size = (tmp_path / "c.pt").stat().st_size
+    forms = [(values.dtype, len(values)) for values in sent]
+    pieces = [1000] * (size // 1000) + [size % 1000]  # MPI refuses messages of 2 GiB and more
+    assert forms == [(torch.int64, 1), *((torch.uint8, piece) for piece in pieces)]
+    assert plain(load_on_all_ranks(None, a_world(1, 2), receive)) == plain(first)
 
 
 def test_resume(tmp_path: Path) -> None:
@@ -557,24 +545,21 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
     """Which is its own: all are in the checkpoint, and each rank gets its own back."""
     config = replace(CONFIG, use_adasum=True)
     ranks = [trainables(config, seed=7, steps=steps) for steps in (2, 3)]
+    next(iter(ranks[1].optimizer.state.values()))["momentum_buffer"].view(-1)[0] = -0.0
     own = [
         torch.cat([state["momentum_buffer"].flatten() for state in parts.optimizer.state.values()])
         for parts in ranks
     ]
-    own[1][0] = -0.0
-    next(iter(ranks[1].optimizer.state.values()))["momentum_buffer"].view(-1)[0] = -0.0
     for rank in (1, 0):
-        turns = iter(range(2))
+        turns = [values.view(torch.int32) for values in own]
 
         def summed(values: torch.Tensor, rank: int = rank, turns: Any = turns) -> torch.Tensor:
-            turn = next(turns)
-            assert values.any() == (turn == rank)
-            return own[turn].view(torch.int32)
+            assert values.any() == (len(turns) == 2 - rank)
+            return turns.pop(0)
 
-        progress = Progress(3, 24)
-        world = a_world(rank, 2)
+        world, progress = a_world(rank, 2), Progress(3, 24)
         keep_checkpoint(ranks[rank], progress, config, world, DATA, tmp_path, False, summed)
-        assert next(turns, None) is None
+        assert not turns
     finish_checkpoint()
     (path,) = checkpoints_in(tmp_path / "checkpoints")
     contents = read(path)
@@ -582,8 +567,7 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
         fresh = trainables(config, seed=1)
         restore(contents, fresh, config, a_world(rank, 2), DATA, "c.pt")
         assert plain(fresh.optimizer.state_dict()) == plain(parts.optimizer.state_dict())
-    averaged = replace(config, use_adasum=False)
-    for other, size in ((config, 4), (averaged, 2)):
+    for other, size in ((config, 4), (replace(config, use_adasum=False), 2)):
         with pytest.raises(UserError, match="of each of 2 workers under --use-adasum"):
             restore(contents, trainables(other), other, a_world(0, size), DATA, "c.pt")
 
@@ -689,18 +673,14 @@ def test_code_in_a_file_is_refused(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    contents = {"state_dict": TinyNet().state_dict(), "extra": Evil()}
     if format == "pickle":
         Path("w.pth").write_bytes(pickle.dumps(Evil(), protocol=2))
     else:
-        torch.save(contents, "w.pth")
-    with pytest.raises(UserError) as raised:
+        torch.save({"state_dict": TinyNet().state_dict(), "extra": Evil()}, "w.pth")
+    words = r"posix.mkdir.*run code" if format == "torch.save" else ""
+    with pytest.raises(UserError, match=f"^.*{words}.*$"):
         load_weights(TinyNet(), "w.pth")
     assert not Path("hacked").exists()
-    assert "\n" not in str(raised.value)
-    if format == "torch.save":
-        assert "posix.mkdir" in str(raised.value)
-        assert "run code" in str(raised.value)
 
 
 @pytest.mark.parametrize(

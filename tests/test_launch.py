@@ -67,17 +67,6 @@ class TestMistakes:
 
     @pytest.mark.parametrize(
         ("launcher", "engine"),
-        [("mpirun", "horovod"), ("torchrun", "ddp"), ("horovodrun --gloo", "horovod")],
-    )
-    @pytest.mark.full
-    def test_missing_folder(self, launcher: str, engine: str, tmp_path: Path) -> None:
-        finished = launch(launcher, engine, f"--data {tmp_path}/nowhere", timeout=60)
-        assert finished.returncode != 0
-        assert finished.output.count("no such folder") == 1
-        assert "Traceback" not in _before_the_launchers_words(finished.output)
-
-    @pytest.mark.parametrize(
-        ("launcher", "engine"),
         [
             ("torchrun", "ddp"),
             ("mpirun --transport mpi", "ddp"),
