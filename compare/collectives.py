@@ -25,10 +25,9 @@ from compare.page.collectives import as_json, plot, read_measurement, text_repor
 from compare.plan.blocks import seconds_left, shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import set_variables
-from compare.plan.hosts import most_on_a_host, read_hosts
+from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.plan.options import positive
 from compare.plan.sources import ROOT
-from compare.plan.ssh import check_logins
 from compare.running.checks import check_cores, check_load, warning_text
 from compare.running.launch import (
     Outcome,

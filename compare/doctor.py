@@ -27,9 +27,16 @@ from typing import Any
 import msgspec
 
 from compare.errors import run_main
-from compare.plan.hosts import SLURM, is_here, read_allocation, read_hostfile, read_hosts
+from compare.plan.hosts import (
+    SLURM,
+    is_here,
+    read_allocation,
+    read_hostfile,
+    read_hosts,
+    ssh_remedy,
+    ssh_words,
+)
 from compare.plan.sources import ROOT
-from compare.plan.ssh import ssh_remedy, ssh_words
 from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
 from recipe.errors import UserError
 from recipe.files import write_json

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -32,11 +31,11 @@ from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.words import count
 from compare.plan.environment import shell_lines
+from compare.plan.hosts import check_logins
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, percentage
-from compare.plan.plan_file import check_plan, list_plans
+from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
-from compare.plan.ssh import check_logins
 from compare.running import checks
 from compare.running.comparison import (
     checked_record,
@@ -93,7 +92,7 @@ def answer(argv: list[str]) -> int:
     check_logins(plan.most_ranks, plan.hosts, launchers)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, raise_interrupt)
+            signal.signal(number, signal.default_int_handler)
     with locked(folder):
         try:
             if options.tune is not None:
@@ -160,9 +159,7 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
         print(reason, file=sys.stderr)
     print(f"Left out: {', '.join(gone)}. The comparison goes on without.", file=sys.stderr)
     pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
-    plan = replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
-    check_plan(plan)
-    return plan
+    return replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
 
 
 @contextlib.contextmanager
@@ -242,25 +239,17 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
 
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
-    runs, phase_runs = plan.runs(), plan.phase_runs()
-    done = len(runs) - len(missing(runs, folder))
-    there = f" ({done} of them are there already and are not measured again)" if done else ""
-    print(f"{count(len(runs), 'run')}{there}, into {folder}")
-    blocks = "blocks in which all take turns" if plan.measure == "turns" else "blocks of whole runs"
-    if plan.blocks is not None:
-        print(f"{plan.blocks} {blocks}")
-    elif plan.pairs():
-        print(
-            f"{blocks}, until every 95 % interval is within +-{percentage(plan.until_interval)}, "
-            f"for {plan.minutes:g} minutes of undisturbed measuring at most (but at least "
-            f"{MIN_BLOCKS} blocks)"
-        )
-    if phase_runs:
-        print(f"then {count(len(phase_runs), 'short run')} for the phases of a step")
-
-
-def raise_interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+    done = len(plan.runs()) - len(missing(plan.runs(), folder))
+    print(f"{count(len(plan.runs()), 'run')}, {done} of them there already, into {folder}")
+    how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
+    until = (
+        f"until every 95 % interval is within +-{percentage(plan.until_interval)}, for "
+        f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
+    )
+    if plan.pairs():
+        print(f"blocks {how}: {plan.blocks or until}")
+    if plan.phase_steps:
+        print(f"then {count(len(plan.phase_runs()), 'short run')} for the phases of a step")
 
 
 def dry_run_lines(

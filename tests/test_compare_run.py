@@ -16,19 +16,17 @@ import termios
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from launching import rarely
-from records import a_plan, a_summary
+from records import a_summary
 
 from compare import run
 from compare.plan import record
 from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
-from compare.plan.options import with_defaults
 from compare.plan.plan import Plan, Run
 from compare.run import main
 from compare.running import checks, comparison, launch, tools
@@ -287,15 +285,6 @@ def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, end
     assert (outcome["other_load"] is None) == bool(outcome["leftover_processes"])
 
 
-def test_the_order_is_that_of_its_seed_and_more_blocks_begin_alike():
-    def order(**fields: Any) -> list[str]:
-        return [run.folder for run in a_plan(**fields).runs()]
-
-    assert order() == order()
-    assert order(blocks=5)[:12] == order(blocks=3)
-    assert len({tuple(order(blocks=1, order_seed=seed)) for seed in range(50)}) == 8
-
-
 def test_a_killed_run_py_takes_its_run_with_it(comparing):
     """By kill -9, so that run.py can do nothing: not even stubborn workers outlive it."""
     process = comparing.start(*SMALL, "--", "--hang", "block-1/ddp-torchrun-1", "--stubborn", "yes")
@@ -514,15 +503,6 @@ def test_help_loads_no_torch():
     assert " torch\n" not in ended.stderr
 
 
-def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    none = ("--keep-checkpoints", "0")
-    assert with_defaults([], 2) == ("--threads", "4", *none)
-    assert with_defaults(["--epochs", "1"], 16) == ("--epochs", "1", "--threads", "1", *none)
-    assert with_defaults(["--threads", "3"], 2) == ("--threads", "3", *none)
-    assert with_defaults(["--threads=3", *none], 2) == ("--threads=3", *none)
-
-
 def read_plan(comparing, folder="out"):
     return json.loads((comparing.folder / folder / "plan.json").read_text())
 
@@ -569,13 +549,11 @@ def test_null_compares_each_configuration_with_itself(comparing):
     code, _ = comparing.run(*SMALL, "--null")
     assert code == 0
     assert read_plan(comparing)["null"] is True
-    commands = [
+    first, again = (
         (comparing.folder / f"out/block-1/{name}-1/command.txt").read_text()
         for name in ("ddp-torchrun", "ddp-torchrun-again")
-    ]
-    assert commands[0].replace("ddp-torchrun-1", "") == commands[1].replace(
-        "ddp-torchrun-again-1", ""
     )
+    assert first == again.replace("-again", "")
     assert len(comparing.starts()) == 8
 
 
@@ -667,19 +645,6 @@ def test_a_runs_own_work_is_not_other_load(comparing, monkeypatch):
     monkeypatch.setattr(launch, "busy_cpu_seconds", iter([100.0, 104.0]).__next__)
     outcome = launch.start_and_wait(Plan().runs()[0], comparing.folder, 60, "a run")
     assert 2.0 < outcome.other_load * outcome.seconds <= 3.0  # run.py and its watchdog work, too
-
-
-def test_what_a_loop_elsewhere_uses_is_other_load(comparing):
-    program = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
-    loop = subprocess.Popen([sys.executable, "-c", program])
-    try:
-        run = "block-1/ddp-torchrun-1"
-        comparing.run(*SMALL, "--blocks", "1", "--", "--slow", run)
-        outcome = json.loads((comparing.folder / f"out/{run}/outcome.json").read_text())
-        assert outcome["other_load"] > 0.2
-    finally:
-        loop.kill()
-        loop.wait()
 
 
 def test_a_terminal_shows_step_and_speed_while_a_run_is_under_way(comparing):

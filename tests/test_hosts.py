@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from making import write_program
 
 from compare.plan.hosts import (
     is_here,
@@ -107,20 +108,14 @@ def test_this_host_by_each_of_its_names(
     assert is_here.__wrapped__(host) is here
 
 
-def write_scontrol(folder: Path, script: str) -> str:
-    path = folder / "scontrol"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(folder)
-
-
 def test_hosts_of_a_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = r'[ "$*" = "show hostnames rack[1-3]" ] && printf "rack1\nrack2\nrack3\n"'
     monkeypatch.setenv("SLURM_JOB_NODELIST", "rack[1-3]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2),2")
-    monkeypatch.setenv("PATH", write_scontrol(tmp_path, names))
+    write_program(tmp_path / "scontrol", names)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert read_allocation() == "rack1:4,rack2:4,rack3:2"
-    write_scontrol(tmp_path, "echo Invalid hostlist >&2; exit 1")
+    write_program(tmp_path / "scontrol", "echo Invalid hostlist >&2; exit 1")
     with pytest.raises(UserError, match=r"rack\[1-3\].*Invalid hostlist"):
         read_allocation()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))

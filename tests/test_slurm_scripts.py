@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from making import write_program
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -47,8 +48,7 @@ def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
 
 
 def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'a\\nb\\n'\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    write_program(tmp_path / "scontrol", "printf 'a\\nb\\n'\n")
     variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
     variables |= {"JOB_NODELIST": "[a-b]", "TASKS_PER_NODE": "4(x2)"}
     environment = {f"SLURM_{name}": value for name, value in variables.items()}
@@ -76,11 +76,11 @@ def test_a_warned_job_is_queued_again(
     limit: str, preempted: str, seconds: int, is_queued_again: bool, tmp_path: Path
 ) -> None:
     """Unless its time is so short that each start would end where it began."""
-    (tmp_path / "scontrol").write_text(
-        f'#!/bin/sh\nif [ "$1" = show ]; then printf "Run=1 {limit}\\n {preempted}\\n"; '
-        f'else echo "$@" > {tmp_path}/asked; fi\n'
+    write_program(
+        tmp_path / "scontrol",
+        f'if [ "$1" = show ]; then printf "Run=1 {limit}\\n {preempted}\\n"; '
+        f'else echo "$@" > {tmp_path}/asked; fi\n',
     )
-    (tmp_path / "scontrol").chmod(0o755)
     variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
     environment = {f"SLURM_{name}": value for name, value in variables.items()}
     environment |= {"RUNS": str(tmp_path / "runs"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}

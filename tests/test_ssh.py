@@ -1,18 +1,17 @@
 """Hosts are asked by ssh before anything is started, and what is wrong with each is the message."""
 
-import stat
 from pathlib import Path
 
 import pytest
+from making import write_program
 
 from compare import run as run_module
 from compare.plan.environment import set_variables
-from compare.plan.ssh import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
+from compare.plan.hosts import WITHOUT_SSH, check_logins, ssh_flags, ssh_remedy, ssh_words
 from recipe.errors import UserError
 
 # Says what OpenSSH says, by the name of the host.
-SSH = r"""#!/bin/sh
-case "$*" in *"-o BatchMode=yes -o ConnectTimeout=10"*) ;; *) exec sleep 300;; esac
+SSH = r"""case "$*" in *"-o BatchMode=yes -o ConnectTimeout=10"*) ;; *) exec sleep 300;; esac
 case "$*" in
 *nowhere*) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2;;
 *locked*) printf 'Welcome!\nroot@locked: Permission denied (publickey,password).\r\n' >&2;;
@@ -24,10 +23,7 @@ exit 255
 
 @pytest.fixture(autouse=True)
 def made_up_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "bin/ssh"
-    path.parent.mkdir()
-    path.write_text(SSH)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path = write_program(tmp_path / "bin/ssh", SSH)
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
     for name in ("OMPI_MCA_plm_rsh_args", *WITHOUT_SSH):
         monkeypatch.delenv(name, raising=False)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from compare.plan.environment import set_variables, steering_variables
 from compare.plan.hosts import (
-    interface_variables,
     is_here,
     is_only_here,
     placement,
@@ -18,6 +17,11 @@ from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
 NEEDED_ELSEWHERE = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED"}
+# By which Gloo, NCCL and Open MPI take one network interface.
+INTERFACE_VARIABLES = (
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",
+    "OMPI_MCA_oob_tcp_if_include",
+)  # fmt: skip
 # How messages travel, as horovodrun tells its mpirun: engines that are compared over MPI get the
 # same.
 MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
@@ -59,7 +63,8 @@ class Configuration:
     @property
     def variables(self) -> dict[str, str]:
         """Variables that this configuration's processes get beside the user's."""
-        return interface_variables(self.interface) | self.environment
+        network = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+        return network | self.environment
 
     def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.

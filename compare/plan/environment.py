@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from compare.plan.ssh import MPIRUN_VARIABLE, ssh_flags
+from compare.plan.hosts import MPIRUN_VARIABLE, ssh_flags
 from recipe.variables import steers
 
 # The trainers set their threads by one rule. A value left over from the shell would be

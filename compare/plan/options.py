@@ -101,7 +101,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
             kind, metavar = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
             more = {
                 bool: {"action": "store_const", "const": True},
-                dict: {"action": "append", "metavar": metavar},
+                dict: {"action": "append", "metavar": metavar, "type": READERS.get(key)},
                 tuple: {"nargs": "+", "metavar": metavar},
                 typing.Literal: {"choices": typing.get_args(kind)},
             }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
@@ -127,12 +127,9 @@ def positive(text: str) -> int:
     return value
 
 
-def read_definition(text: str) -> tuple[str, dict[str, Any]]:
+def definition(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag gives it."""
-    try:
-        head, *rest = shlex.split(text) or [""]
-    except ValueError as error:
-        raise UserError(f"--define {text!r}: {error}") from None
+    head, *rest = shlex.split(text) or [""]
     name, _, base = head.partition("=")
     environment: dict[str, str] = {}
     while rest and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
@@ -141,19 +138,20 @@ def read_definition(text: str) -> tuple[str, dict[str, Any]]:
     return name, {"base": base, "flags": rest, "environment": environment}
 
 
-def read_case(text: str) -> tuple[str, dict[str, Any]]:
+def case(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=flags`."""
     name, _, flags = text.partition("=")
-    return name, {"flags": flags}
+    return name, {"flags": shlex.split(flags)}
+
+
+READERS = {"configuration": definition, "case": case}
 
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
     given = {key: getattr(options, key, None) for key in KEYS}
     table = {key: value for key, value in given.items() if value is not None}
-    for key, read in (("configuration", read_definition), ("case", read_case)):
-        if key in table:
-            table[key] = dict(map(read, table[key]))
+    table |= {key: dict(table[key]) for key in READERS if key in table}
     if "pairs" in table:
         table["pairs"] = [text.split(":") for text in table["pairs"]]
     take_hostfile(table)
@@ -162,11 +160,8 @@ def given_table(options: argparse.Namespace) -> dict[str, Any]:
 
 def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return what a plan file says with what the flags say on top of it."""
-    table = {**file, **given}
-    for key, others in REPLACED.items():
-        for other in others if key in given else ():
-            if other not in given:
-                table.pop(other, None)
+    replaced = {other for key in given for other in REPLACED.get(key, ())}
+    table = {key: value for key, value in file.items() if key not in replaced} | given
     if "configuration" in given:
         table["configuration"] = {**file.get("configuration", {}), **given["configuration"]}
         if "configurations" not in given:

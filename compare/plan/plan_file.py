@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 OF_GLOBAL_BATCH = {
     "--batch-size": "--global-batch-size sets it",
     "--base-lr": "--global-learning-rate sets it",
-    "--use-adasum": "its learning rate follows another rule",
+    "--use-adasum": "its learning rate follows another rule than --global-batch-size needs",
+    "--warmup-method": "--global-batch-size needs a linear one, and sets it",
 }
 # The flags that repeat a plan say these whatever their values.
 ALWAYS_SAID = ("configurations", "workers", "until_interval", "minutes", "seed")
@@ -194,8 +196,10 @@ def check_end(plan: Plan) -> None:
 
 
 def check_trainer_flags(plan: Plan) -> None:
-    for word in (word for words in plan.flag_lists for word in words):
-        if reason := RESERVED_FLAGS.get(flag_name(word)):
+    """Check that no flags of the trainers are those by which the plan itself steers them."""
+    refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
+    for word in chain(*plan.flag_lists):
+        if reason := refused.get(flag_name(word)):
             raise UserError(f"{word} cannot be passed to the trainers: {reason}")
     for name, own in plan.configuration.items():
         if last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment:
@@ -206,24 +210,12 @@ def check_trainer_flags(plan: Plan) -> None:
 
 
 def check_scaling(plan: Plan) -> None:
-    """Check what strong scaling allows."""
-    size, rate = plan.global_batch_size, plan.global_learning_rate
-    if size is None and rate is None:
-        return
-    if size is None or rate is None:
+    """Check what strong scaling needs."""
+    if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
             "workers share a global batch and train with one global rate, whatever their number"
         )
-    for words in plan.flag_lists:
-        for word in words:
-            if reason := OF_GLOBAL_BATCH.get(flag_name(word)):
-                raise UserError(f"{word} does not go together with --global-batch-size: {reason}")
-        if last_value(words, "--warmup-method") == "gradual":
-            raise UserError(
-                "--warmup-method gradual begins at one worker's learning rate, which is another "
-                "one at each number of workers: with --global-batch-size use linear"
-            )
     plan.block(1)  # which refuses what does not divide
 
 

@@ -31,15 +31,6 @@ class Variables(Struct, frozen=True, kw_only=True):
     affinity: tuple[int, ...] = ()  # inherited, too: no launcher binds
 
 
-class Extension(Struct, frozen=True):
-    """When a comparison that had an end was given a later one."""
-
-    created_utc: str
-    blocks: int | None = None
-    until_interval: float | None = None
-    minutes: float | None = None
-
-
 class PlanRecord(Plan, frozen=True, kw_only=True):
     """plan.json: a plan, and what was added when it was run. Enough for the report, and to go on
     after an interruption."""
@@ -47,7 +38,8 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     created_utc: Text
     is_search: bool = False  # of --tune: no comparison
     warnings: tuple[Text, ...] = ()
-    extensions: tuple[Extension, ...] = ()
+    # When a comparison that had an end was given a later one, and which.
+    extensions: tuple[dict[str, Any], ...] = ()
     trainers_sha256: str | None = None
     # The digest of each file of knobs.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)

@@ -8,7 +8,6 @@ from compare.evidence.run_folder import read_object, read_record
 from compare.plan.blocks import seconds_left
 from compare.plan.plan import Plan, Run
 from compare.plan.record import (
-    Extension,
     PlanRecord,
     plan_differences,
     plan_record,
@@ -76,8 +75,8 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             )
         extensions = old.extensions
         if old.end != plan.end:
-            end = (plan.blocks, plan.until_interval, plan.minutes)
-            extensions = (*extensions, Extension(utc_now(), *end))
+            later = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
+            extensions = (*extensions, {"created_utc": utc_now(), **later})
         return replace(
             record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
         )
