@@ -225,7 +225,7 @@ def test_blocks_have_their_seed_and_what_is_done_is_not_run_again(comparing):
     assert seeds == {("block-1", "42", "None"), ("block-2", "43", "None")}  # none of the shell's
     code, output = comparing.run(*SMALL)
     assert code == 0 and len(comparing.starts()) == 4
-    assert "4 of them are there already" in output
+    assert "4 of them there already" in output
     assert comparing.run(*SMALL, "--blocks", "3")[0] == 0
     assert len(comparing.starts()) == len(set(comparing.starts())) == 6
     assert read_plan(comparing)["blocks"] == 3
