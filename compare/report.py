@@ -185,12 +185,13 @@ def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
     one, which is left as it is."""
     if paths:
         return [find_comparison(path) for path in paths], ""
-    try:
-        return [newest_comparison(Path("runs"))], ""
-    except UserError:
-        recorded = recorded_comparison(ROOT / "results")
-        if recorded is None:
-            raise
+    if newest := newest_comparison(Path("runs")):
+        return [newest], ""
+    if (recorded := recorded_comparison(ROOT / "results")) is None:
+        raise UserError(
+            "no comparison under runs/: make one with `make compare` or `python compare/run.py`, "
+            "or give the path of one"
+        )
     if recorded.is_relative_to(Path.cwd()):
         recorded = recorded.relative_to(Path.cwd())
     machine = load_comparison(recorded).written[0].environment

@@ -239,23 +239,19 @@ def whole_runs(seed: int, blocks: int, drift: float = 0.0, ratio: float = 1.08) 
     return [estimate_logs(one) for one in logs.tolist()]
 
 
-def test_looking_after_3_and_4_and_5_blocks_and_on_is_corrected():
+@pytest.mark.parametrize(("last", "uncorrected_error"), [(5, 0.07), (12, 0.12)])
+def test_looking_after_3_and_4_and_5_blocks_and_on_is_corrected(last, uncorrected_error):
     """Whoever adds a block until a difference is shown: with the confidence that each look's
     report has, and with that of the first one throughout."""
-    wrong = {"3 to 5": [0, 0], "3 to 12": [0, 0]}
+    wrong = {False: 0, True: 0}
     for one in whole_runs(12, 12, ratio=1.0):
         logs = [math.log(ratio) for ratio in one.ratios]
-        for looks, last in (("3 to 5", 5), ("3 to 12", 12)):
-            for is_corrected in (False, True):
-                wrong[looks][is_corrected] += any(
-                    estimate_logs(
-                        logs[:blocks], confidence=confidence_after(is_corrected * (blocks - 3))
-                    ).shows_difference
-                    for blocks in range(3, last + 1)
-                )
-    share = {looks: [times / EXPERIMENTS for times in found] for looks, found in wrong.items()}
-    assert share["3 to 5"][False] > 0.07 and share["3 to 12"][False] > 0.12
-    assert max(corrected for _, corrected in share.values()) < 0.1
+        looks = {n: estimate_logs(logs[:n]).p_difference() for n in range(3, last + 1)}
+        for is_corrected in wrong:
+            errors = {n: 1 - confidence_after(is_corrected * (n - 3)) for n in looks}
+            wrong[is_corrected] += any(looks[n] < errors[n] for n in looks)
+    assert wrong[False] > uncorrected_error * EXPERIMENTS
+    assert wrong[True] < 0.1 * EXPERIMENTS
 
 
 def test_holm_keeps_false_differences_of_a_whole_report_rare():

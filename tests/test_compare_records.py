@@ -292,8 +292,11 @@ def reason_of(folder: Path, cell: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: "", "metrics.jsonl, its last line is not JSON"),
-        (lambda text: text + '{"kind": "step", "ep', "metrics.jsonl, its last line is not JSON"),
+        (lambda text: "", "metrics.jsonl, its last line is no JSON object"),
+        (
+            lambda text: text + '{"kind": "step", "ep',
+            "metrics.jsonl, its last line is no JSON object",
+        ),
         (lambda text: text[: len(text) // 2].rpartition("\n")[0], "but the run had 72 steps"),
     ],
 )

@@ -231,7 +231,7 @@ def test_zeros_of_either_sign_are_equal_but_not_bit_equal(compare):
 
 def test_what_was_not_compared_and_other_settings_are_noted(compare):
     code, text, record = compare(
-        {"steps": (1, 2, 3), "ranks": (0,), "arch": "resnet18", "trace_steps": 1},  # former name
+        {"steps": (1, 2, 3), "ranks": (0,), "arch": "resnet18", "tensor_steps": 1},
         {"steps": (2, 3, 4), "arch": "resnet50", "tensor_steps": 1},
     )
     assert code == 0 and record["compared"] == "2 steps (2 to 3) of rank 0"

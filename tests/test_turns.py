@@ -64,13 +64,13 @@ def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
 
 def test_loud_rounds_do_not_count() -> None:
     loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
-    assert loud.quiet_rounds == {0, 2}
+    assert loud.quiet_rounds.keys() == {0, 2}
     assert turns.estimate([loud], "a", "b").ratio == pytest.approx(0.9)
     assert loud.other_load == pytest.approx(0.1)
     # A machine with many cores always does something.
-    assert replace(loud, quiet_cores=quiet_load(20)).quiet_rounds == {0, 1, 2, 3}
+    assert replace(loud, quiet_cores=quiet_load(20)).quiet_rounds.keys() == {0, 1, 2, 3}
     # Where all are loud, the quietest third counts.
-    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds == {4, 5}
+    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds.keys() == {4, 5}
 
 
 class MadeUp(Scheduler):

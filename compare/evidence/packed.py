@@ -58,11 +58,6 @@ def file_of(path: Path) -> Path:
     return path if path.exists() else next(packs, path)
 
 
-def is_folder(path: Path) -> bool:
-    """Tell whether a record has this folder, open or packed."""
-    return path.is_dir() or bool(files_in(path))
-
-
 def find(record: Path, pattern: str) -> list[Path]:
     """Return the files of a record whose paths within it match a pattern, open or packed."""
     inside = [Path(folder, name) for folder, files in folders(record).items() for name in files]

@@ -71,11 +71,6 @@ class Estimate:
         return f"Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908){shared}"
 
     @property
-    def shows_difference(self) -> bool:
-        """Tell whether there is an interval and it leaves out 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
-
-    @property
     def relative_half_width(self) -> float:
         """The interval's half-width, in proportion: 0.02 is 2 %; infinite without an interval. It
         was computed on logarithms, and is symmetric there."""
@@ -85,10 +80,6 @@ class Estimate:
     def bound(self) -> float:
         """The largest difference, either way, that the interval leaves possible, in proportion."""
         return max(self.high, 1 / self.low) - 1 if self.low and self.high else math.inf
-
-    def half_width(self, confidence: float) -> float:
-        """What `relative_half_width` would be at this confidence."""
-        return math.expm1(student_quantile(confidence, self.degrees) * self.error)
 
     def figures(self) -> dict[str, Any]:
         """Return ratio and interval, and the blocks' ratios, for JSON."""

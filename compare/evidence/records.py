@@ -80,12 +80,6 @@ class RunRecord(Outcome):
         return self.status == "completed"
 
     @property
-    def label(self) -> str:
-        """Name the run as the verdict does: engine, launcher, and the transport really used."""
-        engine = ENGINES.get(self.engine, self.engine)
-        return f"{engine} ({self.launcher}, {self.environment.transport})"
-
-    @property
     def steps(self) -> list[StepLine]:
         return self._metrics[StepLine]
 
@@ -174,13 +168,10 @@ class Comparison:
         """The planned cells in the order of the tables."""
         return list(product(self.cases, self.workers, self.configurations))
 
-    def complete_runs(self, cell: CellKey) -> list[RunRecord]:
-        """Return the complete runs of a cell, that of the phases not among them."""
-        return [run for run in self.complete if run.cell == cell]
-
-    def complete_phase_runs(self, cell: CellKey) -> list[RunRecord]:
-        """Return the cell's run that measured the phases; none if there is none."""
-        return [run for run in self.phase_runs if run.cell == cell and run.is_complete]
+    def complete_runs(self, cell: CellKey, of_phases: bool = False) -> list[RunRecord]:
+        """Return the complete runs of a cell; or the one that measured the phases, if there is."""
+        runs = self.phase_runs if of_phases else self.complete
+        return [run for run in runs if run.cell == cell and run.is_complete]
 
     @cached_property
     def square(self) -> dict[tuple[str, str], str]:
@@ -200,15 +191,10 @@ class Comparison:
         return {}
 
 
-def newest_comparison(runs: Path) -> Path:
-    """Return the newest comparison under a folder of runs; their names sort by age."""
-    folders = sorted(path.parent for path in runs.glob("compare-*/plan.json"))
-    if not folders:
-        raise UserError(
-            f"no comparison under {runs}/: make one with `make compare` or "
-            "`python compare/run.py`, or give the path of one"
-        )
-    return folders[-1]
+def newest_comparison(runs: Path) -> Path | None:
+    """Return the newest comparison under a folder of runs, None if there is none; their names sort
+    by age."""
+    return max((path.parent for path in runs.glob("compare-*/plan.json")), default=None)
 
 
 def recorded_comparison(results: Path) -> Path | None:

@@ -159,7 +159,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
         memory = [float(run.summary.peak_memory_bytes) for run in runs]
-        ratio, phases = straggler(comparison.complete_phase_runs(cell), runs)
+        ratio, phases = straggler(comparison.complete_runs(cell, of_phases=True), runs)
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
         own = [run.summary.weights_sha256 for run in runs]
         rows.append(
@@ -324,7 +324,7 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     rows = []
     for cell, place in places(comparison):
         whole = [run for run in comparison.complete_runs(cell) if has_phases(run)]
-        runs = [r for r in comparison.complete_phase_runs(cell) if has_phases(r)] or whole
+        runs = [r for r in comparison.complete_runs(cell, of_phases=True) if has_phases(r)] or whole
         if runs:
             runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
             summary = runs[(len(runs) - 1) // 2].summary

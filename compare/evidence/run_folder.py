@@ -146,9 +146,6 @@ def read_object(path: Path) -> dict[str, Any]:
 def decode(text: str, where: Path | str) -> dict[str, Any]:
     """Return the JSON object that a text is; UserError if it is none."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return value
+        return msgspec.convert(json.loads(text), dict[str, Any])
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UserError(f"{where} is no JSON object: {error}") from None

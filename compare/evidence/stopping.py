@@ -79,11 +79,12 @@ def is_enough(estimates: Iterable[Estimate], until_interval: float) -> bool:
 
 
 def minutes_to_narrow(
-    estimate: Estimate, until_interval: float, block_seconds: float
+    estimate: Estimate, until_interval: float, block_seconds: float | None
 ) -> float | None:
     """Return how many more minutes would bring the interval to this half-width, if the noise stays
-    as it is; None without an interval, or if it would take too many."""
-    if estimate.low is None:
+    as it is; None without an interval, if it would take too many, or if `block_seconds`, that a
+    block takes, are not known."""
+    if estimate.low is None or block_seconds is None:
         return None
     spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
     quantile = NormalDist().inv_cdf(0.5 + estimate.confidence / 2)  # of many blocks: the least
@@ -99,7 +100,7 @@ def minutes_to_narrow(
 
 
 def minutes_to_show(
-    estimate: Estimate, margin: float, block_seconds: float, family: int = 1
+    estimate: Estimate, margin: float, block_seconds: float | None, family: int = 1
 ) -> float | None:
     """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
     80 % probability, as one of a `family` of verdicts; None: not known."""

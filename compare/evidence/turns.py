@@ -57,26 +57,20 @@ class Block:
         return max(0.0, self.seconds - self.disturbed_seconds)
 
     @property
-    def load_of_rounds(self) -> dict[int, float]:
-        """Cores that others kept busy in the most disturbed turn of each round."""
-        load = dict[int, float]()
+    def quiet_rounds(self) -> dict[int, float]:
+        """The rounds that count, and the cores that others kept busy in the most disturbed turn of
+        each: those in which others were quiet, or the quietest third."""
+        load: dict[int, float] = {}
         for turn in self.turns:
             load[turn.round] = max(load.get(turn.round, 0.0), turn.other_load)
-        return load
-
-    @property
-    def quiet_rounds(self) -> set[int]:
-        """The rounds that count: those in which others were quiet, or the quietest third."""
-        load = self.load_of_rounds
-        by_load = sorted(load, key=lambda round_: load[round_])
         quiet = sum(value <= self.quiet_cores for value in load.values())
-        return set(by_load[: max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))])
+        counted = max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))
+        return dict(sorted(load.items(), key=lambda item: item[1])[:counted])
 
     @property
     def other_load(self) -> float:
         """Cores that others kept busy in the most disturbed turn that counts."""
-        load = self.load_of_rounds
-        return max(load[round_] for round_ in self.quiet_rounds)
+        return max(self.quiet_rounds.values())
 
     def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
         """The logarithm of the product of the sides' values, each to its power, over the rounds

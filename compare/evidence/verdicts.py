@@ -8,7 +8,7 @@ from operator import attrgetter
 from statistics import median
 
 from compare.evidence.equality import Fact, compare_facts
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.stopping import minutes_to_show
 from compare.evidence.turns import estimate_contrast, throughput
@@ -73,8 +73,10 @@ class Verdict:
     def corrected_half_width(self) -> float:
         """The half-width, in proportion, of the interval that the first step of Holm's method asks
         for."""
-        speed, family = self.speed, self.family
-        return speed.half_width(1 - (1 - speed.confidence) / family) if speed else math.inf
+        if self.speed is None:
+            return math.inf
+        confidence = 1 - (1 - self.speed.confidence) / self.family
+        return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
     def sentence(self) -> str:
         """Say the verdict, or why there is none."""
@@ -112,8 +114,6 @@ class Verdict:
     def more_minutes_text(self, speed: Estimate) -> str:
         """Say how much longer a measurement would show a difference of the margin's size; empty if
         that is not known."""
-        if self.block_seconds is None:
-            return ""
         minutes = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
         if not minutes:
             return ""
@@ -137,10 +137,9 @@ class Verdict:
         return lines
 
 
-Facts = Mapping[tuple[str, int], Sequence[Fact]]  # by case and number of workers
-
-
-def judge(comparison: Comparison, facts: Facts | None = None) -> list[Verdict]:
+def judge(
+    comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
+) -> list[Verdict]:
     """Return a verdict for each case, number of workers, and pair of configurations; where the
     configurations make a square, one on the interaction as well. `facts` are those of
     `compare_facts`, for whoever has them already."""

@@ -102,7 +102,10 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
     """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
     "DDP over Gloo" where the plan's configurations make a square."""
     runs = [run for run in comparison.written if run.configuration == configuration]
-    labels = {run.label for run in runs}
+    labels = {
+        f"{ENGINES.get(run.engine, run.engine)} ({run.launcher}, {run.environment.transport})"
+        for run in runs
+    }
     if len(labels) != 1:
         return configuration
     label, own = labels.pop(), comparison.configurations[configuration]
