@@ -186,10 +186,11 @@ class Session:
 def check_loss(loss: float, place: str, is_first: bool) -> None:
     """UserError, on all ranks alike, for a loss that is not finite; `is_first`: of weights with
     which this session began."""
-    if math.isfinite(loss):
-        return
-    remedy = "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
-    remedy += "--clip-grad-norm"
-    if is_first:
-        remedy = "the weights that it began with are no good; take an earlier checkpoint"
-    raise UserError(f"the loss is {loss} {place}: {remedy}")
+    if not math.isfinite(loss):
+        remedy = (
+            "the weights that it began with are no good; take an earlier checkpoint"
+            if is_first
+            else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
+            "--clip-grad-norm"
+        )
+        raise UserError(f"the loss is {loss} {place}: {remedy}")

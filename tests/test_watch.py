@@ -9,24 +9,23 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, rarely, run, wait_until
 from making import a_world
 
-from recipe import watch
+from recipe import watch, world
 from recipe.watch import is_launcher, launchers_of
 
-RANK_VARIABLES = {
+RANK_VARIABLES: dict[str, dict[str, str]] = {
     "none": {},
-    "torchrun": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-    "mpirun": {
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "1",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    **{
+        name: dict(zip(world.LAUNCHERS[name].variables, "0101", strict=True))
+        for name in ("torchrun", "mpirun")
     },
 }
 # A rank that hangs in native code, as engines do, while a thread writes its checkpoint.
@@ -88,9 +87,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
     yield start
     for one in started:
-        for process in (one.rank, one.launcher):
-            if process.is_running() if isinstance(process, psutil.Process) else True:
-                process.kill()
+        one.launcher.kill()
+        with suppress(psutil.NoSuchProcess):
+            one.rank.kill()
         one.launcher.communicate()
 
 
@@ -140,25 +139,14 @@ def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
     assert said.count("\n") == 1
 
 
-class Ancestor:
-    """Stands in for a psutil.Process, above which another user's processes are hidden."""
-
-    pid, above = os.getpid(), 2
-
-    def parent(self) -> "Ancestor":
-        if self.above == 0:
-            raise psutil.AccessDenied(1)
-        other = Ancestor()
-        other.above = self.above - 1
-        return other
-
-    def cmdline(self) -> list[str]:
-        return ["python", "torchrun" if self.above else "tmux"]
-
-
 def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where /proc is mounted with hidepid=1."""
-    monkeypatch.setattr(watch.psutil, "Process", Ancestor)
+    above = mock.Mock(pid=1, **{"cmdline.return_value": ["python", "tmux"]})
+    above.parent.side_effect = psutil.AccessDenied(1)
+    launcher = mock.Mock(pid=os.getpid(), **{"cmdline.return_value": ["python", "torchrun"]})
+    launcher.parent.return_value = above
+    rank = mock.Mock(**{"parent.return_value": launcher})
+    monkeypatch.setattr(watch.psutil, "Process", lambda: rank)
     assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
 
 
@@ -174,10 +162,7 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
 def test_a_launcher_that_is_not_to_be_seen_is_not_gone(
     error: OSError, answer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(path: Path) -> None:
-        raise error
-
-    monkeypatch.setattr(watch.Path, "read_text", fails)
+    monkeypatch.setattr(watch.Path, "read_text", mock.Mock(side_effect=error))
     assert watch._started(os.getppid(), "7") == answer
     assert watch._started(os.getppid()) is None
 

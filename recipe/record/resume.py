@@ -221,13 +221,7 @@ def restore(
         return progress
     except UserError:
         raise
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(
             f"--resume {name}: holds what this project does not write ({type(error).__name__}: "
             f"{first_line(error)}); go on from another checkpoint"
