@@ -5,7 +5,7 @@ it is, is the step of baselines/single_process.py, bit by bit.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -245,23 +245,6 @@ def train(rung: Rung, hooks: Hooks) -> None:
         return
     measured = rung.measured()
     session.complete(trained.model, figures, rung.sum_over_ranks, measured)
-    for line in rung_lines(measured) if rung.world.is_first else ():
-        print(line)
-
-
-def rung_lines(figures: RungFigures) -> Iterator[str]:
-    """What a script in baselines/ has measured of its way of training, for the console."""
-    for what, sizes in ("optimizer", figures.optimizer_bytes), ("weights", figures.weight_bytes):
-        if sizes is not None:
-            each = ", ".join(f"rank {rank} {size / 1e6:.2f} MB" for rank, size in enumerate(sizes))
-            yield f"memory of the {what}: {each}"
-    if figures.bubble_share is not None:
-        yield (
-            f"bubble: {figures.bubble_share:.2f} of the steps; {figures.equal_bubble_share:.2f} if "
-            "the stages were equal"
-        )
-    if figures.staleness is not None:
-        yield (
-            f"staleness: {figures.staleness:.2f} updates in the mean of all pushes, "
-            f"{figures.largest_staleness} at most"
-        )
+    for name, value in vars(measured).items():
+        if rung.world.is_first and value is not None:
+            print(f"{name}: {value}")

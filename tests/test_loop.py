@@ -1,4 +1,4 @@
-"""What the scripts in baselines/ refuse before they begin, and say at their end."""
+"""What the scripts in baselines/ refuse before they begin."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import pytest
 from making import a_config, a_world
 
 from recipe.errors import UserError
-from recipe.loop import Rung, rung_lines
-from recipe.record.schema import RungFigures
+from recipe.loop import Rung
 
 
 def a_rung(launcher: str, lacks: tuple[str, ...] = (), has: tuple[str, ...] = ()) -> type[Rung]:
@@ -49,19 +48,3 @@ def test_a_rung_that_another_launcher_started_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         a_rung(launcher)(a_config(), a_world(0, ranks))
-
-
-def test_what_a_rung_has_measured_is_said_at_its_end() -> None:
-    assert not list(rung_lines(RungFigures()))
-    figures = RungFigures(
-        optimizer_bytes=[1_000_000, 520_000],
-        bubble_share=0.3,
-        equal_bubble_share=0.2,
-        staleness=0.75,
-        largest_staleness=2,
-    )
-    assert list(rung_lines(figures)) == [
-        "memory of the optimizer: rank 0 1.00 MB, rank 1 0.52 MB",
-        "bubble: 0.30 of the steps; 0.20 if the stages were equal",
-        "staleness: 0.75 updates in the mean of all pushes, 2 at most",
-    ]
