@@ -168,12 +168,8 @@ def write(path: Path, value: dict[str, Any]) -> None:
 
 def edit(path: Path, **changes: Any) -> None:
     """Change fields of a JSON file; `...` removes one."""
-    record = json.loads(path.read_text())
-    for field, value in changes.items():
-        record.pop(field, None)
-        if value is not ...:
-            record[field] = value
-    path.write_text(json.dumps(record))
+    record = json.loads(path.read_text()) | changes
+    write(path, {field: value for field, value in record.items() if value is not ...})
 
 
 def change(record: Any, **fields: Any) -> None:

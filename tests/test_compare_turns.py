@@ -15,7 +15,6 @@ from records import a_plan, make_turns
 from test_compare_records import edit, edit_fingerprint, make_comparison
 
 from compare import report
-from compare.evidence import packed
 from compare.evidence.notices import MISSING, WARNINGS, notices
 from compare.evidence.paired import Estimate, student_quantile
 from compare.evidence.records import Comparison, load_comparison
@@ -97,13 +96,9 @@ def test_the_square_parts_engine_and_transport(square):
 
 def test_a_noisy_square_says_how_much_longer_would_decide(tmp_path):
     comparison = load_comparison(by_turns(tmp_path / "compare-1", blocks=4, noise=0.1))
-    undecided = judge(comparison)[0]
-    assert re.fullmatch(
-        r"At 2 workers not decided between DDP over Gloo and Horovod over Gloo: the difference is "
-        r"at most \d+(\.\d)? % either way \(speed ratio [\d.]+, 95 % interval 0\.\d+ to 1\.\d+, 4 "
-        r"blocks\); about \d+ more minutes would show a difference of 3 %\.",
-        undecided.sentence(),
-    )
+    told = judge(comparison)[0].sentence()
+    assert "not decided between DDP over Gloo and Horovod over Gloo: the difference is at m" in told
+    assert re.search(r", 4 blocks\); about \d+ more minutes would show a difference of 3 %\.", told)
 
 
 def judged(verdict: Verdict, low: float, high: float, number: int) -> list[Verdict]:
@@ -111,17 +106,6 @@ def judged(verdict: Verdict, low: float, high: float, number: int) -> list[Verdi
     middle, reach = math.sqrt(low * high), math.log(high / low) / 2
     speed = Estimate(middle, low, high, (middle,) * 6, reach / student_quantile(0.95, 5), 5)
     return decided([replace(verdict, speed=speed)] * number)
-
-
-@pytest.mark.parametrize(("low", "high", "words"), [
-    (1.004, 1.016, "a difference was shown between DDP over Gloo and itself: speed ratio 1.010"),
-    (0.72, 1.39, "no difference was shown between DDP over Gloo and itself, as it should be: it "
-     "differs from itself by at most 39 %"),
-    (0.98, 1.02, "as it should be: equal within 2.1 %"),
-])  # fmt: skip
-def test_a_null_test_shows_any_difference_that_its_interval_shows(square, low, high, words):
-    [verdict] = judged(replace(judge(square)[0], is_null_test=True), low, high, 1)
-    assert words in verdict.sentence()
 
 
 @pytest.mark.parametrize(("plan", "words"), [
@@ -161,13 +145,12 @@ def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path, square):
 
 
 def test_a_comparison_that_was_extended_says_so_and_is_wider(square, tmp_path):
-    folder = by_turns(tmp_path / "compare-1")
-    edit(folder / "plan.json", extensions=[{"created_utc": "", "blocks": 6, "minutes": 5}] * 2)
-    comparison = load_comparison(folder)
-    verdicts = judge(comparison)
+    twice = structs.replace(square.plan, extensions=(None, None))
+    extended = replace(square, plan=twice)
+    verdicts = judge(extended)
     assert "98.75 % interval" in verdicts[1].sentence()
     assert verdicts[1].speed.relative_half_width > judge(square)[1].speed.relative_half_width
-    assert "extended 2 times" in correction_text(comparison, verdicts)
+    assert "extended 2 times" in correction_text(extended, verdicts)
 
 
 @pytest.mark.parametrize(
@@ -237,20 +220,6 @@ def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
         edit_fingerprint(path, "learning_rates_sha256", "c" * 64)
     [verdict] = judge(load_comparison(folder))
     assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
-
-
-def test_a_packed_comparison_says_the_same(square, tmp_path):
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    texts = {
-        path.relative_to(square.folder): path.read_text()
-        for path in square.folder.rglob("*")
-        if path.is_file() and path.name != "plan.json"
-    }
-    (folder / "runs.jsonl").write_text(packed.lines_of(texts))
-    (folder / "plan.json").write_text((square.folder / "plan.json").read_text())
-    told = [verdict.sentence() for verdict in judge(load_comparison(folder))]
-    assert told == [verdict.sentence() for verdict in judge(square)]
 
 
 def test_beside_whole_runs_there_is_no_ratio_and_all_that_a_verdict_rests_on(square, tmp_path):

@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.run_folder import recorded
 from compare.evidence.words import short
 from recipe.flags import FLAGS, names_of
 
@@ -99,13 +98,11 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
     Not the git commit: run.py watches the trainers' sources themselves, and whoever commits a text
     between two blocks has not changed the training.
     """
-    environment = recorded(run.environment)
     facts = run.config.flags | {
-        "CUDA version" if name == "cuda" else name: environment[name]  # `cuda` is a flag
-        for name in (*EQUAL_IN_ENVIRONMENT, *START)
-        if name in environment
+        "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
+        for name, value in vars(run.environment).items()
+        if value is not None and name in {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_USED, *START}
     }
-    facts |= {name: environment[name] for name in EQUAL_WHERE_USED if environment[name]}
     facts |= run.environment.variables
     if not run.is_side:
         facts |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}

@@ -66,10 +66,9 @@ def find(record: Path, pattern: str) -> list[Path]:
 
 def files_in(folder: Path) -> dict[str, Any]:
     """Return the packed files of a folder, by name; none if it is not packed."""
-    for record in (folder, *folder.parents):
-        if files := folders(record).get(folder.relative_to(record).as_posix()):
-            return files
-    return {}
+    records = [record for record in (folder, *folder.parents) if (record / PACKED).exists()]
+    found = [folders(record).get(folder.relative_to(record).as_posix()) for record in records]
+    return next(filter(None, found), {})
 
 
 def folders(record: Path) -> dict[str, dict[str, Any]]:

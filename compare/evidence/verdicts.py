@@ -117,8 +117,8 @@ class Verdict:
         minutes = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
         if not minutes:
             return ""
-        more = count(max(1, round(minutes)), "more minute")
-        return f"; about {more} would show a difference of {percent_text(self.margin)}"
+        more, size = count(max(1, round(minutes)), "more minute"), percent_text(self.margin)
+        return f"; about {more} would show a difference of {size}"
 
     def support(self) -> list[str]:
         """Say what supports a verdict: whether both did the same training, and their CPU time (a
