@@ -9,6 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,14 +144,10 @@ def marked(mark: str) -> list[psutil.Process]:
     """Live processes whose environment holds LAUNCH_MARK=mark."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if (
-                process.environ().get("LAUNCH_MARK") == mark
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+        with suppress(psutil.Error):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and process.environ().get("LAUNCH_MARK") == mark:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return found
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from recipe.world import World
 NUM_TRAIN = 20  # five steps an epoch
 DATA = Data(None, None, num_train=NUM_TRAIN, num_val=8, num_classes=10)
 CONFIG = a_config(name="run", epochs=3, batch_size=4)
+AUTO = replace(CONFIG, resume="auto")
 ENVIRONMENT = an_environment(version="2", world_size=1, hosts=["here"], device_name="a CPU")
 SUMMARY = a_summary(top1=50.0, loss=0.5, images_per_second=8.0)
 
@@ -126,12 +126,9 @@ def test_steps_that_were_left_out_are_said(
 
 def test_a_whole_run(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs" / "run"
-    session = Training(folder, clock)
+    a_whole_run(folder, clock)
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
     assert json.loads((folder / "environment.json").read_text()) == asdict(ENVIRONMENT)
-    session.steps(15)
-    assert not (folder / "summary.json").exists()  # whose presence says that the run is complete
-    session.recorder.close(SUMMARY)
     assert json.loads((folder / "summary.json").read_text()) == asdict(SUMMARY)
     kinds = [line["kind"] for line in lines(folder)]
     assert kinds == ["event"] + (["step"] * 5 + ["epoch", "eval"]) * 3 + ["event"]
@@ -294,19 +291,16 @@ def test_a_wish_to_stop_is_kept_until_it_is_obeyed_or_comes_too_late(
 
 @pytest.mark.parametrize("at", [5, 7, 12])
 def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, clock: Clock) -> None:
-    whole = Training(tmp_path / "whole", clock)
-    whole.steps(15)
+    Training(tmp_path / "whole", clock).steps(15)
     first = Training(tmp_path / "run", clock)
     first.steps(at)
     saved = replace(first.progress)
     first.steps(13 - at)  # which the checkpoint does not hold
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "epo')  # it was killed while it wrote
-    second = Training(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
-    second.steps(15 - at)
+    Training(tmp_path / "run", clock, saved, AUTO).steps(15 - at)
     for kind in ("step", "epoch", "eval"):
-        expected = lines(tmp_path / "whole", kind)
-        found = lines(tmp_path / "run", kind)
+        expected, found = lines(tmp_path / "whole", kind), lines(tmp_path / "run", kind)
         for line in (*expected, *found):  # the sums are of floats, in another order
             line["loss"] = round(line["loss"], 9)
         assert found == expected
@@ -316,21 +310,15 @@ def test_resumed_run_leaves_the_lines_of_a_whole_one(at: int, tmp_path: Path, cl
 
 def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: Clock) -> None:
     """Its last step counts once, in the figures of the epoch that it began in, resumed or not."""
-    config = replace(CONFIG, batch_size=6)  # steps end at 6, 12, 18, 24, ...
-    whole = Training(tmp_path / "whole", clock, config=config)
-    whole.steps(10)
+    config = replace(AUTO, batch_size=6)  # steps end at 6, 12, 18, 24, ...
+    Training(tmp_path / "whole", clock, config=config).steps(10)
     first = Training(tmp_path / "run", clock, config=config)
     first.steps(5)
-    progress = replace(first.progress)
-    second = Training(tmp_path / "run", clock, progress, replace(config, resume="auto"))
-    second.steps(5)
-    for folder in ("whole", "run"):
-        assert [line["epoch"] for line in lines(tmp_path / folder, "step")] == [
-            *[0] * 4,
-            *[1] * 3,
-            *[2] * 3,
-        ]
-        first_epoch, second_epoch, *_ = lines(tmp_path / folder, "epoch")
+    Training(tmp_path / "run", clock, replace(first.progress), config).steps(5)
+    for folder in (tmp_path / "whole", tmp_path / "run"):
+        epochs = [line["epoch"] for line in lines(folder, "step")]
+        assert epochs == [*[0] * 4, *[1] * 3, *[2] * 3]
+        first_epoch, second_epoch, *_ = lines(folder, "epoch")
         assert first_epoch["loss"] == pytest.approx(2 + (1 + 2 + 3 + 4) / 4)
         assert second_epoch["loss"] == pytest.approx(2 + (5 + 6 + 7) / 3)
         assert second_epoch["seconds"] == 1.5
@@ -411,22 +399,22 @@ def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
         session.steps(1)
 
 
-def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
-    """A batch system may start a job again that was done: its figures must survive that."""
-    session = Training(tmp_path / "run", clock)
+def a_whole_run(folder: Path, clock: Clock) -> Training:
+    session = Training(folder, clock)
     session.steps(15)
     session.recorder.close(SUMMARY)
-    summary = tmp_path / "run" / "summary.json"
-    again = Training(
-        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
-    )
+    return session
+
+
+def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
+    """A batch system may start a job again that was done: its figures must survive that."""
+    end, summary = a_whole_run(tmp_path, clock).progress, tmp_path / "summary.json"
+    again = Training(tmp_path, clock, replace(end), AUTO)
     again.evaluate(3)  # the epoch that would come next
-    assert lines(tmp_path / "run", "eval")[-1]["epoch"] == 2
+    assert lines(tmp_path, "eval")[-1]["epoch"] == 2
     again.recorder.close(replace(SUMMARY, images_per_second=None))
     assert json.loads(summary.read_text()) == asdict(SUMMARY)
-    more = Training(
-        tmp_path / "run", clock, replace(session.progress), replace(CONFIG, resume="auto")
-    )
+    more = Training(tmp_path, clock, replace(end), AUTO)
     more.steps(1)
     assert not summary.exists()
     more.recorder.close(replace(SUMMARY, top1=51.0))
@@ -434,18 +422,13 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: Clock) -> None:
-    folder = tmp_path / "run"
-    session = Training(folder, clock)
-    session.steps(15)
-    session.recorder.close(SUMMARY)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    config = replace(CONFIG, resume="auto", evaluate=True)
-    evaluation = Training(folder, clock, Progress(7, 28), config)
+    a_whole_run(tmp_path, clock)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    evaluation = Training(tmp_path, clock, Progress(7, 28), replace(AUTO, evaluate=True))
     evaluation.evaluate(1)
     evaluation.recorder.close(replace(SUMMARY, top1=49.0))
     assert {path: path.read_bytes() for path in before} == before
-    (new,) = folder.glob("evaluation-*")
+    (new,) = tmp_path.glob("evaluation-*")
     assert json.loads((new / "summary.json").read_text())["top1"] == 49.0
     assert len(lines(new, "eval")) == 1
 
@@ -457,21 +440,20 @@ def test_folder_that_cannot_be_written(tmp_path: Path, clock: Clock) -> None:
 
 
 @pytest.fixture
-def board(tmp_path: Path, clock: Clock) -> Iterator[EventAccumulator]:
+def board(tmp_path: Path, clock: Clock) -> EventAccumulator:
     """What TensorBoard reads of a run that was resumed after it had drawn epoch 2."""
     session = Training(tmp_path / "run", clock)
     session.steps(7)
     saved = replace(session.progress)
     session.steps(4)
-    second = Training(tmp_path / "run", clock, saved, replace(CONFIG, resume="auto"))
+    second = Training(tmp_path / "run", clock, saved, AUTO)
     second.steps(8)
     second.recorder.close(SUMMARY)
     # A batch system starts it once more, though it is complete: it evaluates again.
-    third = Training(tmp_path / "run", clock, second.progress, replace(CONFIG, resume="auto"))
+    third = Training(tmp_path / "run", clock, second.progress, AUTO)
     third.evaluate(3)
     third.recorder.close(SUMMARY)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    yield events.Reload()
+    return EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
 
 
 def test_tensorboard(board: EventAccumulator) -> None:
