@@ -29,8 +29,8 @@ from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import TRAINERS
 from compare.plan.sources import ROOT
-from compare.running.launch import end_processes, new_mark, shown_tail
-from compare.running.scheduler import finished_block, run_block, say, start_side
+from compare.running.launch import Launches, shown_tail
+from compare.running.scheduler import run_block, say, start_side
 from compare.running.sides import MeasurementError, Side
 from recipe.flags import last_value
 from recipe.training.phases import PHASES
@@ -108,7 +108,7 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
 
     def block_of(number: int, label: str) -> Block:
         order = shuffled(sides, options.seed, benchmark.name, number)
-        return take_block(order, rounds, folder / str(number), number, label, options.patience)
+        return run_block(order, rounds, folder / str(number), number, label, options.patience)
 
     def rows_of(blocks: Sequence[Block]) -> list[Row]:
         return [
@@ -169,16 +169,6 @@ def until_decided(
             break
         blocks.append(block_of(number, f"{label}: block {number} of {options.looks[-1]} at most"))
     return blocks
-
-
-def take_block(
-    sides: Sequence[Side], rounds: int, folder: Path, number: int, label: str, patience: float
-) -> Block:
-    """Measure a block, or return the one that an interrupted call has left."""
-    if kept := finished_block(sides, rounds, folder):
-        say(f"{label}: is there already")
-        return kept
-    return run_block(sides, rounds, folder, number, label, patience)
 
 
 def make_side(
@@ -243,12 +233,11 @@ def jpegs_folder(images: int) -> Path:
 @contextmanager
 def started(side: Side, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A side that has been started by itself, with its output in `folder`; ended on leaving."""
-    mark = new_mark()
-    process = start_side(side, side.command(folder.resolve(), 0), folder, mark)
+    launches = Launches()
     try:
-        yield process
+        yield start_side(side, side.command(folder.resolve(), 0), folder, launches)
     finally:
-        end_processes(process, mark)
+        launches.end()
 
 
 def ablate(side: Side, folder: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.by_turns import QUICK, Contender, make_side, take_block, until_decided
+from benchmarks.by_turns import QUICK, Contender, make_side, run_block, until_decided
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.turns import Block, estimate
 from compare.plan.blocks import shuffled
@@ -95,7 +95,7 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
                 sides = sides_at(configuration, rates[rate], (str(entrance), *START), options)
                 folder = options.out / "blocks" / f"10-{configuration}" / f"{number}-{rate}"
                 order, name = shuffled(sides, *place, rate), f"{label}, {rate_name(rate)}"
-                block = take_block(order, rounds, folder, number, name, options.patience)
+                block = run_block(order, rounds, folder, number, name, options.patience)
                 at_rates[rate] = block, read_choice(folder / "auto" / "0" / "output.log")
             return at_rates
 

@@ -33,11 +33,10 @@ from compare.running.launch import (
     Outcome,
     duration,
     print_line,
-    print_tail,
+    shown_tail,
     start_command,
     utc_now,
     utc_stamp,
-    write_outcome,
 )
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
@@ -261,20 +260,14 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         else:
             failed.add(name)
             print_line(f"{label}   {outcome.status.upper()}: no more launches of {name}")
-            print_tail(place / "output.log")
+            print(shown_tail(place), flush=True)
 
 
 def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
     """Start a backend once, wait for its end, leave no process of it, write how it ended."""
     folder.mkdir(parents=True)
     out = folder / "measurements.jsonl"
-    command = BACKENDS[name].command(options, out)
-    outcome = start_command(command, folder, options.timeout)
-    if outcome.status == "ended":
-        is_good = outcome.exit_code == 0 and out.exists()
-        outcome = replace(outcome, status="completed" if is_good else "failed")
-    write_outcome(folder, outcome)
-    return outcome
+    return start_command(BACKENDS[name].command(options, out), folder, options.timeout, out)
 
 
 if __name__ == "__main__":

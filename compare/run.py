@@ -38,24 +38,21 @@ from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
 from compare.running.comparison import (
+    block_folder,
     checked_record,
+    is_finished,
     make_missing,
     measure,
+    measured,
+    missing,
     resumed,
     run_label,
     show_outcome,
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
-from compare.running.measurement import (
-    block_folder,
-    is_finished,
-    measured,
-    minutes_for_more,
-    missing,
-)
 from compare.running.sides import MeasurementError
 from compare.running.tools import check_tools, missing_for
-from compare.running.tune import dry_tune_lines, tune, tuning_plan
+from compare.running.tune import search_lines, tune, tuning_plan
 from recipe.errors import UserError
 
 RUNS = Path("runs")
@@ -83,7 +80,7 @@ def answer(argv: list[str]) -> int:
     folder = choose_folder(plan, options)
     if options.dry_run:
         if options.tune is not None:
-            lines = dry_tune_lines(plan, options.rounds)
+            lines = search_lines(plan, options.rounds)
         else:
             lines = dry_run_lines(plan, folder, options.warm_up, options.block)
         print("\n".join(lines))
@@ -230,9 +227,6 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
             f"drawn from them. To try again what failed:\n    "
             f"{shlex.join(command_words(argv, folder))}"
         )
-    elif minutes := minutes_for_more(plan, measured(plan, folder)):
-        words = command_words(argv, folder, "--minutes", str(minutes))
-        print(f"To measure on, until the intervals are as narrow:\n    {shlex.join(words)}")
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
     return 1 if failed or failed_phases or not is_measured else 0
 

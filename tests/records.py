@@ -3,12 +3,17 @@
 import json
 import random
 import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Case, OwnCase, OwnConfiguration, Plan, Share, Words
+from compare.running.sides import MeasurementError, Side
+from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
 
 
@@ -102,3 +107,37 @@ def make_turns(
                 (place / "block.json").write_text(json.dumps(record))
                 clock += 20
     return folder
+
+
+class MadeUpBlocks:
+    """Stands for run_block: a block takes a minute, and each side has a speed of its own, which
+    scatters. It notes what it has measured. A side of the name `fails` fails; `error`, if there is
+    one, comes after so many blocks."""
+
+    def __init__(self, speed: Callable[[Side], float], scatter: float) -> None:
+        self.speed, self.scatter, self.disturbed, self.fails = speed, scatter, 0.0, ""
+        self.error: BaseException | None = None
+        self.error_after = 0
+        self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
+
+    def __call__(
+        self, sides: Sequence[Side], rounds: int, folder: Path, number: int, *_: Any, **__: Any
+    ) -> Block:
+        if self.error is not None and len(self.folders) >= self.error_after:
+            raise self.error
+        if self.fails in [side.name for side in sides]:
+            raise MeasurementError(f"{self.fails} ended with exit code 1", self.fails)
+        noise = random.Random(number)  # the same in every folder
+        speeds = [
+            (side.name, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))
+            for at in range(rounds)
+            for side in sides
+        ]
+        turns = tuple(Turn(name, at, 64 / speed, speed, 0.001) for name, at, speed in speeds)
+        order, seconds = tuple(side.name for side in sides), 60.0 + self.disturbed
+        block = Block(number, order, 0.0, turns, seconds=seconds, disturbed_seconds=self.disturbed)
+        folder.mkdir(parents=True)
+        write_json(folder / "block.json", asdict(block))
+        self.folders.append(folder)
+        self.orders.append(order)
+        return block

@@ -239,8 +239,7 @@ def test_commands() -> None:
     assert pair.shown().startswith("A=1 python horovod_train/train.py")
     assert pair.shown().endswith("# 2 of them at once")
     command = pair.command(Path("/f"), 1, by_turns=True)
-    assert command[:6] == ["python", TAKE_TURNS, "--side", "x", "--copy", "1"]
-    assert "--overruns" in command
+    assert command[:5] == ["python", TAKE_TURNS, "x", "1", "3"]
     assert command[command.index("--log-dir") + 1] == "/f"
     kept = made(Contender(wrapper="w.py", flags="--checkpoint-steps {steps}", steps=7))
     assert kept.program[0] == "w.py" and kept.program[-2:] == ("--checkpoint-steps", "7")

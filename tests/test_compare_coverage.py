@@ -28,7 +28,7 @@ from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import Block
 from compare.evidence.verdicts import holm
 from compare.plan.plan import Case, Plan
-from compare.running.measurement import ROUNDS
+from compare.running.comparison import ROUNDS
 
 Array = NDArray[np.float64]
 EXPERIMENTS = 1000

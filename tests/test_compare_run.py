@@ -27,10 +27,10 @@ from compare.plan import record
 from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
-from compare.plan.plan import Plan, Run
+from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import checks, comparison, launch, tools
-from compare.running.comparison import timeout_sentence
+from compare.running.comparison import show_outcome
 from compare.running.launch import last_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -273,8 +273,8 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
 @pytest.mark.parametrize(("words", "ended", "said"), [
     (["--", "--empty"], 1, "exit code 0, but no summary.json"),
     (["--timeout", "1", "--", "--stubborn", "yes", "--hang"], 1, "TIMED OUT after"),
-    (["--timeout", "1", "--", "--hang"], 1, "time limit before its first step: give a larger --t"),
-    (["--", "--leave"], 0, "1 process was left behind and killed"),
+    (["--timeout", "1", "--", "--hang"], 1, "(at step 0: give a larger --timeout)"),
+    (["--", "--leave"], 0, "left behind, and killed: 1"),
 ])  # fmt: skip
 def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, ended, said):
     run = "block-1/horovod-mpi-1"
@@ -324,7 +324,7 @@ def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
     words = [*SMALL, "--", "--fail", "block-1/horovod-mpi-1"]
     code, output = comparing.run(*words)
     assert code == 1
-    assert "FAILED (exit code 1)" in output
+    assert "FAILED after" in output and "(exit code 1)" in output
     assert "| the gradients went away" in output
     assert "1 of 4 runs failed" in output
     assert len(comparing.starts()) == 4  # the others were run
@@ -336,40 +336,31 @@ def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
 
 
 @pytest.mark.parametrize("mark", ["", "[rank 1 on node1] ", "[1,0]<stderr>:"])
-def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path, capsys):
+def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path):
     log = tmp_path / "output.log"
     log.write_text(f"{mark}error: --data /x: is not there\n" + "mpirun: boilerplate\n" * 30)
-    launch.print_tail(log)
-    first, second, *others = capsys.readouterr().out.splitlines()
+    first, second, *others = launch.shown_tail(tmp_path).splitlines()
     assert first.endswith(f"| {mark}error: --data /x: is not there") and second.endswith("| ...")
-    assert len(others) == launch.TAIL_LINES + 1
+    assert len(others) == launch.TAIL_LINES + 1 and others[-1].endswith(str(log))
     log.write_text(f"{mark}error: --data /x: is not there\n")
-    launch.print_tail(log)
-    assert capsys.readouterr().out.count("error:") == 1
+    assert launch.shown_tail(tmp_path).count("error:") == 1
 
 
-def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(tmp_path):
-    alone, over_hosts = (timeout_sentence(tmp_path, answer) for answer in (False, True))
+def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(
+    tmp_path, capsys
+):
+    outcome, here = launch.Outcome("timed out", -15, 9.0, 0, None), Plan().runs()[0]
+    (tmp_path / "output.log").touch()
+    show_outcome("a run", here, tmp_path, outcome, None)
+    show_outcome("a run", replace(here, hosts="elsewhere:2"), tmp_path, outcome, None)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1200}\n')
-    assert "at step 1,200: give a larger --timeout" in timeout_sentence(tmp_path, True)
-    assert alone.endswith("before its first step: give a larger --timeout")
-    assert "--timeout; or do its workers reach each other? `python compare/doctor" in over_hosts
-
-
-def test_workers_on_other_hosts_that_have_not_met_are_asked_for_once(tmp_path, capsys, monkeypatch):
-    """A first listing of the data may take longer: --timeout alone ends a run."""
-    monkeypatch.setattr(launch, "MEETING_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(Run, "command", lambda *_: ["sleep", "60"])
-    here = Plan().runs()[0]
-    for one, asked in ((here, 0), (replace(here, hosts="elsewhere:2"), 1)):
-        assert launch.start_and_wait(one, tmp_path, 0.5, "a run").status == "timed out"
-        told = capsys.readouterr().out
-        assert told.startswith("a run   not training after 0 s: large data take long"[: 99 * asked])
-        assert told.count("do its workers reach each other") == asked
-    line = launch.LiveLine("a run", tmp_path, None, meeting=0.0)
-    (tmp_path / "environment.json").touch()
-    assert line.show(1.0) == "" and capsys.readouterr().out == ""
+    show_outcome("a run", here, tmp_path, outcome, None)
+    alone, over_hosts, late = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("a run")
+    ]
+    assert alone == "a run   TIMED OUT after 9 s (at step 0: give a larger --timeout)"
+    assert "or do its workers reach each other? `python compare/doctor" in over_hosts
+    assert "(at step 1,200: give a larger --timeout" in late
 
 
 def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
@@ -613,7 +604,7 @@ def test_a_failed_run_for_the_phases_is_shown_and_is_no_failure_of_a_measured_on
     words = [*WITH_PHASES, "--", "--fail", "phases/horovod-mpi-2"]
     code, output = comparing.run(*words)
     assert code == 1
-    assert "FAILED (exit code 1)" in output and "| the gradients went away" in output
+    assert "(exit code 1)" in output and "| the gradients went away" in output
     assert "0 of 4 runs failed, and 1 of 4 short runs for the phases" in output
     code, output = comparing.run(*words)
     assert code == 1 and run_names(comparing)[8:] == ["phases/horovod-mpi-2"]

@@ -53,8 +53,7 @@ TASK: dict[str, dict[str, Any]] = {
                "settings with which each engine exchanges gradients fastest here, and write them "
                "into this file, for the trainers' --knobs"},
     "--rounds": {"type": int, "metavar": "N", "help": "with --tune: in how many blocks the values "
-                 "of a knob that look faster take turns with the best one so far "
-                 f"(default: {TUNING_ROUNDS})"},
+                 f"of a knob take turns with the best one so far (default: {TUNING_ROUNDS})"},
 }  # fmt: skip
 PROCEDURE: dict[str, dict[str, Any]] = {
     "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
@@ -231,12 +230,10 @@ def check_trainers(plan: Plan) -> None:
             raise UserError(f"the trainers refuse their flags: {error}") from None
 
 
-def command_words(argv: list[str], folder: Path, *more: str) -> list[str]:
-    """Return the command that goes on in this very folder, from the flags of the first one;
-    `more` flags win over them."""
+def command_words(argv: list[str], folder: Path) -> list[str]:
+    """Return the command that goes on in this very folder, from the flags of the first one."""
     own, trainer = split_words_at_dashes(argv)
     own = [word for word in own if word not in ("--new", "--dry-run")]
     if not any(word == "--out" or word.startswith("--out=") for word in own):
         own = ["--out", str(folder), *own]
-    own += more
     return ["python", path_from_here(SCRIPT), *own, *(["--"] if trainer else []), *trainer]

@@ -1,12 +1,24 @@
-"""Carry out a plan in its folder: what is missing of it, and what plan.json says of it."""
+"""Carry out a plan in its folder: what plan.json says of it, what is missing of it, and blocks
+until enough is known.
 
+What shares blocks is a group: the configurations of one case at one number of workers. The same
+functions decide and estimate as in the report (compare/evidence), so that both say the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from compare.evidence.run_folder import read_object, read_record
+from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after
+from compare.evidence.run_folder import Measured, read_block, read_object, read_record
+from compare.evidence.stopping import Goal, is_enough, minutes_to_narrow, reason_to_stop
+from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
+from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.blocks import seconds_left
-from compare.plan.plan import Plan, Run
+from compare.plan.plan import Case, Plan, Run, percentage
 from compare.plan.record import (
     PlanRecord,
     plan_differences,
@@ -16,28 +28,25 @@ from compare.plan.record import (
 )
 from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
-    REACH_QUESTION,
+    TAIL_INDENT,
     Outcome,
     duration,
     last_step,
     print_line,
-    print_tail,
+    print_live,
+    shown_tail,
     start_and_wait,
     utc_now,
 )
-from compare.running.measurement import (
-    block_line,
-    ending_lines,
-    is_complete,
-    measure_block,
-    measured,
-    missing,
-    reason_to_end,
-)
-from compare.running.sides import NoTurns
+from compare.running.scheduler import run_block
+from compare.running.sides import NoTurns, training_side
 from recipe.errors import UserError
 from recipe.record.schema import Summary
 
+ROUNDS = 10  # of a block of turns: in each every side has a turn
+REACH_QUESTION = (
+    "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
+)
 NO_TURNS = "not by turns: "  # begins the warning of a plan that could not be as it was meant
 
 
@@ -57,35 +66,33 @@ def resumed(plan: Plan, folder: Path) -> Plan:
 def checked_record(plan: Plan, folder: Path) -> PlanRecord:
     """Return what plan.json is to hold, after a check that the folder's own plan is this one, with
     no more blocks; date and warnings are those of the start."""
-    path = folder / "plan.json"
-    record = plan_record(plan, utc_now())
-    if path.exists():
-        old = read_plan(path)
-        differences = plan_differences(old, record)
-        there, asked = old.blocks_there, plan.run_blocks
-        if plan.measure == "turns" and plan.blocks is not None:
-            there, asked = max(g.blocks for g in measured(plan, folder)), plan.blocks
-        if there > asked:
-            differences.append(f"blocks: {there} there, {asked} now")
-        if differences:
-            lines = "\n".join(f"    {line}" for line in differences)
+    path, record = folder / "plan.json", plan_record(plan, utc_now())
+    if not path.exists():
+        if any(child.name != "lock" for child in folder.iterdir()):
             raise UserError(
-                f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
-                "another --out DIR"
+                f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
+                "--out DIR"
             )
-        extensions = old.extensions
-        if old.end != plan.end:
-            later = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
-            extensions = (*extensions, {"created_utc": utc_now(), **later})
-        return replace(
-            record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
-        )
-    if any(child.name != "lock" for child in folder.iterdir()):
+        return record
+    old = read_plan(path)
+    differences = plan_differences(old, record)
+    there, asked = old.blocks_there, plan.run_blocks
+    if plan.measure == "turns" and plan.blocks is not None:
+        there, asked = max(group.blocks for group in measured(plan, folder)), plan.blocks
+    if there > asked:
+        differences.append(f"blocks: {there} there, {asked} now")
+    if differences:
+        lines = "\n".join(f"    {line}" for line in differences)
         raise UserError(
-            f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
-            "--out DIR"
+            f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
+            "another --out DIR"
         )
-    return record
+    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
+    later = {"created_utc": utc_now(), **end}
+    extensions = (*old.extensions, later) if old.end != plan.end else old.extensions
+    return replace(
+        record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
+    )
 
 
 def check_sources(folder: Path) -> None:
@@ -116,10 +123,11 @@ def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
             if failed := make_missing(plan.runs(), plan, folder):
                 return plan, failed
         before, groups = groups, measured(plan, folder)
-        if line := block_line(plan, before, groups):
-            print_line(line)
-    for line in ending_lines(plan, groups, reason):
-        print_line(line)
+        for old, new in zip(before, groups, strict=True):
+            if new.blocks > old.blocks:
+                parts = [block_label(new, new.blocks), *ratio_texts(new), time_left(plan, groups)]
+                print_line("   ".join(parts).rstrip())
+    print_line(ending_text(plan, groups, reason))
     return plan, []
 
 
@@ -131,76 +139,249 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
         "place of +-5 %, after as many minutes. Another comparison, with --new, tries turns again"
     )
     print_line(f"warning: {warning}")
-    path, new = folder / "plan.json", plan.in_whole_runs()
-    old = read_plan(path)
-    warnings = (*old.warnings, warning)
-    record = replace(old, measure=new.measure, full_runs=new.full_runs, warnings=warnings)
-    write_plan(path, record)
-    return new
+    plan, old = plan.in_whole_runs(), read_plan(folder / "plan.json")
+    old = replace(old, measure=plan.measure, full_runs=plan.full_runs)
+    write_plan(folder / "plan.json", replace(old, warnings=(*old.warnings, warning)))
+    return plan
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the blocks of one case and number of workers say so far."""
+
+    case: Case
+    workers: int
+    blocks: int
+    seconds: float  # of measuring; those in which others used the cores are not among them
+    disturbed_seconds: float
+    estimates: dict[tuple[str, str], Estimate]  # by pair: first / second
+
+    @property
+    def block_seconds(self) -> float:
+        """What a block usually takes."""
+        return self.seconds / max(1, self.blocks)
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
+    if not (folder / "summary.json").exists():
+        return False
+    outcome = folder / "outcome.json"
+    return not outcome.exists() or read_object(outcome).get("status") == "completed"
+
+
+def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """Return those of the runs that are not complete."""
+    return [run for run in runs if not is_complete(folder / run.folder)]
+
+
+def measured(plan: Plan, folder: Path) -> list[Group]:
+    """Return what has been measured in this folder, for each case and number of workers."""
+    path, by_turns = folder / "plan.json", plan.measure == "turns"
+    extensions = read_object(path).get("extensions", []) if path.exists() else []
+    confidence = confidence_after(len(extensions))  # of the intervals, as the report has it
+    groups = []
+    for case, workers in plan.groups():
+        blocks = (read_turns if by_turns else read_runs)(plan, folder, case, workers)
+        estimates = {
+            (a, b): estimate_contrast(blocks, {a: 1, b: -1}, throughput, confidence, by_turns)
+            for a, b in plan.pairs()
+            if any({a, b} <= {*block.order} for block in blocks)
+        }
+        whole = sum(len(block.order) == len(plan.names) for block in blocks)
+        seconds = sum(block.measuring_seconds for block in blocks)
+        disturbed = sum(block.disturbed_seconds for block in blocks)
+        groups.append(Group(case, workers, whole, seconds, disturbed, estimates))
+    return groups
+
+
+def block_folder(folder: Path, case: Case, workers: int, number: int) -> Path:
+    return folder / "turns" / case.name / f"{workers}-workers" / f"block-{number}"
+
+
+def read_turns(plan: Plan, folder: Path, case: Case, workers: int) -> list[Block]:
+    """Return the blocks of turns that are there."""
+    blocks: list[Block] = []
+    while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
+        blocks.append(read_block(path, plan.names))
+    return blocks
+
+
+def read_runs(plan: Plan, folder: Path, case: Case, workers: int) -> list[Block]:
+    """Return the blocks of whole runs, each of one round, with the runs that are complete."""
+    blocks = []
+    for number in range(1, plan.run_blocks + 1):
+        turns, seconds = [], 0.0
+        for run in plan.block(number):
+            place = folder / run.folder
+            if (run.case, run.workers) == (case.name, workers) and is_complete(place):
+                one = read_record(place / "summary.json", Measured)
+                rates = (one.images_per_second, one.cpu_seconds_per_image)
+                turns.append(Turn(run.configuration.name, 0, one.train_seconds, *rates))
+                if (outcome := place / "outcome.json").exists():
+                    seconds += read_object(outcome)["seconds"]
+        names = tuple(turn.side for turn in turns)
+        blocks.append(Block(number, names, 0.0, tuple(turns), seconds=seconds))
+    return blocks
+
+
+def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
+    """Return the estimates of all pairs."""
+    return [estimate for group in groups for estimate in group.estimates.values()]
+
+
+def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
+    """Return the group whose turn it is: with the fewest blocks of those that need more."""
+    wide = [
+        group
+        for group in groups
+        if not group.blocks or not is_enough(group.estimates.values(), plan.until_interval)
+    ]
+    return min((plan.blocks is None and wide) or groups, key=lambda group: group.blocks)
+
+
+def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
+    """Say why no further block is measured; empty if one is."""
+    if not plan.pairs() and plan.blocks is None:
+        return "there is nothing to compare: one configuration only"
+    blocks = min(group.blocks for group in groups)
+    if not blocks:
+        return ""
+    # Whole runs are measured a block of all groups at a time.
+    following = [next_group(plan, groups)] if plan.measure == "turns" else groups
+    return reason_to_stop(
+        estimates_of(groups),
+        blocks,
+        sum(group.seconds for group in groups),
+        sum(group.block_seconds for group in following),
+        Goal(plan.until_interval, plan.minutes, plan.blocks),
+    )
+
+
+def is_finished(plan: Plan, folder: Path) -> bool:
+    """Tell whether nothing of the plan is left to be run in this folder."""
+    if missing([*plan.runs(), *plan.phase_runs()], folder):
+        return False
+    return bool(reason_to_end(plan, measured(plan, folder)))
+
+
+def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
+    """Measure the next block of turns; raises NoTurns where there can be none, MeasurementError
+    where a side fails."""
+    group = next_group(plan, groups)
+    number = group.blocks + 1
+    order = plan.in_order(number, group.case, group.workers)
+    runs = [plan.run(number, group.case, member, group.workers) for member in order]
+    so_far = [*ratio_texts(group), time_left(plan, groups)]
+    place = block_folder(folder, group.case, group.workers, number)
+    run_block(
+        [training_side(run, place) for run in runs],
+        ROUNDS,
+        place,
+        number,
+        block_label(group, number),
+        report=lambda text: print_live([text, *so_far]),
+        timeout=plan.timeout,
+    )
+
+
+def block_label(group: Group, number: int) -> str:
+    return f"block {number}, {place_text(group.case.name, group.workers)}"
+
+
+def ratio_texts(group: Group) -> list[str]:
+    """Return what the blocks say of each pair so far, the widest interval first."""
+    widest = sorted(group.estimates.items(), key=lambda item: -item[1].relative_half_width)
+    return [
+        f"{first} / {second} {ratio_text(one)}"
+        + (f" +-{percent_text(one.relative_half_width)}" if one.blocks >= MIN_BLOCKS else "")
+        for (first, second), one in widest
+    ]
+
+
+def time_left(plan: Plan, groups: Sequence[Group]) -> str:
+    """Say how long the blocks will take that are still needed; empty if that is not known."""
+    if not all(group.blocks for group in groups):
+        return ""
+    used, left = sum(group.seconds for group in groups), 0.0
+    for group in groups:
+        minutes = [
+            minutes_to_narrow(one, plan.until_interval, group.block_seconds)
+            for one in group.estimates.values()
+        ]
+        narrow = math.inf if None in minutes else 60 * max(filter(None, minutes), default=0.0)
+        more = group.block_seconds * ((plan.blocks or 0) - group.blocks)
+        left += narrow if plan.blocks is None else more
+    if plan.blocks is None:
+        left = min(left, 60 * plan.minutes - used)
+    # As much of the time that is to come will be disturbed as of what is over.
+    left *= 1 + sum(group.disturbed_seconds for group in groups) / used
+    return f"about {duration(left)} left" if left > 0 else ""
+
+
+def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
+    """Say why the measuring is over, and what it took."""
+    seconds = duration(sum(group.seconds for group in groups))
+    disturbed = duration(sum(group.disturbed_seconds for group in groups))
+    text = f"{reason}: {seconds} of measuring, beside {disturbed} in which others used the cores"
+    widest = max((one.relative_half_width for one in estimates_of(groups)), default=0.0)
+    if plan.blocks is None and widest > plan.until_interval:
+        text += (
+            f"\nthe widest interval is +-{percent_text(widest)}, wider than "
+            f"+-{percentage(plan.until_interval)}: the same command with more --minutes narrows it"
+        )
+    return text
 
 
 def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = None) -> list[Run]:
     """Start those of the runs that are not complete, one after the other; return which failed.
     `block` names the only block that is wanted."""
-    waiting, failed = [r for r in missing(runs, folder) if block in (None, r.block)], []
-    cells = [run.cell for run in waiting]
-    durations = [  # of those that an earlier start of run.py has made
-        (run.cell, read_object(folder / run.folder / "outcome.json")["seconds"])
-        for run in runs
-        if is_complete(folder / run.folder) and (folder / run.folder / "outcome.json").exists()
-    ]
-    for index, run in enumerate(waiting):
+    failed = []
+    for run in [run for run in missing(runs, folder) if block in (None, run.block)]:
         check_sources(folder)
         place = f"block {run.block}" if run.block else "phases"
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} {place}  {run_label(run, plan)}"
-        left = seconds_left(durations, cells[index:])
+        left = time_of_missing(runs, folder)
         outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
-        durations.append((run.cell, outcome.seconds))
-        left = seconds_left(durations, cells[index + 1 :])
+        left = time_of_missing(runs, folder)
         show_outcome(label, run, folder / run.folder, outcome, left)
         if outcome.status != "completed":
             failed.append(run)
     return failed
 
 
+def time_of_missing(runs: list[Run], folder: Path) -> float | None:
+    """Estimate how many seconds the runs will take that are not complete, by those that are; None:
+    not known."""
+    paths = [(run.cell, folder / run.folder / "outcome.json") for run in runs]
+    done = [(cell, read_object(path)["seconds"]) for cell, path in paths if path.exists()]
+    return seconds_left(done, [run.cell for run in missing(runs, folder)])
+
+
 def run_label(run: Run, plan: Plan) -> str:
     """Return a run's case, configuration and workers, in columns."""
     width, case_width = (max(map(len, n)) for n in (plan.names, [c.name for c in plan.cases]))
-    workers = f"{run.workers} worker{'s' if run.workers > 1 else ' '}"
     case = f"{run.case:{case_width}}  " if case_width else ""
-    return f"{case}{run.configuration.name:{width}}  {workers:>10}"
+    return f"{case}{run.configuration.name:{width}}  {count(run.workers, 'worker'):>10}"
 
 
 def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: float | None) -> None:
     """Print a run's line, and the end of its output if it failed."""
-    ending = f"   about {duration(left)} left" if left else ""
-    after = duration(outcome.seconds)
+    ending = f"{duration(outcome.seconds)}{f'   about {duration(left)} left' if left else ''}"
+    if outcome.leftover_processes:
+        ending += f"   processes left behind, and killed: {outcome.leftover_processes}"
     if outcome.status == "completed":
         speed = read_record(folder / "summary.json", Summary).images_per_second
-        shown = f"   {speed:>9,.0f} images/s" if speed is not None else "   no images/s"
-        # A speed that is in part one without communication would mislead.
-        print_line(f"{label}{shown if run.block else ''}   {after:>6}{ending}")
-    else:
-        code = "" if outcome.status == "timed out" else f" (exit code {outcome.exit_code})"
-        if outcome.status == "failed" and outcome.exit_code == 0:
-            code = " (exit code 0, but no summary.json)"
-        print_line(f"{label}   {outcome.status.upper()}{code} after {after}{ending}")
-        if outcome.status == "timed out":
-            print(f"        {timeout_sentence(folder, run.leaves_this_host)}")
-        print_tail(folder / "output.log")
-    if number := outcome.leftover_processes:
-        noun = "process was" if number == 1 else "processes were"
-        print(f"        {number} {noun} left behind and killed")
-
-
-def timeout_sentence(folder: Path, over_hosts: bool) -> str:
-    """Say what a run that took too long was doing, and what to do about it; `over_hosts`: the run
-    may have been one over several hosts."""
-    if step := last_step(folder / "metrics.jsonl"):
-        return (
-            f"ended by its time limit at step {step['step']:,}: give a larger --timeout, or the "
-            "trainers fewer steps"
-        )
-    sentence = "ended by its time limit before its first step: give a larger --timeout"
-    return f"{sentence}; or {REACH_QUESTION}" if over_hosts else sentence
+        # Of a run for the phases a part is without communication.
+        shown = f"   {speed:>9,.0f} images/s" if run.block and speed is not None else ""
+        print_line(f"{label}{shown}   {ending:>6}")
+        return
+    reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"
+    if outcome.status == "timed out":
+        step = (last_step(folder / "metrics.jsonl") or {"step": 0})["step"]
+        reason = f"at step {step:,}: give a larger --timeout"
+        if step == 0 and run.leaves_this_host:
+            reason += f"; or {REACH_QUESTION}"
+    print_line(f"{label}   {outcome.status.upper()} after {ending} ({reason})")
+    print(shown_tail(folder, TAIL_INDENT), flush=True)

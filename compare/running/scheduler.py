@@ -17,6 +17,7 @@ and take_turns.py inside.
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -39,25 +40,21 @@ from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, Turn, quiet_load
 from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
-    busy_cpu_seconds,
+    Launches,
     clear_folder,
     failed_folder,
-    kill_marked,
-    new_mark,
     shown_tail,
-    start_process,
-    start_watchdog,
 )
-from compare.running.rank_agent import SCHEDULER, UNREACHABLE, State, receive, send
-from compare.running.sides import MeasurementError, NoTurns, Side, why_not_by_turns
-from compare.running.take_turns import LEAD_IN_STEPS
+from compare.running.sides import MeasurementError, NoTurns, Side
+from compare.running.take_turns import LEAD_IN_STEPS, SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import write_json
 
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
-# What a side writes that cannot be on a GPU together with others, and what that means.
-NO_ROOM = {
+# What a side writes that cannot take turns with others, and what that means.
+NO_TURNS = {
+    UNREACHABLE: "a host does not reach this one",
     "CUDA out of memory": "the sides do not fit into the GPU's memory at once",
     "CUDA error: out of memory": "the sides do not fit into the GPU's memory at once",
     "busy or unavailable": "the GPU lets in one process only (its compute mode)",
@@ -86,15 +83,19 @@ def run_block(
     report: Callable[[str], None] = say,
     timeout: float = LIMIT_SECONDS,
 ) -> Block:
-    """Start the sides in this order, warm them up, let them take turns, and write block.json.
+    """Start the sides in this order, warm them up, let them take turns, and write block.json; or
+    return what an interrupted call has left there of the same sides and sources.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
     turns of each side are, on the average. `timeout`: seconds for the start, and for a turn.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
-    if reason := why_not_by_turns():
-        raise NoTurns(reason)
+    path, commands = folder / "block.json", [side.shown() for side in sides]
+    origin = {"commands": commands, "rounds": rounds, "sources": trainers_sha256()}
+    if path.exists() and origin.items() <= json.loads(path.read_text()).items():
+        report(f"{label}: is there already")
+        return read_block(path, [side.name for side in sides])
     load, began = os.getloadavg()[0], time.monotonic()
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
@@ -114,26 +115,8 @@ def run_block(
         round(time.monotonic() - began, 3),
         quiet_cores,
     )
-    write_json(folder / "block.json", {**origin(sides, rounds), **asdict(block)})
+    write_json(path, origin | asdict(block))
     return block
-
-
-def finished_block(sides: Sequence[Side], rounds: int, folder: Path) -> Block | None:
-    """Return the block that an interrupted call has left in this folder, if it was of the same
-    sides and sources."""
-    path = folder / "block.json"
-    if not path.exists():
-        return None
-    record = json.loads(path.read_text())
-    if record | origin(sides, rounds) != record:
-        return None
-    return read_block(path, [side.name for side in sides])
-
-
-def origin(sides: Sequence[Side], rounds: int) -> dict[str, Any]:
-    """Return what a finished block must have in common with one that it is to stand for."""
-    commands = [side.shown() for side in sides]
-    return {"commands": commands, "rounds": rounds, "sources": trainers_sha256()}
 
 
 @dataclass
@@ -151,7 +134,7 @@ class Rank:
     measured: dict[str, float] = field(default_factory=dict)
 
 
-class Scheduler:
+class Scheduler(Launches):
     """The sides of a block, and who of them may run; used as a context, it leaves no process behind
     whatever ends it. If a side fails, the folder is put aside, with all output.
 
@@ -162,30 +145,25 @@ class Scheduler:
     def __init__(
         self, folder: Path, sides: Sequence[Side] = (), timeout: float = LIMIT_SECONDS
     ) -> None:
+        super().__init__()
         self.folder, self.timeout = folder, timeout
-        self.aside = failed_folder(folder)
-        self.mark, self.key = new_mark(), secrets.token_bytes(32)
+        self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
-        self.launchers: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # by side and copy
+        self.copies: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # each side's launchers
         self.ranks: list[Rank] = []
         self.on_turn = ""  # the name of the side that is; "" while sides start
 
     def __enter__(self) -> "Scheduler":
         clear_folder(self.folder, keep_failure=False)
-        self.watchdog = start_watchdog(self.mark)
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         for rank in self.ranks:
             send(rank.connection, State.ENDED)
-        # Launchers that see their ranks end tidy up after them; what is left is killed.
-        deadline = time.monotonic() + END_SECONDS
-        for launcher in self.launchers.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(max(0.1, deadline - time.monotonic()))
-        kill_marked(self.mark)
+        self.wait(END_SECONDS)  # launchers that see their ranks end tidy up after them
+        super().__exit__()
         self.listener.close()
-        self.watchdog.communicate()
         if isinstance(exception[1], MeasurementError):
             (self.folder / "output.log").write_text(f"{exception[1]}\n")
             self.folder.rename(self.aside)
@@ -205,15 +183,14 @@ class Scheduler:
         place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
         started = list[Side]()
         while not all(self.are(State.PAUSED, side) for side in sides):
-            if all(len(self.of(side)) == side.processes for side in started) and started != [
-                *sides
-            ]:
+            are_there = all(len(self.of(side)) == side.processes for side in started)
+            if are_there and len(started) < len(sides):
                 started.append(side := sides[len(started)])
                 for copy in range(side.copies):
                     folder = self.folder / side.name / str(copy)
                     command = side.command(folder.resolve(), copy, by_turns=True)
-                    process = start_side(side, command, folder, self.mark, place)
-                    self.launchers[side.name, copy] = process
+                    launcher = start_side(side, command, folder, self, place)
+                    self.copies[side.name, copy] = launcher
                 deadline = time.monotonic() + self.timeout
             self.receive(deadline)
             for side in started:
@@ -225,34 +202,29 @@ class Scheduler:
     ) -> tuple[list[Turn], float]:
         """Let sides take turns, forwards and backwards alternately. Return the turns, and how many
         seconds those took that others disturbed, and waiting for quiet."""
-        turns, disturbed_seconds, spare = list[Turn](), 0.0, rounds * len(sides)
+        turns, disturbed_seconds, most = list[Turn](), 0.0, rounds * len(sides)
+        spare = most
         for round_ in range(rounds):
-            disturbed = 0
+            report(f"round {round_ + 1} of {rounds}, {most - spare} turns taken again")
             for side in sides if round_ % 2 == 0 else sides[::-1]:
                 while True:
                     began = time.monotonic()
                     turn = self.take_turn(side, round_)
-                    if turn.other_load <= self.quiet_cores:
-                        break
-                    disturbed += 1
-                    if spare:
+                    is_disturbed, is_last = turn.other_load > self.quiet_cores, spare == 0
+                    if is_disturbed and not is_last:
+                        spare -= 1
                         wait_for_quiet(patience)
-                    disturbed_seconds += time.monotonic() - began
-                    if not spare:
+                    disturbed_seconds += is_disturbed * (time.monotonic() - began)
+                    if is_last or not is_disturbed:
                         break
-                    spare -= 1
                 turns.append(turn)
-            line = f"round {round_ + 1} of {rounds}: "
-            line += ", ".join(f"{t.side} {t.images_per_second:.4g}" for t in turns[-len(sides) :])
-            again = "taken again" if spare else "do not count"
-            what = f"; {disturbed} turns disturbed by other processes, {again}"
-            report(f"{line} images/s{what if disturbed else ''}")
         return turns, disturbed_seconds
 
     def take_turn(self, side: Side, round_: int) -> Turn:
         """Let a side alone go on for its number of steps, and return what it measured."""
         self.on_turn, began = side.name, time.time()
-        ranks = self.request(side, State.RUNNING, State.READY, steps=side.steps)
+        ask = {"steps": side.steps, "overruns": side.copies > 1}
+        ranks = self.request(side, State.RUNNING, State.READY, **ask)
         cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
         if side.copies > 1:
             # Who was done first has gone on: that, too, is the side's own load.
@@ -286,14 +258,14 @@ class Scheduler:
     def receive(self, deadline: float) -> None:
         """Take what ranks have sent, within half a second; MeasurementError if a side has ended, or
         if it is past the deadline."""
-        for key, launcher in self.launchers.items():
+        for key, launcher in self.copies.items():
             if launcher.poll() is not None:
-                raise self.failure(key, f"ended with exit code {launcher.returncode}")
+                raise self.failure(*key)
         if time.monotonic() > deadline:
-            written = "\n".join(f"{key[0]}:\n{self.output(key)}" for key in self.launchers)
+            tails = [f"{side}:\n{self.tail(side, copy)}" for side, copy in self.copies]
             raise MeasurementError(
                 f"not ready after the {self.timeout:.0f} s that --timeout allows; the sides last "
-                f"wrote\n{written}"
+                "wrote\n" + "\n".join(tails)
             )
         by_connection: dict[Any, Rank] = {rank.connection: rank for rank in self.ranks}
         for ready in wait([self.listener, *by_connection], timeout=0.5):
@@ -304,11 +276,9 @@ class Scheduler:
             rank.state, values = receive(rank.connection)
             rank.measured |= values
             if rank.state is State.ENDED:
-                key = (rank.side, rank.copy)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = self.launchers[key].wait(END_SECONDS)  # it has more to say
-                    raise self.failure(key, f"ended with exit code {code}")
-                raise self.failure(key, f"rank {rank.number} on {rank.host} ended")
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its launcher has more to say
+                    self.copies[rank.side, rank.copy].wait(END_SECONDS)
+                raise self.failure(rank.side, rank.copy, f"rank {rank.number} on {rank.host} ended")
 
     def accept(self) -> None:
         """Let a rank's agent in, if it has the key; whoever else connects is turned away."""
@@ -323,26 +293,23 @@ class Scheduler:
             if state is State.STARTING:
                 self.ranks.append(Rank(connection=connection, **values))
 
-    def failure(self, key: tuple[str, int], what: str) -> MeasurementError:
+    def failure(self, side: str, copy: int, what: str = "") -> MeasurementError:
         """Return the error of a side's copy that has ended: with the end of what it wrote."""
-        side, copy = key
+        if (code := self.copies[side, copy].returncode) is not None:
+            what = f"ended with exit code {code}"
         when = "" if self.on_turn in ("", side) else " while it was paused"
-        text = f"{side} {what}{when}:\n{self.output(key)}"
+        text = f"{side} {what}{when}:\n{self.tail(side, copy)}"
         # A launcher may have said much since.
         whole = (self.folder / side / str(copy) / "output.log").read_text(errors="replace")
-        if UNREACHABLE in whole:
-            return NoTurns(f"a host does not reach this one: {text}", side)
-        if len({name for name, _ in self.launchers}) > 1:
-            for sign, meaning in NO_ROOM.items():
-                if sign in whole:
-                    return NoTurns(f"{meaning}: {text}", side)
+        for sign, meaning in NO_TURNS.items():
+            if sign in whole:
+                return NoTurns(f"{meaning}: {text}", side)
         return MeasurementError(text, side)
 
-    def output(self, key: tuple[str, int]) -> str:
+    def tail(self, side: str, copy: int) -> str:
         """Return the end of what a side's copy wrote, and where all of it will be."""
-        place = Path(key[0], str(key[1]))
-        log = self.aside / place / "output.log"
-        return f"{shown_tail(self.folder / place)}\n  all of it: {log}"
+        place = Path(side, str(copy))
+        return shown_tail(self.folder / place, kept=self.aside / place)
 
 
 def listen(sides: Sequence[Side]) -> tuple[socket.socket, str]:
@@ -380,7 +347,7 @@ def start_side(
     side: Side,
     command: list[str],
     folder: Path,
-    mark: str,
+    launches: Launches,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a side's command, its output in `folder`, which is emptied first: what an earlier call
@@ -388,7 +355,7 @@ def start_side(
     clear_folder(folder, keep_failure=False)
     # Steps of a Slurm job share its cores, rather than wait for each other's end.
     variables = {"SLURM_OVERLAP": "1", **(variables or {}), **side.environment}
-    return start_process(command, folder, mark, variables, side.directory)
+    return launches.launch(command, folder, variables, side.directory)
 
 
 def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> Sequence[Side]:
@@ -437,9 +404,6 @@ def make_turn(
 def wait_for_quiet(seconds: float) -> None:
     """Wait until others leave this machine's cores alone, but no longer than `seconds`; call it
     while all sides are paused."""
-    deadline, cores = time.monotonic() + seconds, quiet_load(os.cpu_count() or 1)
-    while time.monotonic() < deadline:
-        began, busy = time.monotonic(), busy_cpu_seconds()
-        time.sleep(LISTEN_SECONDS)
-        if (busy_cpu_seconds() - busy) / (time.monotonic() - began) <= cores:
-            return
+    deadline, cores, busy = time.monotonic() + seconds, os.cpu_count() or 1, math.inf
+    while busy > quiet_load(cores) and time.monotonic() < deadline:
+        busy = psutil.cpu_percent(LISTEN_SECONDS) / 100 * cores

@@ -2,9 +2,7 @@
 
 import functools
 import hashlib
-import os
 import shlex
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from compare.plan.environment import RUN_MARK
 from compare.plan.plan import TRAINERS, Run
 from compare.plan.sources import ROOT
-from compare.running.rank_agent import SCHEDULER
+from compare.running.take_turns import SCHEDULER
 from recipe.config import read_flags
 from recipe.errors import UserError
 
@@ -64,9 +62,7 @@ class Side:
         if self.over_hosts and "mpirun" in launcher:  # others take the environment along
             at = launcher.index("mpirun") + 1
             launcher[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER]
-        flags = ["--side", self.name, "--copy", str(copy), "--warm-up", str(self.warm_up)]
-        flags += ["--overruns"] * (self.copies > 1)
-        return [*launcher, TAKE_TURNS, *flags, "--", *program]
+        return [*launcher, TAKE_TURNS, self.name, str(copy), str(self.warm_up), *program]
 
     def shown(self) -> str:
         """The command for a reader, who may paste it."""
@@ -105,13 +101,3 @@ def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> in
     """Images between two optimizer steps, over all workers, as the trainer's flags say."""
     config, *_ = read_flags(engine, workers, list(arguments), talk=False)
     return config.batch_size * config.batches_per_allreduce * workers
-
-
-def why_not_by_turns() -> str | None:
-    """Return why no side could be paused here, in a few words; None if it can. What else may keep
-    sides from taking turns shows when they are started: `NoTurns`."""
-    process = subprocess.Popen(["sh", "-c", "kill -STOP $$"])
-    _, status = os.waitpid(process.pid, os.WUNTRACED)  # until it is stopped, or ends
-    process.kill()
-    process.wait()
-    return None if os.WIFSTOPPED(status) else "processes cannot be stopped here"

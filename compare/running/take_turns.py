@@ -1,30 +1,59 @@
 """Run a training script, unmodified, so that it takes turns with what it is compared with.
 
-    python compare/running/take_turns.py --side NAME --warm-up 3 -- SCRIPT ...
+    python compare/running/take_turns.py SIDE COPY STEPS SCRIPT ...
 
-Started under the script's own launcher, once for each rank. A trainer's `main` is called with
-`Hooks`: what a step entails, be it a line of the record or a checkpoint, is inside a turn. Other
-scripts call `step_ended` themselves; it does nothing where nobody measures, so that such a script
-also runs alone.
+SIDE and COPY say which of those that are compared this is, STEPS how many make its warm-up. Started
+under the script's own launcher, once for each rank. A trainer's `main` is called with `Hooks`: what
+a step entails, be it a line of the record or a checkpoint, is inside a turn. Other scripts call
+`step_ended` themselves; it does nothing where nobody measures, so that such a script also runs
+alone.
+
+Beside each rank, on whichever host that is, is a small process, its agent. It holds the connection
+to the scheduler (scheduler.py), pauses its rank with all that the rank has started (SIGSTOP), lets
+it go on, and passes messages on to it and from it. Launchers are never paused: they only wait. The
+rank forks it before it loads anything large. If the scheduler is gone, or its host, the agent ends
+the rank; if the agent is gone, a rank that is not paused ends itself.
+
+A message is a `State` with values, as JSON, one a message of multiprocessing.connection, never
+pickled. The scheduler sends which state a rank is to take:
+
+    RUNNING   do a turn of `steps` steps, and further ones if it `overruns`
+    READY     of those that overrun: do no more steps now
+    PAUSED    be stopped
+    ENDED     end
+
+and it is sent which one the rank has: STARTING, with who it is; READY after its warm-up and after a
+turn, with its measurements; PAUSED; ENDED.
 """
 
-import argparse
+import enum
 import importlib
+import json
 import os
 import runpy
+import signal
+import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Connection,
+    Pipe,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from compare.running.launch import busy_cpu_seconds
-from compare.running.rank_agent import State, receive, send, start_agent
+from compare.running.launch import busy_cpu_seconds, send_signal
 from recipe.errors import one_message
 from recipe.start import Hooks, start
+from recipe.world import read_world
 
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 # Longer than a side is ever paused: Horovod's background threads on Gloo wait for each other all
@@ -32,41 +61,167 @@ LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 NEVER_S = "1000000"
 TRAINERS = {"ddp_train", "horovod_train", "baselines"}  # folders whose scripts take hooks
 ENDLESS_IMAGES = 1 << 22  # of an epoch, so that none ends in a turn
+# The variable that says where the scheduler listens: ADDRESS,ADDRESS:PORT KEY
+SCHEDULER = "COMPARE_SCHEDULER"
+UNREACHABLE = "the scheduler of turns cannot be reached"  # by which it knows this error
+CONNECT_SECONDS = 5.0  # for each address
+SOCKET_OPTIONS = (  # for a host that has vanished to be missed within a minute or so
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+RANK_END_SECONDS = 3.0  # that a rank may take to end
+MOST_BYTES = 1 << 16  # of a message
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts that share a kernel share its cores, too
+
+
+class State(enum.Enum):
+    """What a rank does."""
+
+    STARTING = "starting"  # up to the end of its warm-up
+    READY = "ready"  # waits for a turn; threads of it may poll
+    RUNNING = "running"  # does a turn
+    PAUSED = "paused"
+    ENDED = "ended"
+
+
+def send(connection: Connection, state: State, **values: Any) -> None:
+    """Send a message; if nobody is left to read it, `receive` will find that out."""
+    with suppress(OSError):
+        connection.send_bytes(json.dumps({"state": state.value, **values}).encode())
+
+
+def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
+    """Wait for the next message: a state and its values; ENDED if nobody is left to send one."""
+    try:
+        values = json.loads(connection.recv_bytes(MOST_BYTES))
+    except (EOFError, OSError):
+        return State.ENDED, {}
+    return State(values.pop("state")), values
+
+
+def start_agent(side: str, copy: int) -> Connection:
+    """Fork this process's agent, and return the connection to it."""
+    scheduler = connect(os.environ[SCHEDULER])
+    here, there = Pipe()
+    rank = psutil.Process()
+    if os.fork() == 0:
+        here.close()
+        try:
+            os.setsid()  # no part of what launchers signal, and none of their pipes kept open
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for output in range(3):
+                os.dup2(nowhere, output)
+            send(
+                scheduler, State.STARTING, side=side, copy=copy, number=read_world().rank,
+                host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
+            )  # fmt: skip
+            serve(scheduler, there, rank)
+        finally:
+            os._exit(0)
+    scheduler.close()
+    there.close()
+    return here
+
+
+def connect(place: str) -> Connection:
+    """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT KEY`
+    that answers and has the key; ends this process if none does."""
+    addresses, _, key = place.partition(" ")
+    hosts, _, port = addresses.rpartition(":")
+    problems = []
+    for host in hosts.split(","):
+        try:
+            made = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+            made.settimeout(None)
+            for option in SOCKET_OPTIONS:
+                made.setsockopt(*option)
+            connection = Connection(made.detach())
+            answer_challenge(connection, bytes.fromhex(key))
+            deliver_challenge(connection, bytes.fromhex(key))
+            return connection
+        except (OSError, EOFError, AuthenticationError) as error:
+            problems.append(f"{host}: {error or type(error).__name__}")
+    sys.exit(f"{socket.gethostname()}: {UNREACHABLE} at port {port} ({'; '.join(problems)})")
+
+
+def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> None:
+    """Serve until the rank or the scheduler has ended; then leave nothing of the rank."""
+    tree, busy, began = [rank], 0.0, 0.0
+    try:
+        while True:
+            for sender in wait([client, scheduler]):
+                state, values = receive(sender)  # type: ignore[arg-type]
+                if state is State.ENDED:
+                    tree = tree_of(rank) or tree
+                    send_signal(tree, signal.SIGCONT)
+                    send(client, State.ENDED)
+                    with suppress(psutil.TimeoutExpired):
+                        rank.wait(RANK_END_SECONDS)  # it may end by itself
+                    return
+                if sender is client:
+                    values["busy"] -= busy
+                    values["window"] = values.pop("until") - began
+                    send(scheduler, state, **values)
+                elif state is State.PAUSED:
+                    tree = pause(rank)
+                    send(scheduler, State.PAUSED)
+                else:
+                    if state is State.RUNNING:
+                        busy, began = busy_cpu_seconds(), time.monotonic()
+                        send_signal(tree, signal.SIGCONT)
+                    send(client, state, **values)
+    finally:
+        send_signal(tree, signal.SIGKILL)
+
+
+def tree_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that it has started, but for this one; none if it has ended."""
+    with suppress(psutil.Error):
+        found = [process, *process.children(recursive=True)]
+        return [one for one in found if one.pid != os.getpid()]
+    return []
+
+
+def pause(rank: psutil.Process) -> list[psutil.Process]:
+    """Stop a rank and all that it has started; return them. Looks again, in case one of them was
+    just starting another."""
+    stopped: list[psutil.Process] = []
+    while new := [one for one in tree_of(rank) if one not in stopped]:
+        send_signal(new, signal.SIGSTOP)
+        stopped += new
+    return stopped
 
 
 class Client:
     """One rank's turns: a turn is a lead-in step and then `steps` optimizer steps on the clock.
 
     The lead-in is there because a turn's first step is not like the others: all ranks begin it at
-    once, and the caches hold what another side left.
+    once, and the caches hold what another side left. The warm-up ends as a turn does.
 
     Ranks that train together all do exactly these steps. Independent ones (`overruns`) go on until
     each of them has done its own, so that none of them measures a machine that it has to itself at
     the end.
     """
 
-    def __init__(self, agent: Connection, warm_up: int, overruns: bool) -> None:
-        self.agent, self.overruns = agent, overruns
-        self.state, self.steps, self.done = State.STARTING, warm_up, 0
-        self.began = self.cpu_began = 0.0
+    def __init__(self, agent: Connection, warm_up: int) -> None:
+        self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
+        self.done, self.began, self.cpu_began = 0, 0.0, 0.0
 
     def step_ended(self) -> None:
         """Count a step; at a turn's end report it and wait for the next one."""
         self.done += 1
-        if self.state is State.STARTING:
-            if self.done == self.steps:
-                synchronize()
-                send(self.agent, State.READY)
-                self.wait()
-        elif self.done == LEAD_IN_STEPS:
-            synchronize()
-            self.began = time.monotonic()
-        elif self.done == LEAD_IN_STEPS + self.steps:
+        left = LEAD_IN_STEPS + self.steps - self.done
+        if left == 0:
             synchronize()
             send(self.agent, State.READY, seconds=time.monotonic() - self.began, **self.spent())
             if not self.overruns:
                 self.wait()
-        elif self.done > LEAD_IN_STEPS + self.steps and self.agent.poll():
+        elif self.done == LEAD_IN_STEPS:
+            synchronize()
+            self.began = time.monotonic()
+        elif left < 0 and self.agent.poll():
             self.wait()
 
     def spent(self) -> dict[str, float]:
@@ -77,17 +232,17 @@ class Client:
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
-        while True:
-            self.state, values = receive(self.agent)
-            if self.state is State.RUNNING:
-                self.steps, self.done, self.cpu_began = values["steps"], 0, cpu_seconds()
-                return
-            if self.state is State.ENDED:  # tidy ways out would evaluate, and write a checkpoint
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
+        state, values = receive(self.agent)
+        while state is State.READY:
             synchronize()
             send(self.agent, State.READY, **self.spent())
+            state, values = receive(self.agent)
+        if state is State.ENDED:  # tidy ways out would evaluate, and write a checkpoint
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        self.steps, self.overruns = values["steps"], values["overruns"]
+        self.done, self.cpu_began = 0, cpu_seconds()
 
 
 def synchronize() -> None:
@@ -118,19 +273,8 @@ def step_ended() -> None:
 def main() -> None:
     """Start the agent, then be the script."""
     global CLIENT
-    parser = argparse.ArgumentParser(
-        prog="python compare/running/take_turns.py", description=__doc__
-    )
-    add = parser.add_argument
-    add("--side", required=True, metavar="NAME", help="what this process is a part of")
-    add("--copy", type=int, default=0, metavar="N", help="which of several alike on that side")
-    add("--warm-up", type=int, required=True, metavar="STEPS", help="before the first turn")
-    add("--overruns", action="store_true", help="go on after a turn until told to hold")
-    add("program", nargs=argparse.REMAINDER, help="-- the script and its arguments")
-    options = parser.parse_args()
-    program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    agent = start_agent(options.side, options.copy)
-    CLIENT = Client(agent, options.warm_up, options.overruns)
+    side, copy, warm_up, *program = sys.argv[1:]
+    CLIENT = Client(start_agent(side, int(copy)), int(warm_up))
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
     sys.argv = program
     folder = Path(program[0]).resolve().parent

@@ -25,28 +25,24 @@ def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def missing_for(configuration: Configuration) -> str | None:
+def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
     """Say what must be installed for a configuration, if it is not; None: nothing."""
-    if configuration.engine == "horovod" and not has_horovod():
+    if one.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
-    if configuration.engine != "horovod" and configuration.launcher == "mpirun":
-        has_mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
-        if not has_mpirun or importlib.util.find_spec("mpi4py") is None:
-            return NO_MPI4PY
-    return None
+    by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
+    tools, path = {one.launcher, "mpirun"} if by_mpirun else {one.launcher}, set_variables()["PATH"]
+    gone = sorted(tool for tool in tools if shutil.which(tool, path=path) is None)
+    if one.engine != "horovod" and one.launcher == "mpirun":
+        return NO_MPI4PY if gone or importlib.util.find_spec("mpi4py") is None else None
+    sources = [LAUNCHERS.get(tool, NO_LAUNCHER).comes_with for tool in gone]
+    needs = [f"{t}, which is not on the PATH ({s})" for t, s in zip(gone, sources, strict=True)]
+    return f"{one.name} needs {' and '.join(needs)}" if gone else None
 
 
 def check_tools(plan: Plan) -> None:
     """Raise UserError when something that the plan starts is not installed."""
-    path, chosen = set_variables()["PATH"], plan.members()
-    if any(one.engine == "horovod" for one in chosen) and not has_horovod():
-        others = dict.fromkeys(one.name for one in chosen if one.engine != "horovod")
-        instead = " ".join(others) or "ddp-torchrun"
-        raise UserError(f"{NO_HOROVOD}\nor leave it out: --configurations {instead}")
     reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
-    for one in chosen:
-        by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
-        for tool in (one.launcher, "mpirun") if by_mpirun else (one.launcher,):
-            if shutil.which(tool, path=path) is None:
-                source = LAUNCHERS.get(tool, NO_LAUNCHER).comes_with
-                raise UserError(f"{one.name} needs {tool}, which is not on the PATH ({source})")
+    missing = {one.name: missing_for(one, reaches_hosts) for one in plan.members()}
+    for reason in filter(None, missing.values()):
+        instead = " ".join(name for name in missing if not missing[name]) or "ddp-torchrun"
+        raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
