@@ -13,13 +13,12 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import rarely
+from launching import marked, rarely, wait_until
 from records import a_summary
 
 from compare import run
@@ -110,39 +109,33 @@ REPLACED = [
 
 
 class Comparing:
-    """A folder in which run.py can be started with the made-up launcher."""
+    """A folder, where this process is, in which run.py can be started with the made-up launcher."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.monkeypatch = folder, monkeypatch
         (folder / "launcher.py").write_text(f"SUMMARY = {asdict(a_summary())!r}\n{LAUNCHER}")
         (folder / "driver.py").write_text(DRIVER.format(launcher=str(folder / "launcher.py")))
         self.starts_file = folder / "starts.txt"
-        self.environment = os.environ | {"STARTS": str(self.starts_file), "OMP_NUM_THREADS": "7"}
+        os.environ["STARTS"] = os.environ["LAUNCH_MARK"] = str(self.starts_file)
+        os.environ["OMP_NUM_THREADS"] = "7"
+        monkeypatch.chdir(folder)
+        for owner, name in REPLACED:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "driver.py", "--measure", "runs", *words],
-            cwd=self.folder, env=self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "driver.py", "--measure", "runs", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, **pipes, text=True)
 
     def run(self, *words: str) -> tuple[int, str]:
         """In this process, which has imported all of it: exit code and output."""
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        output = io.StringIO()
-        with self.monkeypatch.context() as patch, contextlib.ExitStack() as redirected:
-            redirected.enter_context(contextlib.redirect_stdout(output))
-            redirected.enter_context(contextlib.redirect_stderr(output))
-            for owner, name in REPLACED:
-                patch.setattr(owner, name, getattr(owner, name))
-            for name, value in self.environment.items():
-                patch.setenv(name, value)
-            patch.chdir(self.folder)
-            patch.setattr(sys, "argv", ["driver.py", "--measure", "runs", *words])
-            with pytest.raises(SystemExit) as ended:
-                runpy.run_path("driver.py")
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        self.monkeypatch.setattr(sys, "argv", ["driver.py", "--measure", "runs", *words])
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as output,
+            contextlib.redirect_stderr(output),
+            pytest.raises(SystemExit) as ended,
+        ):
+            runpy.run_path("driver.py")
         return ended.value.code, output.getvalue()
 
     def starts(self) -> list[str]:
@@ -150,21 +143,10 @@ class Comparing:
 
     def processes(self) -> list[psutil.Process]:
         """All processes that come from here and are still there."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                mine = process.environ().get("STARTS") == str(self.starts_file)
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                pass
-        return found
+        return marked(str(self.starts_file))
 
     def wait_for(self, path: str) -> None:
-        deadline = time.monotonic() + 30
-        while not list(self.folder.glob(path)):
-            assert time.monotonic() < deadline, f"{path} never came"
-            time.sleep(0.02)
+        wait_until(lambda: list(self.folder.glob(path)), 30)
 
 
 @pytest.fixture
@@ -213,7 +195,7 @@ def test_every_run_is_made_once_in_blocks_and_said(comparing):
 
 
 def test_blocks_have_their_seed_and_what_is_done_is_not_run_again(comparing):
-    comparing.environment |= {"MALLOC_ARENA_MAX": "2", "NCCL_DEBUG": "WARN", "HOME_SWEET": "1"}
+    os.environ |= {"MALLOC_ARENA_MAX": "2", "NCCL_DEBUG": "WARN", "HOME_SWEET": "1"}
     assert comparing.run(*SMALL)[0] == 0
     environment = read_plan(comparing)["environment"]
     assert environment["inherited"].items() >= {("MALLOC_ARENA_MAX", "2"), ("NCCL_DEBUG", "WARN")}
@@ -261,9 +243,7 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     assert not (folder / place / "outcome.json").exists()
     # The run would hang again: that it is started at all, and the others are not, is the point.
     process = comparing.start(*command)
-    deadline = time.monotonic() + 30
-    while len(comparing.starts()) == len(before) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(comparing.starts()) > len(before), 30)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert run_names(comparing)[len(before) :] == [place]
@@ -292,10 +272,7 @@ def test_a_killed_run_py_takes_its_run_with_it(comparing):
     assert len(comparing.processes()) == 4  # run.py, its watchdog, launcher, worker
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
-    while comparing.processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not comparing.processes()
+    wait_until(lambda: not comparing.processes(), 10)
     code, _ = comparing.run(*SMALL, "--new", "--out", "other")  # and the lock is free
     assert code == 0
 
@@ -393,7 +370,7 @@ def test_another_plan_in_the_same_folder_is_refused_by_what_differs(comparing):
     comparing.run(*SMALL)
     code, output = comparing.run(*SMALL, "--seed", "43")
     assert code == 2 and "seed: 42 there, 43 now" in output
-    comparing.environment["HOROVOD_CYCLE_TIME"] = "5"
+    os.environ["HOROVOD_CYCLE_TIME"] = "5"
     code, output = comparing.run(*SMALL)
     assert code == 2 and "HOROVOD_CYCLE_TIME" in output
     (comparing.folder / "photos").mkdir()
@@ -417,10 +394,7 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     assert lines[0] == f"unset {' '.join(REMOVED_VARIABLES)}"
     commands = [line for line in lines if not line.startswith(("unset ", "export "))]
     assert len(commands) == 2 + 4 + 2
-    pasted = subprocess.run(
-        ["sh", "-e"], input=output, text=True, cwd=comparing.folder, env=comparing.environment
-    )
-    assert pasted.returncode == 0
+    subprocess.run(["sh", "-e"], input=output, text=True, check=True)
     assert len(comparing.starts()) == 8
     assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 2
     assert len(list(comparing.folder.glob("runs/compare-*/phases/*/summary.json"))) == 2
@@ -644,7 +618,7 @@ def test_a_terminal_shows_step_and_speed_while_a_run_is_under_way(comparing):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     process = subprocess.Popen(
         [sys.executable, "driver.py", "--measure", "runs", *SMALL, "--", "--slow", run],
-        cwd=comparing.folder, env=comparing.environment, stdout=slave, stderr=slave,
+        stdout=slave, stderr=slave,
     )  # fmt: skip
     os.close(slave)
     shown = b""
