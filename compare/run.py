@@ -62,8 +62,9 @@ WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    stopped = "stopped before the first run"
-    return run_main("compare/run.py", lambda: answer(argv), interrupted=stopped)
+    return run_main(
+        "compare/run.py", lambda: answer(argv), interrupted="stopped before the first run"
+    )
 
 
 def answer(argv: list[str]) -> int:
@@ -85,8 +86,7 @@ def answer(argv: list[str]) -> int:
             lines = dry_run_lines(plan, folder, options.warm_up, options.block)
         print("\n".join(lines))
         return 0
-    launchers = {configuration.launcher for configuration in plan.members()}
-    check_logins(plan.most_ranks, plan.hosts, launchers)
+    check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)

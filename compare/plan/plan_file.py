@@ -148,9 +148,8 @@ def check_plan(plan: Plan) -> None:
     """Raise UserError if the plan is invalid. What is checked later may rely on what was checked
     before."""
     check_names(plan)
-    check_end(plan)
     check_trainer_flags(plan)
-    check_scaling(plan)
+    check_measuring(plan)
     check_hosts(plan)
 
 
@@ -179,22 +178,6 @@ def check_names(plan: Plan) -> None:
             )
 
 
-def check_end(plan: Plan) -> None:
-    """Check what ends the measuring."""
-    default = Plan()
-    for name in ("until_interval", "minutes"):
-        if plan.blocks is not None and getattr(plan, name) != getattr(default, name):
-            raise UserError(
-                f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
-                f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks"
-            )
-    if plan.measure == "runs" and plan.full_runs != default.full_runs:
-        raise UserError(
-            f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
-            "--blocks, or leave it out"
-        )
-
-
 def check_trainer_flags(plan: Plan) -> None:
     """Check that no flags of the trainers are those by which the plan itself steers them."""
     refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
@@ -209,14 +192,26 @@ def check_trainer_flags(plan: Plan) -> None:
             )
 
 
-def check_scaling(plan: Plan) -> None:
-    """Check what strong scaling needs."""
+def check_measuring(plan: Plan) -> None:
+    """Check what ends the measuring, and what strong scaling needs."""
+    default = Plan()
+    for name in ("until_interval", "minutes"):
+        if plan.blocks is not None and getattr(plan, name) != getattr(default, name):
+            raise UserError(
+                f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
+                f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks"
+            )
+    if plan.measure == "runs" and plan.full_runs != default.full_runs:
+        raise UserError(
+            f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
+            "--blocks, or leave it out"
+        )
     if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
             "workers share a global batch and train with one global rate, whatever their number"
         )
-    plan.block(1)  # which refuses what does not divide
+    plan.block(1)  # which refuses a global batch that does not divide
 
 
 def check_hosts(plan: Plan) -> None:
