@@ -140,7 +140,7 @@ def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]
     varied = {pair: varied_fields(comparison, *pair) for pair in comparison.plan.pairs()}
     own = OF_BLOCK | (OF_JOB if comparison.plan.is_allocation else set())
     facts = []
-    for is_of_sides, runs in enumerate((comparison.complete, comparison.sides)):
+    for is_of_sides, runs in ((False, comparison.complete), (True, comparison.sides)):
         here = [run for run in runs if (run.case, run.workers) == (case, workers)]
         here.sort(key=lambda run: (run.block, order(run.configuration)))
         told = [(run, facts_of(run)) for run in here]
@@ -150,7 +150,7 @@ def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]
                 case=case,
                 workers=workers,
                 is_flag=name in FLAGS and not FLAGS[name].chief,
-                is_of_sides=bool(is_of_sides),
+                is_of_sides=is_of_sides,
                 is_of_block=name in own,
                 unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),
                 rows=tuple(

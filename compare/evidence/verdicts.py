@@ -205,8 +205,8 @@ def judge_pair(
         {run.block: run for run in comparison.complete_runs((case, workers, name))} for name in pair
     )
     both = [(runs[block], others[block]) for block in sorted(runs.keys() & others.keys())]
-    blocks = {False: {a.block for a, _ in both}, True: {side.block for side in comparison.sides}}
-    between = [fact.between(pair, blocks[fact.is_of_sides]) for fact in facts]
+    whole, turns = {a.block for a, _ in both}, {side.block for side in comparison.sides}
+    between = [fact.between(pair, turns if fact.is_of_sides else whole) for fact in facts]
     equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both)
     verdict = Verdict(
         case=case,
