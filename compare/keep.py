@@ -10,16 +10,18 @@ their settings and environment. The home directory becomes ~, and the project's 
 """
 
 import argparse
-import contextlib
-import io
 import re
 import shutil
 import sys
 from pathlib import Path
 
-from compare import collectives, report
 from compare.errors import run_main
 from compare.evidence import packed
+from compare.evidence.records import load_comparison
+from compare.page.collectives import plot, read_measurement, text_report
+from compare.page.html import render_page
+from compare.page.report import Report
+from compare.page.text import as_text
 from compare.plan.sources import ROOT
 from recipe.errors import UserError
 
@@ -42,20 +44,26 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="a finished measurement, as under runs/")
-    add("--machine", required=True, metavar="NAME", help="short, such as 2-core-xeon")
-    add("--question", required=True, metavar="NAME", help="what it answers, such as wire-format")
+    for flag, text in (
+        ("--machine", "short, such as 2-core-xeon"),
+        ("--question", "what it answers, such as wire-format"),
+    ):
+        add(flag, type=folder_name, required=True, metavar="NAME", help=text)
     add("--results", type=Path, default=ROOT / "results", metavar="DIR", help=argparse.SUPPRESS)
 
     def body() -> int:
         options = parser.parse_args(argv)
-        for flag in ("machine", "question"):
-            if not NAME.fullmatch(name := getattr(options, flag)):
-                raise UserError(f"--{flag} {name}: write small letters, digits, dots and hyphens")
         kept = keep(options.folder, options.results / options.machine, options.question)
         print(f"kept: {kept}")
         return 0
 
     return run_main("compare/keep.py", body, errors=(UserError, OSError))
+
+
+def folder_name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError("write small letters, digits, dots and hyphens")
+    return text
 
 
 def keep(folder: Path, machine: Path, question: str) -> Path:
@@ -103,18 +111,14 @@ def without_paths(text: str) -> str:
 
 def write_report(folder: Path, is_comparison: bool) -> None:
     """Write the report as a page and as text; UserError if there is none to make."""
-    text = io.StringIO()
     if is_comparison:
-        arguments = [str(folder), "--markdown", str(folder / "report.md"), "--html"]
-        with contextlib.redirect_stdout(text):
-            status = report.main(arguments)
+        report = Report(load_comparison(folder))
+        (folder / "report.md").write_text(as_text([report], markdown=True), "utf-8")
+        (folder / "report.html").write_text(render_page(report), "utf-8")
     else:
-        arguments = ["--show", str(folder), "--svg", str(folder / "allreduce.svg")]
-        with contextlib.redirect_stdout(text):
-            status = collectives.main(arguments)
-        (folder / "report.txt").write_text(text.getvalue().lstrip(), "utf-8")
-    if status:
-        raise UserError(f"{folder}: there is no report to be made of it")
+        measurement = read_measurement(folder)
+        (folder / "report.txt").write_text(f"{text_report(measurement)}\n", "utf-8")
+        (folder / "allreduce.svg").write_text(plot(measurement), "utf-8")
 
 
 if __name__ == "__main__":

@@ -29,23 +29,18 @@ from recipe.files import replace_file
 ROOT = Path(__file__).resolve().parent.parent
 STDOUT = Path("-")
 DEFAULT = Path("<default>")  # --html and --svg without a path
-TEXT_FORMATS = ("markdown", "csv", "json")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that the command line asks for and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
         sys.stdout.reconfigure(errors="replace")
-    return run_main(
-        "compare/report.py",
-        lambda: guarded_report(parse_options(argv)),
-        exit_code=1,
-    )
+    return run_main("compare/report.py", lambda: guarded_report(argv), exit_code=1)
 
 
-def guarded_report(options: argparse.Namespace) -> int:
+def guarded_report(argv: list[str] | None) -> int:
     """Make the report; UserError for whatever can be expected to go wrong."""
+    options = parse_options(argv)
     try:
         report(options)
     except ModuleNotFoundError as error:
@@ -72,11 +67,12 @@ def guarded_report(options: argparse.Namespace) -> int:
     return 0
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    about, examples = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         prog="python compare/report.py",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        epilog=(__doc__ or "").split("\n\n", 1)[1],
+        description=about,
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -109,24 +105,20 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "name,workers,images_per_second,source, such as compare/references/resnet50-v100.csv",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    asked = [name for name in (*TEXT_FORMATS, "html", "svg") if getattr(options, name)]
-    to_terminal = [f"--{name}" for name in asked if getattr(options, name) == STDOUT]
+    formats = {name: getattr(options, name) for name in ("markdown", "csv", "json", "html")}
+    to_terminal = [f"--{name}" for name, path in formats.items() if path == STDOUT]
     if len(to_terminal) > 1:
         parser.error(f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE")
+    if folders := [f"--{name} {path}" for name, path in formats.items() if path and path.is_dir()]:
+        parser.error(f"{folders[0]}: this is a folder: write the comparison before the flag")
     if options.svg == STDOUT:
         parser.error("--svg writes several files: give it a FOLDER")
-    if options.html and options.no_html:
-        parser.error("--html and --no-html exclude each other")
-    for name in (*TEXT_FORMATS, "html"):
-        path = getattr(options, name)
-        if path and path.is_dir():
-            parser.error(
-                f"--{name} takes a file, and {path} is a folder: write the comparison before "
-                f"--{name}"
-            )
     if options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf:
         parser.error("--price-per-hour is no price: write a number, such as 3.06")
-    options.asked, options.to_terminal = asked, bool(to_terminal)
+    if options.html and options.no_html:
+        parser.error("--html and --no-html exclude each other")
+    options.is_default = not any((*formats.values(), options.svg, options.no_html))
+    options.to_terminal = bool(to_terminal)
     return options
 
 
@@ -136,48 +128,43 @@ def report(options: argparse.Namespace) -> None:
     from compare.page.report import Report
 
     folders, note = find_comparisons(options.comparisons)
-    references = load_references(options.reference) if options.reference else []
-    reports = [
-        Report(load_comparison(folder), references, options.price_per_hour) for folder in folders
-    ]
-    single = reports[0] if len(reports) == 1 else None
-    wants_page = options.html is not None or not (options.asked or options.no_html or note)
-    page = options.html
-    if wants_page and page in (None, DEFAULT) and single:
-        page = folders[0] / "report.html"
-    elif page == DEFAULT:
-        raise UserError("several comparisons have no folder in common: give --html a FILE")
-    if references and not (single and (page or options.svg)):
+    is_single, page, plots = len(folders) == 1, options.html, options.svg
+    if options.is_default and is_single and not note:
+        page = DEFAULT
+    if options.reference and not (is_single and (page or plots)):
         raise UserError(
             "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
             "or --svg"
         )
+    if not is_single and (plots or page == DEFAULT):
+        raise UserError("several comparisons have no folder and no plots: give --html a FILE")
+    references = load_references(options.reference) if options.reference else []
+    reports = [
+        Report(load_comparison(folder), references, options.price_per_hour) for folder in folders
+    ]
     if not options.to_terminal:
-        told = text.terminal_report(single) if single else text.side_by_side_text(reports)
-        print("\n\n".join(filter(None, [note, told])), flush=True)
+        print("\n\n".join(filter(None, [note, text.as_text(reports)])), flush=True)
     elif note:
         print(note, file=sys.stderr)
-    writers = {"markdown": text.as_markdown, "csv": text.as_csv, "json": text.as_json}
-    for name, writer in writers.items():
-        if (path := getattr(options, name)) is not None:
-            write(path, writer(reports), options)
+    if options.markdown:
+        write(options.markdown, text.as_text(reports, markdown=True), options)
+    if options.csv:
+        write(options.csv, text.as_csv(reports), options)
+    if options.json:
+        write(options.json, text.as_json(reports), options)
     if page:
         from compare.page.html import render_page, render_side_by_side
 
-        write(page, render_page(single) if single else render_side_by_side(reports), options)
-    elif single and note and (folders[0] / "report.html").exists():
-        say(f"the whole report: {folders[0] / 'report.html'}", options)
-    if options.svg is not None and single is None:
-        raise UserError("--svg takes one comparison: several have no plots in common")
-    if options.svg is not None and single:
+        path = folders[0] / "report.html" if page == DEFAULT else page
+        content = render_page(reports[0]) if is_single else render_side_by_side(reports)
+        write(path, content, options)
+    if plots:
         from compare.page.chart import standalone
         from compare.page.plots import all_plots
 
-        folder = folders[0] / "plots" if options.svg == DEFAULT else options.svg
-        folder.mkdir(parents=True, exist_ok=True)
-        for plot in (plots := all_plots(single)):
-            replace_file(folder / f"{plot.name}.svg", standalone(plot.svg))
-        say(f"{len(plots)} plots: {folder}", options)
+        folder = folders[0] / "plots" if plots == DEFAULT else plots
+        for plot in all_plots(reports[0]):
+            write(folder / f"{plot.name}.svg", standalone(plot.svg), options)
 
 
 def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
@@ -192,29 +179,21 @@ def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
             "no comparison under runs/: make one with `make compare` or `python compare/run.py`, "
             "or give the path of one"
         )
-    if recorded.is_relative_to(Path.cwd()):
-        recorded = recorded.relative_to(Path.cwd())
-    machine = load_comparison(recorded).written[0].environment
     return [recorded], (
-        f"Not measured here: there is no comparison under runs/ yet. This one was recorded on "
-        f"{machine.device_name or machine.cpu_model} and lies in {recorded}.\n"
-        "Your own: make compare"
+        f"Not measured here: there is no comparison under runs/ yet. This one was recorded, and "
+        f"lies with its page in {recorded}.\nYour own: make compare"
     )
 
 
 def write(path: Path, content: str, options: argparse.Namespace) -> None:
-    """Write a file, at once and as a whole, and say so; or print its content."""
+    """Print a text, or write a file as a whole and say so: on stderr if a report goes to the
+    terminal."""
     if path == STDOUT:
         print(content, end="" if content.endswith("\n") else "\n")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
-    say(f"{'the whole report' if path.suffix == '.html' else 'written'}: {path}", options)
-
-
-def say(text: str, options: argparse.Namespace) -> None:
-    """Report what was written, on stderr if a report goes to the terminal."""
-    print(f"\n{text}", file=sys.stderr if options.to_terminal else sys.stdout)
+    print(f"\nwritten: {path}", file=sys.stderr if options.to_terminal else sys.stdout)
 
 
 if __name__ == "__main__":

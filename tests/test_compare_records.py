@@ -311,7 +311,7 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
     run = find(comparison, 1, "ddp-torchrun", 1)
     assert run.is_complete and run.steps == []
     [line] = [line for _, lines in notices(comparison) for line in lines]
-    assert f"its steps are unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
+    assert f"unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
     assert render_page(Report(comparison))
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -19,12 +18,11 @@ from records import a_plan, make_turns
 from test_compare_records import edit, edit_fingerprint, make_comparison, make_square
 
 from compare import report
-from compare.evidence.equality import compare_facts
 from compare.evidence.records import load_comparison
 from compare.evidence.rows import speed_rows, training_rows
 from compare.evidence.verdicts import judge
 from compare.page.report import Report
-from compare.page.tables import ladder_table
+from compare.page.tables import all_tables
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan, Words
@@ -33,11 +31,6 @@ from compare.plan.record import plan_record, read_plan, write_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = ("world_size", "batch_size", "batches_per_allreduce", "precision", "arch")
-FINGERPRINT = (
-    "data_order_sha256", "initial_weights_sha256", "learning_rates_sha256", "world_size",
-    "batch_size", "batches_per_allreduce", "precision", "wire_format", "batch_norm", "threads",
-    "arch", "num_images", "python", "torch", "torchvision", "device",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -73,46 +66,12 @@ def test_the_verdict_names_the_faster_one(folder, capsys):
     assert verdict.speed.low < 1.1 < verdict.speed.high or abs(verdict.speed.ratio - 1.1) < 0.03
 
 
-def test_the_ratio_keeps_its_direction_when_horovod_is_faster(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "compare-1", ratio=0.8)
-    assert re.search(r"At 1 worker DDP \(torchrun, Gloo\) trained 0\.[78]\d* times as fast as "
-                     r"Horovod", report_text(folder, capsys))  # fmt: skip
-
-
-def test_nothing_is_decided_when_the_interval_spans_one_and_more(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "compare-1")
-    for block, (first, second) in enumerate([(100, 101), (103, 100), (99, 100)], start=1):
-        for workers in (1, 2):
-            for name, speed in (("ddp-torchrun", first), ("horovod-mpi", second)):
-                summary = folder / f"block-{block}/{name}-{workers}/summary.json"
-                edit(summary, images_per_second=speed, phases={})
-    text = report_text(folder, capsys)
-    assert text.count("not decided between DDP") == 2
-    assert "as fast as" not in text
-    assert (
-        "the difference is at most 6.2 % either way (speed ratio 1.003, 95 % interval 0.948 to "
-        "1.062, 3 blocks)." in text
-    )
-
-
-@pytest.mark.parametrize("field", [field for field in FINGERPRINT if field not in CHECKED])
-def test_each_fingerprint_field_changed_alone_forbids_the_verdict(folder, capsys, field):
-    edit_fingerprint(folder / "block-2/horovod-mpi-2", field, "something else")
-    text = report_text(folder, capsys)
-    assert (
-        "At 2 workers no verdict on DDP (torchrun, Gloo) and Horovod (horovodrun, MPI): the runs "
-        "differ in more than the plan varies.\n" in text
-    )
-    assert re.search(rf"{field}: .*, something else \(horovod-mpi\); block 2\n", text)
-    assert "At 1 worker DDP (torchrun, Gloo) trained" in text  # the others keep theirs
-
-
 @pytest.mark.parametrize("field", CHECKED)
 def test_a_fingerprint_that_contradicts_the_run_makes_it_unreadable(folder, capsys, field):
     edit_fingerprint(folder / "block-2/horovod-mpi-2", field, "something else")
     text = report_text(folder, capsys)
     assert re.search(
-        rf"block 2, horovod-mpi, 2 workers: unreadable: .*summary\.json: {field} .*'something el",
+        rf"block-2/horovod-mpi-2: unreadable: .*summary\.json: {field} .*'something else'",
         text,
     )
     assert "At 1 worker DDP (torchrun, Gloo) trained" in text
@@ -121,30 +80,6 @@ def test_a_fingerprint_that_contradicts_the_run_makes_it_unreadable(folder, caps
 def test_a_fingerprint_field_that_one_engine_lacks_forbids_the_verdict(folder, capsys):
     edit_fingerprint(folder / "block-1/ddp-torchrun-1", "new_policy", "on")
     assert "new_policy: on (ddp-torchrun), absent (horovod-mpi)" in report_text(folder, capsys)
-
-
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("config.json", {"label_smoothing": 0.1}),
-        ("environment.json", {"hosts": ["other"]}),
-        ("environment.json", {"cpu_model": "Another Processor"}),
-    ],
-)
-def test_what_the_fingerprint_does_not_hold_must_be_equal_too(folder, capsys, file, change):
-    edit(folder / "block-3/ddp-torchrun-1" / file, **change)
-    text = report_text(folder, capsys)
-    assert "At 1 worker no verdict" in text
-    assert f"{next(iter(change))}: " in text
-
-
-def test_the_seed_may_differ_between_blocks(folder):
-    comparison = load_comparison(folder)
-    facts = compare_facts(comparison, "", 1)
-    assert not any(fact.unequal_blocks for fact in facts)
-    assert {fact.field for fact in facts if not fact.is_same} == {
-        "data_order_sha256", "initial_weights_sha256", "seed",
-    }  # fmt: skip
 
 
 def test_unequal_weights_are_told_with_the_largest_gap_of_the_losses(folder, capsys):
@@ -167,8 +102,8 @@ def test_failed_and_missing_runs_are_said(folder, capsys):
         (folder / "block-3/horovod-mpi-1" / file).unlink()
     (folder / "block-2/horovod-mpi-2.failed-1").mkdir()
     text = report_text(folder, capsys)
-    assert "block 1, ddp-torchrun, 2 workers: failed with exit code 3; see" in text
-    assert "block 3, horovod-mpi, 1 worker: not run" in text
+    assert "block-1/ddp-torchrun-2: failed with exit code 3; see" in text
+    assert "block-3/horovod-mpi-1: not run" in text
     assert "horovod-mpi-2.failed-1: failed, and was run again" in text
     assert "too few for an interval" in text  # two blocks are left of three
     assert "2 of 3" in text
@@ -191,10 +126,11 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     assert [row.has_firsts_weights for row in found.values()] == [True, True, False, True]
     assert found["zero-optimizer"].network_bytes_per_step == 2.5e6
     assert [row.staleness for row in found.values()] == [None, None, None, 0.75]
-    names = [column.name for column in ladder_table(Report(load_comparison(folder))).columns]
-    assert "staleness, updates" in names
+    [table] = [t for t in all_tables(Report(load_comparison(folder))) if t.title == "Resources"]
+    names = [column.name for column in table.columns]
+    assert {"network, MB a step", "staleness, updates", "weights"} <= {*names}
     assert "bubble, %" not in names, "none of them is a pipeline"
-    assert "The ladder" in report_text(folder, capsys)
+    assert "Resources" in report_text(folder, capsys)
     value = json.loads(written([str(folder), "--json"], capsys))
     assert {row["network_bytes_per_step"] for row in value["trainings"]} == {2.5e6}
     lines = csv.DictReader(io.StringIO(written([str(folder), "--csv"], capsys)))
@@ -202,16 +138,6 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
     unknown = training_rows(load_comparison(folder))[1]
     assert unknown.has_firsts_weights is None  # in block 1 there is nothing to compare with
-
-
-def test_before_the_first_comparison_the_engines_record_is_shown(tmp_path):
-    command = [sys.executable, str(ROOT / "compare/report.py")]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    first, *_ = ended.stdout.splitlines()
-    assert first.startswith("Not measured here") and "engines" in first
-    assert "Your own: make compare" in ended.stdout and "95 % interval" in ended.stdout
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["empty"]])
@@ -283,7 +209,7 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     ]  # fmt: skip
     assert text.index("times as fast as") < text.index("What was equal")
     plots = re.findall(r"<svg[^>]*>", text)
-    assert len(plots) == 6
+    assert len(plots) == 5
     assert all('role="img"' in plot and re.search('aria-label="[^"]{30}', plot) for plot in plots)
     # No colour is fixed: each is the page's, light or dark.
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
@@ -310,14 +236,6 @@ def test_what_is_unequal_is_red_on_the_page(folder):
     text = (folder / "report.html").read_text()
     assert re.search(r'<tr class="unequal"><th scope="row">threads</th>.*7 \(horovod-mpi\)', text)
     assert '<p class="alarm">At 2 workers no verdict' in text
-
-
-def test_the_same_run_folders_give_the_same_page(folder, tmp_path):
-    pages = []
-    for name in ("a.html", "b.html"):
-        assert report.main([str(folder), "--html", str(tmp_path / name)]) == 0
-        pages.append((tmp_path / name).read_bytes())
-    assert pages[0] == pages[1]
 
 
 def test_hostile_text_is_escaped(folder):
@@ -375,7 +293,7 @@ def test_markdown_fits_into_an_issue(folder, capsys):
     edit_fingerprint(folder / "block-2/horovod-mpi-2", "batch_norm", "a|b <i>c</i> *d*")
     text = written([str(folder), "--markdown"], capsys)
     tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
-    assert len(tables) == 3
+    assert len(tables) == 4
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
     assert "- At 1 worker DDP (torchrun, Gloo) trained" in text
@@ -428,22 +346,16 @@ def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, capsys
 
 
 def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
-    metrics = folder / "block-1/horovod-mpi-2/metrics.jsonl"
-    metrics.write_text(re.sub(r'"loss": ([\d.]+)', r'"loss": 1\1', metrics.read_text(), count=1))
     written([str(folder), "--svg", str(tmp_path / "plots")], capsys)
     files = sorted((tmp_path / "plots").iterdir())
-    assert len(files) == 7
     for path in files:
         root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert len(root.get("aria-label", "")) > 30
         assert "var(" not in path.read_text()
-    assert {
-        "verdict.svg",
-        "throughput.svg",
-        "step-breakdown.svg",
-        "loss-difference-ddp-torchrun-horovod-mpi-2-workers.svg",
-    } <= {p.name for p in files}
+    assert {path.stem for path in files} == {
+        "verdict", "throughput", "drift", "step-breakdown", "time-to-accuracy",
+    }  # fmt: skip
 
 
 def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, capsys):
@@ -461,7 +373,7 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
     assert re.search(r"ddp-torchrun +1 +[\d,]+ +– +–", text)  # only the first has one worker
     assert "unpaired" in text and "there is no verdict" in text
     assert re.search(r"cpu_model +A Processor 9000 +A Processor 9001", text)
-    assert "B: At 2 workers DDP" in text  # each one's own verdicts stay
+    assert re.search(r"B: .*after\n\nAt 2 workers DDP", text)  # each one's own verdicts stay
     assert "unpaired" in page.read_text() and "A Processor 9001" in page.read_text()
     value = json.loads(written([str(folder), str(other), "--json"], capsys))
     assert len(value["comparisons"]) == 2 and len(value["side_by_side"]) == 4
@@ -501,7 +413,7 @@ def test_warnings_stand_by_the_verdict_unless_no_verdict_uses_the_run(folder, ca
 def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, capsys):
     text = written([str(square), "--price-per-hour", "2.5"], capsys)
     speed, whole = text.index("Speed, by turns"), text.index("Whole trainings, one each")
-    assert speed < whole < text.index("Engine and transport, 2 workers")
+    assert text.index("Engine and transport, 2 workers") < speed < whole
     assert re.search(r"ddp-torchrun +2 +\d+ \(\d+–\d+\) .* 6\n", text)
     assert re.search(r"DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
     assert text.rstrip().splitlines()[-3] == "At 2 workers, not beaten: DDP over MPI."
@@ -542,13 +454,6 @@ def test_what_was_not_beaten_is_listed(folder, decisions, words):
     assert report.not_beaten == words
 
 
-def test_a_null_test_says_so(tmp_path, capsys):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(workers=(2,), null=True, blocks=8))
-    text = written([str(folder)], capsys)
-    assert text.count("and itself") == 2
-    assert "<h1>A null test" in (folder / "report.html").read_text()
-
-
 CASES = a_plan(
     configurations=("ddp-torchrun", "tuned"),
     defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", flags=("--fp16-allreduce",),
@@ -562,9 +467,10 @@ CASES = a_plan(
 def test_cases_are_told_apart(tmp_path, capsys):
     folder = make_comparison(tmp_path / "compare-1", CASES)
     text = written([str(folder)], capsys)
-    assert text.index("== resnet50") < text.index("resnet50, 1 worker:") < text.index("== vgg16")
+    assert re.search(r"^resnet50 +tuned +2 ", text, re.MULTILINE)
+    assert text.index("resnet50, 2 workers:") < text.index("vgg16, 1 worker:")
     page = (folder / "report.html").read_text()
-    assert "Speed, resnet50" in page and "Speed, vgg16" in page
+    assert "Training throughput, resnet50" in page and "Training throughput, vgg16" in page
     assert CASES.question in text and CASES.question in page
     assert len({line["case"] for line in csv.DictReader(
         io.StringIO(written([str(folder), "--csv"], capsys)))}) == 2  # fmt: skip
@@ -630,14 +536,3 @@ def test_a_record_of_any_shape_is_no_traceback(kind, file, value, request, capsy
             error = capsys.readouterr().err
             assert len(error.splitlines()) == 1, field
         path.write_text(original)
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"margin": math.nan}, "margin = nan"), ({"margin": "wide"}, "margin = 'wide'"),
-    ({"margin": 0}, "margin = 0"), ({"extensions": 2}, "extensions = 2"),
-    ({"measure": "turn"}, "measure = 'turn'"), ({"null": "no"}, "null = 'no'"),
-])  # fmt: skip
-def test_what_decides_verdicts_is_checked(folder, changes, words, capsys):
-    edit(folder / "plan.json", **changes)
-    assert report.main([str(folder)]) == 1
-    assert re.search(rf"plan\.json cannot be read: {words}", capsys.readouterr().err)

@@ -23,10 +23,9 @@ from compare.evidence.verdicts import Verdict, correction_text, decided, judge
 from compare.evidence.words import label_of
 from compare.page.html import render_page, render_side_by_side
 from compare.page.plots import all_plots, plot_verdicts
-from compare.page.report import Report
-from compare.page.side_by_side import SideBySide
+from compare.page.report import Report, SideBySide
 from compare.page.tables import square_tables
-from compare.page.text import as_markdown, side_by_side_text, terminal_report
+from compare.page.text import as_text
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
 PAIRS = (
@@ -137,10 +136,10 @@ def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path, square):
     [verdict] = judge(load_comparison(edit_blocks(folder, images_per_second=speed)))
     assert verdict.decision == "equal" and "95 % interval 1.002 to" in verdict.sentence()
     [barely] = judged(verdict, 1.0004, 1.045, 1)
-    assert "1.0004 to 1.0450" in plot_verdicts([barely]).table[1]
+    assert "1.0004 to 1.0450" in plot_verdicts([barely]).svg
     report = Report(square)
     report.verdicts = [*judged(report.verdicts[0], 1.0004, 1.045, 1), *report.verdicts[1:]]
-    [table] = square_tables(report, "")
+    [table] = square_tables(report)
     assert "(1.0004–1.0450)" in [cell.aside for cell in table.rows[-1]]
 
 
@@ -199,7 +198,7 @@ def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
     verdict = judge(comparison := load_comparison(folder))[0]
     assert verdict.speed is None
     assert [fact.field for fact in verdict.differences] == ["cpu_model", "torch"]
-    assert "torch changed between blocks: " in terminal_report(Report(comparison))
+    assert "torch changed between blocks: " in as_text([Report(comparison)])
 
 
 def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
@@ -228,10 +227,10 @@ def test_beside_whole_runs_there_is_no_ratio_and_all_that_a_verdict_rests_on(squ
     edit_fingerprint(folder / "block-2/horovod-gloo-2", "learning_rates_sha256", "c" * 64)
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
     both = [Report(square), Report(load_comparison(folder))]
-    assert SideBySide(both).differences["measured by"] == ("turns", "runs")
-    ratios = [line.ratios("images_per_second") for line in SideBySide(both).lines]
+    assert SideBySide(both).differences["measured by"] == ["turns", "runs"]
+    ratios = [line["unpaired_ratios_to_first"] for line in SideBySide(both).lines]
     assert ratios == [[None]] * len(SQUARE)
-    for text in (side_by_side_text(both), as_markdown(both), render_side_by_side(both)):
+    for text in (as_text(both), as_text(both, markdown=True), render_side_by_side(both)):
         for words in ("corrected by Holm", "learning_rates_sha256: ", "was built without NCCL"):
             assert words in text
 
@@ -244,7 +243,7 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0, capsys.readouterr().err
     assert "DDP over MPI trained" in capsys.readouterr().out
-    assert {"throughput", "clock"} <= {
+    assert {"throughput", "drift"} <= {
         plot.name for plot in all_plots(Report(load_comparison(folder)))
     }
     other = Path(shutil.copytree(folder, tmp_path / "compare-2"))

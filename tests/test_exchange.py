@@ -144,10 +144,10 @@ def test_a_step_whose_messages_are_not_all_known_does_not_count(tmp_path: Path) 
 def test_one_picture_with_the_same_axes_for_all_runs(tmp_path: Path) -> None:
     runs = {"DDP": a_ddp_run(tmp_path / "a"), "Horovod": a_horovod_run(tmp_path / "b")}
     plot = plot_exchanges([(name, read_exchange(run)) for name, run in runs.items()])
-    assert [row[:4] for row in plot.table[1:]] == [
-        ("Horovod, 1", "1", "8.00", "10.0"), ("Horovod, 2", "2", "4.00", "40.0"),
-        ("DDP, 1", "2", "8.00", "20.0"), ("DDP, 2", "1", "4.00", "40.0"),
-    ]  # fmt: skip
+    assert {t.split(", on all")[0] for layer in plot.layers for t in layer.texts if t} == {
+        "1 gradients, 8.00 MB: ready 10.0 ms", "2 gradients, 4.00 MB: ready 40.0 ms",  # Horovod
+        "2 gradients, 8.00 MB: ready 20.0 ms", "1 gradients, 4.00 MB: ready 40.0 ms",  # DDP
+    }  # fmt: skip
     texts = [t for e in ElementTree.fromstring(standalone(plot.svg)).iter() if (t := e.text)]
     assert texts.count("10 MB") == 2 and {"DDP", "20 ms hidden, 20 ms exposed"} <= {*texts}
 
@@ -162,7 +162,7 @@ def test_the_page_shows_it_of_each_configurations_first_profiled_run(tmp_path: P
     a_horovod_run(tmp_path / "b")
     plot = plot_exchange(runs)  # type: ignore[arg-type]
     assert plot is not None
-    assert {row[0] for row in plot.table[1:]} == {"ddp, 1", "ddp, 2", "horovod, 1", "horovod, 2"}
+    assert {row.name for row in plot.rows} == {"ddp", "horovod"}
 
 
 def test_ddp_notes_its_buckets_and_averages_as_without(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from compare.evidence import packed
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.stopping import Goal, reason_to_stop
 from compare.evidence.turns import estimate, most_load
-from compare.evidence.words import count, place_text, run_text
+from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
@@ -26,12 +26,12 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     found[WARNINGS] += filter(None, [unfinished_text(comparison)])
     found[MISSING] += [left_out_text(name) for name in comparison.plan.left_out]
     for run in (*comparison.runs, *comparison.phase_runs):
+        name = run.folder.relative_to(comparison.folder)
         if run.reason or not run.is_complete:
-            found[MISSING if matters(run) else ASIDE].append(trouble(run))
+            found[MISSING if matters(run) else ASIDE].append(f"{name}: {trouble(run)}")
         elif (run.other_load or 0) > most_load(cores := run.environment.cores):
             found[WARNINGS if matters(run) else ASIDE].append(
-                f"{run_text(run)}: other processes kept {run.other_load:.1f} of "
-                f"{count(cores, 'core')} busy"
+                f"{name}: other processes kept {run.other_load:.1f} of {count(cores, 'core')} busy"
             )
     for case, workers, why in comparison.damaged_blocks:
         found[MISSING].append(f"turns, {place_text(case, workers)}: unreadable: {why}")
@@ -57,46 +57,43 @@ def unfinished_text(comparison: Comparison) -> str:
     groups = comparison.turns.values()
     if not comparison.is_by_turns or not plan.pairs() or comparison.damaged_blocks:
         return ""
-    fewest = min(len(blocks) for blocks in groups)
     seconds = [[block.measuring_seconds for block in blocks] for blocks in groups]
-    text = "the measurement was not finished, and the same command of run.py continues it: "
-    if plan.blocks is not None:
-        done = reason_to_stop([], fewest, 0, 0, Goal(blocks=plan.blocks))
-        return "" if done else f"{text}{fewest} of {count(plan.blocks, 'block')}"
-    if not all(map(all, seconds)):
+    if plan.blocks is None and not all(map(all, seconds)):
         return ""
+    fewest, used = min(map(len, groups)), sum(map(sum, seconds))
+    longest = max((mean(one) for one in seconds if one), default=0.0)
     estimates = [
         estimate(blocks, *pair, confidence=comparison.confidence)
         for blocks in groups
         for pair in plan.pairs()
         if blocks
     ]
-    used, longest = sum(map(sum, seconds)), max((mean(one) for one in seconds if one), default=0.0)
-    goal = Goal(plan.until_interval, plan.minutes)
+    goal = Goal(plan.until_interval, plan.minutes, plan.blocks)
     if fewest and reason_to_stop(estimates, fewest, used, longest, goal):
         return ""
+    so_far = f"{used / 60:.1f} of {goal.minutes:g} minutes are used"
+    if plan.blocks is not None:
+        so_far = f"{fewest} of {plan.blocks} blocks"
     return (
-        f"{text}not every interval is within +-{100 * goal.until_interval:g} %, and "
-        f"{used / 60:.1f} of {goal.minutes:g} minutes are used"
+        f"the measurement was not finished, and the same command of run.py continues it: {so_far}"
     )
 
 
 def trouble(run: RunRecord) -> str:
     """Say what became of a run that is not complete."""
     if run.reason:
-        what = "its steps are unreadable" if run.is_complete else "unreadable"
-        return f"{run_text(run)}: {what}: {run.reason}"
-    what = run.status
-    if what == "failed" and run.exit_code is not None:
-        what += f" with exit code {run.exit_code}"
-    if run.status != "not run":
-        what += f"; see {packed.file_of(run.folder / 'output.log')}"
-    return f"{run_text(run)}: {what}"
+        return f"unreadable: {run.reason}"
+    if run.status == "not run":
+        return run.status
+    code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
+    return f"{run.status}{code}; see {packed.file_of(run.folder / 'output.log')}"
 
 
 def left_out_text(configuration: str) -> str:
     """Say why a configuration of the plan was not started."""
-    if "horovod" not in configuration:
-        return f"{configuration}: mpi4py or mpirun is not installed there"
-    build = "python horovod_train/build_horovod.py builds it"
-    return f"{configuration}: Horovod is not installed there; {build}"
+    if "horovod" in configuration:
+        return (
+            f"{configuration}: Horovod is not installed there; python "
+            "horovod_train/build_horovod.py builds it"
+        )
+    return f"{configuration}: mpi4py or mpirun is not installed there"

@@ -22,26 +22,25 @@ class Reference:
 def load_references(path: Path) -> list[Reference]:
     """Read a CSV file with the columns COLUMNS; lines of the same name belong together. UserError
     if it is not such a file."""
-    speeds: dict[str, dict[int, float]] = {}
-    sources: dict[str, dict[str, None]] = {}
+    found: dict[str, Reference] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             lines = csv.DictReader(stream)
             if set(lines.fieldnames or ()) != set(COLUMNS):
-                raise UserError(f"{path}: its first line must name the columns {','.join(COLUMNS)}")
+                raise ValueError(f"the first line must name the columns {','.join(COLUMNS)}")
             for line in lines:
-                name, source = (line["name"] or "").strip(), (line["source"] or "").strip()
+                name, source = line["name"], line["source"]
                 workers, speed = int(line["workers"]), float(line["images_per_second"])
                 if not (name and source and workers > 0 and 0 < speed < math.inf):
                     raise ValueError("a name, a source and positive numbers are needed")
-                if workers in speeds.setdefault(name, {}):
+                speeds = found.setdefault(name, Reference(name, source, {})).images_per_second
+                if workers in speeds:
                     raise ValueError(f"{name!r} has a speed of {workers} workers already")
-                speeds[name][workers] = speed
-                sources.setdefault(name, {})[source] = None
+                speeds[workers] = speed
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, csv.Error) as error:
         raise UserError(f"{path}, line {lines.line_num}: {error}") from None
-    if not speeds:
+    if not found:
         raise UserError(f"{path}: holds no line with a speed")
-    return [Reference(name, "; ".join(sources[name]), speeds[name]) for name in speeds]
+    return list(found.values())

@@ -1,6 +1,6 @@
 """The rows of the report's tables: a line for each cell that was measured."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -9,11 +9,10 @@ from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
-from compare.evidence.words import label_of
 from recipe.record.schema import Energy, Input, Phases
 
 EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
-BLOCKS_IN_DETAIL = 8  # whose single steps and epochs are read: of hundreds nobody sees more
+IMAGENET_CROPS, IMAGENET_CLASSES = range(160, 321), 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,10 @@ class CellRow:
     case: str
     workers: int
     configuration: str
-    label: str
+
+    @property
+    def cell(self) -> CellKey:
+        return self.case, self.workers, self.configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class SpeedRow(CellRow):
     cpu_ms_per_image: float  # median
     blocks: int
     planned_blocks: int | None  # None: as many as it takes
+    hours_of_90_epochs: float | None  # at this speed, on ImageNet; None of other images
+    cost_of_90_epochs: float | None  # None without a price
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,6 @@ class TrainingRow(Energy, Input, CellRow):
     planned_runs: int
     peak_memory: Estimate  # bytes of the largest rank
     straggler_ratio: float | None  # slowest rank's computing time a step over the median rank's
-    straggler_phases: str  # what that time is of: "forward and backward" or "data and forward"
-    engine: str
     network_bytes_per_step: float | None
     bubble_share: float | None  # of a pipeline
     staleness: float | None  # of a parameter server, in updates
@@ -63,84 +65,70 @@ class TrainingRow(Energy, Input, CellRow):
     has_firsts_weights: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRow(CellRow):
-    """How long the single steps of a cell's runs took, in milliseconds."""
-
-    steps: int
-    median: float
-    p95: float
-    p99: float
-    longest: float
+def place(cell: CellKey) -> dict[str, Any]:
+    """Return the fields that say which cell a row is of."""
+    return dict(zip(("case", "workers", "configuration"), cell, strict=True))
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What one block measured of a cell."""
-
-    images_per_second: float
-    cpu_seconds_per_image: float
-
-
-def speeds(comparison: Comparison, cell: CellKey) -> dict[int, Speed]:
-    """Return what each block measured of a cell."""
+def speeds(comparison: Comparison, cell: CellKey) -> dict[int, tuple[float, float]]:
+    """Return images per second and CPU-seconds per image of a cell, by block."""
     case, workers, name = cell
     return {
-        block.number: Speed(
+        block.number: (
             block.median(name, throughput), 1 / block.median(name, work_per_cpu_second)
         )
         for block in comparison.blocks(case, workers)
         if name in block.order
-    }
+    }  # fmt: skip
 
 
-def places(comparison: Comparison) -> Iterator[tuple[CellKey, dict[str, Any]]]:
-    """Yield each cell in the tables' order, and the fields of its CellRow."""
-    labels = {name: label_of(comparison, name) for name in comparison.configurations}
-    for cell in comparison.cells:
-        case, workers, name = cell
-        yield (
-            cell,
-            {"case": case, "workers": workers, "configuration": name, "label": labels[name]},
-        )
-
-
-def speed_rows(comparison: Comparison) -> list[SpeedRow]:
-    """Return the speed of each cell."""
+def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> list[SpeedRow]:
+    """Return the speed of each cell; a price is that of all workers together."""
     found = {cell: speeds(comparison, cell) for cell in comparison.cells}
-    fewest = min(comparison.workers)
+    fewest, hours, cost = min(comparison.workers), None, None
+    is_imagenet = is_of_imagenet(comparison)
     rows = []
-    for cell, place in places(comparison):
-        if not (own := found[cell]):
+    for cell, own in found.items():
+        if not own:
             continue
-        rates = [speed.images_per_second for speed in own.values()]
-        base = found.get((cell[0], fewest, cell[2]), {}) if cell[1] > fewest else {}
+        case, workers, name = cell
+        rates, cpu_seconds = zip(*own.values(), strict=True)
+        base = found.get((case, fewest, name), {}) if workers > fewest else {}
         common = [block for block in own if block in base]
+        scaling = estimate_ratio(
+            [own[block][0] / workers for block in common],
+            [base[block][0] / fewest for block in common],
+            confidence=comparison.confidence,
+        ) if common else None  # fmt: skip
+        if is_imagenet:
+            hours = EPOCHS * IMAGES / median(rates) / 3600
+            cost = None if price_per_hour is None else price_per_hour * hours
         planned = sum(run.cell == cell for run in comparison.runs)
         rows.append(
             SpeedRow(
-                **place,
+                **place(cell),
                 images_per_second=median(rates),
                 lowest=min(rates),
                 highest=max(rates),
-                scaling=estimate_ratio(
-                    [own[block].images_per_second / cell[1] for block in common],
-                    [base[block].images_per_second / fewest for block in common],
-                    confidence=comparison.confidence,
-                )
-                if common
-                else None,
-                cpu_ms_per_image=1000 * median(s.cpu_seconds_per_image for s in own.values()),
+                scaling=scaling,
+                cpu_ms_per_image=1000 * median(cpu_seconds),
                 blocks=len(own),
                 planned_blocks=comparison.plan.blocks if comparison.is_by_turns else planned,
+                hours_of_90_epochs=hours,
+                cost_of_90_epochs=cost,
             )
         )
     return rows
 
 
-def hours(images_per_second: float) -> float:
-    """Return how long 90 epochs of ImageNet take at a speed."""
-    return EPOCHS * IMAGES / images_per_second / 3600
+def is_of_imagenet(comparison: Comparison) -> bool:
+    """Tell whether images had ImageNet's size and number of classes: only of such does a speed say
+    what 90 epochs of ImageNet would take."""
+    return bool(comparison.complete) and all(
+        run.summary.fingerprint.get("num_classes") == IMAGENET_CLASSES
+        and run.config.flags.get("train_crop_size") in IMAGENET_CROPS
+        for run in comparison.complete
+    )
 
 
 def training_rows(comparison: Comparison) -> list[TrainingRow]:
@@ -150,7 +138,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         group = digests.setdefault((run.block, run.case, run.workers), {})
         group[run.configuration] = run.summary.weights_sha256
     rows = []
-    for cell, place in places(comparison):
+    for cell in comparison.cells:
         if not (runs := comparison.complete_runs(cell)):
             continue
         measured = [figures_of(run) for run in runs]
@@ -159,12 +147,12 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
         memory = [float(run.summary.peak_memory_bytes) for run in runs]
-        ratio, phases = straggler(comparison.complete_runs(cell, of_phases=True), runs)
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
         own = [run.summary.weights_sha256 for run in runs]
+        phase_runs = comparison.complete_runs(cell, of_phases=True)
         rows.append(
             TrainingRow(
-                **place,
+                **place(cell),
                 **medians,  # type: ignore[arg-type]  # None only where that may be
                 weights=weights if equal else "–",
                 runs=len(runs),
@@ -172,9 +160,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
                 peak_memory=estimate_ratio(
                     memory, [1.0] * len(memory), confidence=comparison.confidence
                 ),
-                straggler_ratio=ratio,
-                straggler_phases=phases,
-                engine=runs[0].engine,
+                straggler_ratio=median_or_none([straggler_ratio(run) for run in phase_runs]),
                 has_firsts_weights=None if None in firsts else firsts == own,
             )
         )
@@ -200,52 +186,20 @@ def figures_of(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def straggler(
-    phase_runs: Sequence[RunRecord], runs: Sequence[RunRecord]
-) -> tuple[float | None, str]:
-    """Return how much longer than the median rank the slowest one computes, and in which phases;
-    None for a single rank, and where the ranks' phases were not measured.
+def straggler_ratio(run: RunRecord) -> float | None:
+    """Return how much longer than the median rank the slowest one computes; None for a single rank.
 
-    Without ablation the backward of a rank says nothing of its own speed: in it the fast ranks
-    wait for the slow.
+    Only of a run with ablation: without it the backward of a rank says nothing of its own speed,
+    since in it the fast ranks wait for the slow.
     """
-    ablated = [
-        run
-        for run in phase_runs
-        if all(rank.exposed_communication_seconds is not None for rank in run.summary.ranks)
+    times = [
+        (rank.forward_seconds, rank.backward_seconds, rank.exposed_communication_seconds)
+        for rank in run.summary.ranks
     ]
-
-    def ratio(run: RunRecord, fields: tuple[str, str]) -> float | None:
-        times = [[getattr(rank, field) for field in fields] for rank in run.summary.ranks]
-        if len(times) < 2 or any(None in time for time in times):
-            return None
-        seconds = [sum(time) for time in times]
-        return max(seconds) / median(seconds) if median(seconds) > 0 else None
-
-    found = median_or_none([ratio(r, ("forward_seconds", "backward_seconds")) for r in ablated])
-    if found is not None:
-        return found, "forward and backward"
-    own = median_or_none([ratio(run, ("data_seconds", "forward_seconds")) for run in runs])
-    return own, "data and forward"
-
-
-def step_rows(comparison: Comparison) -> list[StepRow]:
-    """Return how long the steps of each cell took, over all steps of its runs `in_detail`."""
-    rows = []
-    for cell, place in places(comparison):
-        runs = in_detail(comparison.complete_runs(cell))
-        if times := sorted(1000 * line.seconds for run in runs for line in run.steps):
-            n = len(times)
-            half, p95, p99 = (times[min(int(part * n), n - 1)] for part in (0.5, 0.95, 0.99))
-            rows.append(StepRow(**place, steps=n, median=half, p95=p95, p99=p99, longest=times[-1]))
-    return rows
-
-
-def in_detail(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs whose single steps and epochs are shown: of some blocks, evenly chosen."""
-    blocks = sorted({run.block for run in runs})
-    chosen = set(blocks[:: -(-len(blocks) // BLOCKS_IN_DETAIL) or 1])
-    return [run for run in runs if run.block in chosen]
+    if len(times) < 2 or any(None in time for time in times):
+        return None
+    seconds = [forward + backward for forward, backward, _ in times]  # type: ignore[operator]
+    return max(seconds) / median(seconds) if median(seconds) > 0 else None
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:
@@ -266,7 +220,6 @@ PHASES = {
 }
 # What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
 ALONE = {"exposed_communication_seconds": "the engine's own work"}
-PHASE_TOLERANCE = 0.02  # the phases must add up to the step within so much of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,25 +234,12 @@ class PhaseRow(Phases, CellRow):
     images_per_step: float
     gradient_bytes: int | None = None  # of a worker, a step, as they travel
     is_difference: bool = False  # of two cells: the first's seconds less the second's
+    contradicts_verdict: bool = False  # of a difference: does the verdict say the opposite?
 
     @property
     def words(self) -> dict[str, str]:
         """The words for each phase by its field."""
         return PHASES | ALONE if self.workers == 1 else PHASES
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each phase by its words, without those that were not measured."""
-        parts = {words: getattr(self, field) for field, words in self.words.items()}
-        return {words: seconds for words, seconds in parts.items() if seconds is not None}
-
-    @property
-    def note(self) -> str:
-        """Say it if the phases do not add up to the step; empty if they do, within 2 %."""
-        whole = sum(self.parts.values()) / self.step_seconds
-        if abs(whole - 1) <= PHASE_TOLERANCE:
-            return ""
-        return f"the phases add up to {100 * whole:.1f} % of the step"
 
     @property
     def sent_bytes(self) -> float | None:
@@ -322,7 +262,7 @@ class PhaseRow(Phases, CellRow):
 def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     """Return the phases of each cell in which they were measured, in the table's order."""
     rows = []
-    for cell, place in places(comparison):
+    for cell in comparison.cells:
         whole = [run for run in comparison.complete_runs(cell) if has_phases(run)]
         runs = [r for r in comparison.complete_runs(cell, of_phases=True) if has_phases(r)] or whole
         if runs:
@@ -330,7 +270,7 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
             summary = runs[(len(runs) - 1) // 2].summary
             rows.append(
                 PhaseRow(
-                    **place,
+                    **place(cell),
                     **vars(summary.phases),
                     images_per_step=summary.samples_seen / summary.steps,
                     gradient_bytes=summary.gradient_bytes,
@@ -348,7 +288,7 @@ def has_phases(run: RunRecord) -> bool:
 def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> list[PhaseRow]:
     """Return, for each verdict that shows a difference, in which phases it is: first less second,
     as the verdicts' ratios are first over second. Steps of different size are not compared."""
-    found = {(row.case, row.workers, row.configuration): row for row in rows}
+    found = {row.cell: row for row in rows}
     differences = []
     for verdict in verdicts:
         first = found.get((verdict.case, verdict.workers, verdict.first))
@@ -356,7 +296,11 @@ def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> 
         if verdict.is_null_test or verdict.decision not in DIFFERENT:
             continue
         if first and second and first.images_per_step == second.images_per_step:
-            differences.append(subtract_phases(first, second))
+            row = subtract_phases(first, second)
+            is_faster = verdict.decision == "faster"
+            differences.append(
+                replace(row, contradicts_verdict=is_faster == (row.step_seconds > 0))
+            )
     return differences
 
 
@@ -373,7 +317,6 @@ def subtract_phases(first: PhaseRow, second: PhaseRow) -> PhaseRow:
     return replace(
         first,
         configuration=f"{first.configuration} − {second.configuration}",
-        label=f"{first.label} − {second.label}",
         steps=min(first.steps, second.steps),
         gradient_bytes=None,
         is_difference=True,

@@ -1,13 +1,14 @@
 """Findings in words: numbers, names of runs and of configurations."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compare.evidence.paired import Estimate
-from compare.evidence.records import ENGINES, Comparison, RunRecord
+from compare.evidence.records import ENGINES, Comparison
 from recipe.record.schema import CONTROL
 
 
@@ -24,12 +25,6 @@ def three_digits(value: float) -> str:
     """Print a positive number with at least three digits, zeros at the end included, so that a
     column of like numbers stands in line."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def loss_text(loss: float | None) -> str:
-    if loss is None:
-        return "–"
-    return f"{loss:.4f}" if loss < 1000 else f"{loss:.2e}"  # of a training that diverged
 
 
 def short(value: Any) -> str:
@@ -77,25 +72,16 @@ def bound_text(estimate: Estimate) -> str:
     return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
 
 
-def run_text(run: RunRecord) -> str:
-    """Name a run in a message."""
-    block = f"block {run.block}" if run.block else "phases"
-    case = f"{run.case}, " if run.case else ""
-    return f"{block}, {case}{run.configuration}, {count(run.workers, 'worker')}"
-
-
 def label_of(comparison: Comparison, configuration: str) -> str:
     """Name a configuration by what its complete runs used, and by its own flags and variables; by
-    its own name if the runs used different things, or if another one has the same label."""
+    its own name if the runs used different things, or if one before it has the same label."""
     names = comparison.configurations
     labels = {name: used_and_set(comparison, name) for name in names}
     label = labels[configuration]
-    namesakes = [name for name in names if labels[name] == label]
-    if len(namesakes) == 1:
+    first = next(name for name in names if labels[name] == label)
+    if configuration == first:
         return label
-    if comparison.plan.null and len(namesakes) == 2:
-        return label if configuration == namesakes[0] else f"{label}, again"
-    return f"{label} as {configuration}"
+    return f"{label}, again" if comparison.plan.null else f"{label} as {configuration}"
 
 
 def used_and_set(comparison: Comparison, configuration: str) -> str:
@@ -108,25 +94,19 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
     }
     if len(labels) != 1:
         return configuration
-    label, own = labels.pop(), comparison.configurations[configuration]
-    for (engine, transport), name in comparison.square.items():
-        if name == configuration:
-            label = f"{ENGINES[engine]} over {transport}"
-    settings = [*own.flags]
-    if (
-        "--knobs" not in settings
-    ):  # but for all configurations: a reader must know that it was tuned
-        files = {run.config.knobs for run in runs if run.config.knobs}
-        settings += [f"--knobs {name}" for name in sorted(files)]
-    settings += [f"{name}={value}" for name, value in own.environment.items()]
+    corners = {
+        name: f"{ENGINES[engine]} over {transport}"
+        for (engine, transport), name in comparison.square.items()
+    }
+    label, own = corners.get(configuration, labels.pop()), comparison.configurations[configuration]
+    settings = [*own.flags, *(f"{name}={value}" for name, value in own.environment.items())]
+    if "--knobs" not in own.flags:  # but for all configurations: a reader must know of it
+        settings += sorted({f"--knobs {run.config.knobs}" for run in runs if run.config.knobs})
     return f"{label} with {' '.join(settings)}" if settings else label
 
 
 def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by the end of their paths: by as much of it as tells them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return names
+    """Name folders by their paths below the folder that they have in common."""
+    paths = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]

@@ -1,8 +1,9 @@
-"""Small plots as SVG, described once: picture, table and alternative text come from one `Plot`.
+"""Small plots as SVG.
 
-Written out here rather than by matplotlib, whose import alone takes longer than a report may.
-Letters stay letters and colours are CSS variables, so that the page decides on light or dark and
-on the font, and a plot can be read aloud, searched and printed. `standalone` makes a file of it.
+Written out here rather than by matplotlib, whose import alone takes longer than a report may, and
+whose colours are fixed. Letters stay letters and colours are CSS variables, so that the page
+decides on light or dark and on the font, and a plot can be read aloud, searched and printed.
+`standalone` makes a file of it.
 """
 
 import math
@@ -11,12 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from itertools import count
 
 WIDTH = 360  # units: about a phone's width in pixels, so that letters need not shrink there
 FONT_SIZE = 11
 LINE = 15  # height of a line of text
-BORDER = 10  # around a picture that stands alone
 ROW_HEIGHT = 40  # of a plot with a row for each series
 MAX_HITS = 120  # points that tell their value, a plot: a page must stay below a megabyte
 
@@ -92,33 +91,23 @@ def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: 
     margin = 0.05 * (high - low)
     low, high = low if zero and low == 0 else low - margin, high + margin
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    fine = f",.{max(0, -math.floor(math.log10(step) + 1e-9))}f"
-    form = ".2g" if step < 1e-4 or max(high, -low) >= 1e6 else fine
-    ticks_at = [(i * step, f"{i * step:{form}}".replace("-", "−") if i else "0") for i in places]
+    ticks_at = [(i * step, f"{i * step:,g}".replace("-", "−")) for i in places]
     return Scale(low, high, ticks_at, label)
 
 
 def logarithmic(values: Iterable[float], label: str = "") -> Scale:
-    """Return a logarithmic scale over positive values, with ticks at 1, 2 and 5 of each decade."""
+    """Return a logarithmic scale over positive values, with ticks at 1, 2 and 5 of each decade, or
+    at round numbers within a single one."""
     finite = [value for value in values if math.isfinite(value) and value > 0]
     low, high = min(finite) / 1.1, max(finite) * 1.1
     digits = (1, 2, 5) if high / low < 1000 else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values_at = [digit * 10.0**decade for decade in decades for digit in digits]
-    ticks = [(value, f"{value:,g}") for value in values_at if low <= value <= high]
-    return Scale(low, high, ticks, label, logarithmic=True)
-
-
-def at_ticks(ticks: Sequence[tuple[float, str]], label: str, logarithmic: bool = False) -> Scale:
-    """Return a scale with a tick at each of these values, but where texts would touch."""
-    low, high = min(ticks)[0], max(ticks)[0]
-    space = 0.12 * (high - low) or 0.5
-    ends = (low / 1.2, high * 1.2) if logarithmic else (low - space, high + space)
-    scale, shown = Scale(*ends, (), label, logarithmic), list[tuple[float, str]]()
-    for value, text in sorted(ticks, reverse=True):
-        if not shown or scale.fraction(shown[-1][0]) - scale.fraction(value) >= 0.07:
-            shown.append((value, text))
-    return Scale(*ends, shown, label, logarithmic)
+    ticks = [(value, f"{value:,g}") for value in values_at]
+    if high / low < 10:
+        ticks = list(linear([low, high]).ticks)
+    inside = [tick for tick in ticks if low <= tick[0] <= high]
+    return Scale(low, high, inside, label, logarithmic=True)
 
 
 # ------------------------------------------------------------------------------------------ plots
@@ -168,14 +157,12 @@ def bar(
 
 
 @dataclass(frozen=True)
-class Series:
-    """What a plot shows of one configuration, cell or run."""
+class Row:
+    """A row of a plot: its place on the y axis, and what is written above it."""
 
-    layers: Sequence[Layer]
-    cells: Sequence[str] = ()  # its line of the table; empty: not in the table
-    row: str = ""  # its row's name and value, in a plot of rows
-    row_value: str = ""
-    row_at: float | None = None  # y of the row; None: its number among the series
+    y: float
+    name: str
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,25 +174,9 @@ class Plot:
     caption: str
     x: Scale
     y: Scale
-    series: Sequence[Series]
-    columns: Sequence[tuple[str, str]] = ()  # of the table: name and unit
+    layers: Sequence[Layer]
+    rows: Sequence[Row] = ()
     height: float = 190  # of the plotting area
-
-    @property
-    def table(self) -> list[Sequence[str]]:
-        """What the plot shows, as a table, its first row the header; empty if it has none."""
-        header = [", ".join(filter(None, column)) for column in self.columns]
-        return [header, *(series.cells for series in self.series if series.cells)] if header else []
-
-    @property
-    def alternative(self) -> str:
-        """The text for those who cannot see the picture: the table's lines, or the caption."""
-        lines = []
-        for name, *values in self.table[1:]:
-            told = zip(self.columns[1:], values, strict=True)
-            figures = [" ".join(filter(None, (head, value, unit))) for (head, unit), value in told]
-            lines.append(f"{name}: {', '.join(figures)}")
-        return f"{self.title}. " + ("; ".join(lines) + "." if lines else self.caption)
 
     @cached_property
     def svg(self) -> str:
@@ -222,33 +193,33 @@ class Plot:
             across, up = self.x.fraction(x), self.y.fraction(y)
             return left + across * (right - left), bottom - up * (bottom - top)
 
-        names, hits = "", []
-        drawn = self.axes((left, right, top, bottom)) + legend
-        for index, series in enumerate(self.series):
-            _, down = place(self.x.low, index if series.row_at is None else series.row_at)
+        drawn, hits = self.axes((left, right, top, bottom)) + legend, []
+        for layer in self.layers:
+            points = [place(x, y) for x, y in layer.points]
+            drawn += layer.draw(points)
+            for (x, y), text in zip(points, layer.texts, strict=False):
+                if text and math.isfinite(x + y):
+                    hits.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="5">'
+                                f"<title>{escape(text)}</title></circle>")  # fmt: skip
+        for row in self.rows:
+            _, y = place(self.x.low, row.y)
             # With a rim of paper, so that no line runs through it.
             rim = f' stroke="{PAPER}" stroke-width="3" paint-order="stroke"'
-            names += write(0, down - 9, shortened(series.row), "start", INK, rim)
-            names += write(WIDTH, down - 9, series.row_value, "end", MUTED)
-            for layer in series.layers:
-                points = [place(x, y) for x, y in layer.points]
-                drawn += layer.draw(points)
-                for (x, y), text in zip(points, layer.texts, strict=False):
-                    if text and math.isfinite(x + y):
-                        hits.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="5">'
-                                    f"<title>{escape(text)}</title></circle>")  # fmt: skip
+            drawn += write(0, y - 9, shortened(row.name), "start", INK, rim)
+            drawn += write(WIDTH, y - 9, row.value, "end", MUTED)
         kept = "".join(hits[:: -(-len(hits) // MAX_HITS) or 1])
         height = bottom + LINE + (LINE + 3 if self.x.label else 0) + 3
+        alternative = escape(f"{self.title}. {self.caption}")
         return (
-            f'<svg role="img" aria-label="{escape(self.alternative)}"'
-            f' viewBox="0 0 {WIDTH} {number(height)}" font-size="{FONT_SIZE}">{drawn}{names}'
+            f'<svg role="img" aria-label="{alternative}"'
+            f' viewBox="0 0 {WIDTH} {number(height)}" font-size="{FONT_SIZE}">{drawn}'
             f'<g class="hits" fill="transparent">{kept}</g></svg>'
         )
 
     def legend(self) -> tuple[str, float]:
         """Return the legend, above the chart where it can hide no data, and where that begins."""
         entries: dict[str, dict[str, Layer]] = {}
-        for layer in (layer for series in self.series for layer in series.layers):
+        for layer in self.layers:
             if layer.key:
                 entries.setdefault(layer.key, {}).setdefault(layer.kind, layer)
         text, x, y = "", 0.0, LINE / 2 + 1
@@ -285,15 +256,10 @@ class Plot:
 def standalone(svg: str) -> str:
     """Return a plot as a file of its own: colours in place of variables, and a background."""
     head, body = svg.split(">", 1)
-    height = float(head.split('viewBox="')[1].split('"')[0].split()[3]) + 2 * BORDER
-    width = WIDTH + 2 * BORDER
-    frame = f'viewBox="{-BORDER} {-BORDER} {width} {height:g}"'
-    head = re.sub('viewBox="[^"]*"', frame, head.removeprefix("<svg"))
-    text = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width}" height="{2 * height:g}"'
-        f' font-family="Helvetica, Arial, sans-serif"{head}><rect x="{-BORDER}" y="{-BORDER}"'
-        f' width="{width}" height="{height:g}" fill="{PAPER}"/>{body}\n'
-    )
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}"'
+    frame += ' font-family="Helvetica, Arial, sans-serif"'
+    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+    text = f"{head.replace('<svg', frame)}>{paper}{body}\n"
     return re.sub(r"var\(--([\w-]+)\)", lambda found: PALETTE[found[1]][0], text)
 
 
@@ -317,10 +283,9 @@ def text_width(text: str) -> float:
 
 def shortened(text: str) -> str:
     """Cut a text that is broader than the picture."""
-    if text_width(text) <= WIDTH - 30:
-        return text
-    cuts = (text[:-cut] for cut in count(1))
-    return next(cut for cut in cuts if text_width(cut) <= WIDTH - 40) + "…"
+    while text_width(text) > WIDTH - 30:
+        text = f"{text[:-2]}…"
+    return text
 
 
 def number(value: float) -> str:

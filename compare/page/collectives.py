@@ -23,7 +23,6 @@ from compare.page.chart import (
     Layer,
     Plot,
     Scale,
-    Series,
     logarithmic,
     standalone,
 )
@@ -357,4 +356,4 @@ def plot(measurement: Measurement) -> str:
             layers.append(Layer(marker, line, colour, 2.6, hollow=thin, texts=texts, key=in_legend))
     n = measurement.plan["workers"]
     title = f"Allreduce over {n} workers: bus bandwidth over message size"
-    return standalone(Plot("allreduce", title, "", x, y, [Series(layers)]).svg)
+    return standalone(Plot("allreduce", title, "", x, y, layers).svg)

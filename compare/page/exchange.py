@@ -1,18 +1,14 @@
 """The picture of an exchange of gradients: when each gradient was ready, and when its all-reduce
 began and ended. A panel for each run, all with the same axes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from compare.evidence.exchange import Exchange, Message
-from compare.page.chart import INK, MUTED, Layer, Plot, Scale, Series, bar, linear
+from compare.page.chart import INK, MUTED, Layer, Plot, Row, Scale, bar, linear
 
 PANEL = 96.0  # a panel's height, units of the picture
 PITCH = 1.3  # from one panel to the next, in panels: above each stands the run's name
 COLOUR = "var(--communication)"
-COLUMNS = (
-    ("message", ""), ("gradients", ""), ("size", "MB"), ("ready", "ms"),
-    ("ready on all ranks", "ms"), ("all-reduce begins", "ms"), ("ends", "ms"),
-)  # fmt: skip
 
 
 def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
@@ -22,11 +18,13 @@ def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
     reach = max(max(step.ended, step.computed) for step in steps)
     sizes = [tick for tick in linear([0, total], zero=True, ticks=3).ticks if tick[0] <= total]
     ticks: list[tuple[float, str]] = []
-    series: list[Series] = []
-    for row, (name, exchange) in enumerate(reversed(named)):
-        floor = row * PITCH * total
+    layers: list[Layer] = []
+    rows: list[Row] = []
+    for number, (name, exchange) in enumerate(reversed(named)):
+        floor = number * PITCH * total
         ticks += [(floor + value, f"{text} MB") for value, text in sizes]
-        series += panel(name, exchange, floor, total)
+        layers += panel(exchange, floor, total)
+        rows.append(Row(floor + total, name, exchange.sentence()))
     panels = len(named) * PITCH
     return Plot(
         "exchange",
@@ -40,36 +38,33 @@ def plot_exchanges(named: Sequence[tuple[str, Exchange]]) -> Plot:
         "them.",
         linear([0, reach], "ms since the backward pass began", zero=True),
         Scale(0, panels * total, ticks),
-        series,
-        COLUMNS,
+        layers,
+        rows,
         panels * PANEL,
     )
 
 
-def panel(name: str, exchange: Exchange, floor: float, total: float) -> Iterator[Series]:
+def panel(exchange: Exchange, floor: float, total: float) -> list[Layer]:
     """A run's typical step, above `floor` on the axis of MB."""
     step = exchange.typical
     end = [(step.computed, floor), (step.computed, floor + total)]
-    dashes = Layer("line", end, MUTED, 0.9, "3 2")
-    yield Series([dashes], row=name, row_value=exchange.sentence(), row_at=floor + total)
-    level = floor
-    for number, message in enumerate(step.messages, start=1):
-        times = (message.ready, message.met, message.began, message.ended)
-        figures = (str(message.gradients), f"{message.megabytes:.2f}", *(f"{t:.1f}" for t in times))
+    layers, level = [Layer("line", end, MUTED, 0.9, "3 2")], floor
+    for message in step.messages:
+        told = (
+            f"{message.gradients} gradients, {message.megabytes:.2f} MB: ready {message.ready:.1f} "
+            f"ms, on all ranks {message.met:.1f} ms, all-reduce {message.began:.1f} to "
+            f"{message.ended:.1f} ms"
+        )
         middle, level = level + message.megabytes / 2, level + message.megabytes
         thickness = max(PANEL * message.megabytes / total, 0.6)
-        parts = [
-            bar(start, stop, middle, colour, thickness, opacity, ", ".join(figures), key)
+        layers += [
+            bar(start, stop, middle, colour, thickness, opacity, told, key)
             for key, start, stop, colour, opacity in parts_of(message, step.computed)
             if stop > start
         ]
-        yield Series(parts, (f"{name}, {number}", *figures))
-    yield Series(
-        [
-            stairs("on all ranks", step.met, floor, MUTED, 0.8),
-            stairs("gradients ready", step.ready, floor, INK, 1.2),
-        ]
-    )
+    layers.append(stairs("on all ranks", step.met, floor, MUTED, 0.8))
+    layers.append(stairs("gradients ready", step.ready, floor, INK, 1.2))
+    return layers
 
 
 def parts_of(message: Message, computed: float) -> list[tuple[str, float, float, str, float]]:

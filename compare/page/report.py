@@ -4,35 +4,46 @@ it down."""
 import datetime
 import shlex
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
-from compare.evidence.equality import Fact, compare_facts
+from compare.evidence.equality import compare_facts
 from compare.evidence.notices import notices
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
-from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.references import Reference
 from compare.evidence.rows import (
-    PhaseRow,
-    SpeedRow,
-    StepRow,
-    TrainingRow,
     phase_differences,
     phase_rows,
+    place,
     speed_rows,
-    step_rows,
     training_rows,
 )
-from compare.evidence.verdicts import DIFFERENT, Verdict, correction_text, judge
-from compare.evidence.words import count, percent_text, place_text
+from compare.evidence.run_folder import recorded
+from compare.evidence.verdicts import DIFFERENT, correction_text, judge
+from compare.evidence.words import count, percent_text, place_text, short, shortest_unique_names
 from compare.plan.plan_file import plan_words
 
+# What environment.json says of machine and software, the seed's and the clock's aside.
+ENVIRONMENT = (
+    "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
+    "launcher", "transport", "kernel", "python", "torch", "torchvision", "horovod", "mpi", "cuda",
+    "git_commit",
+)  # fmt: skip
+UNPAIRED = (
+    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
+    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
+)
+# Fields of a line, and those of the ratios of their values to the first one.
+COMPARED = {
+    "images/s": ("images_per_second", "unpaired_ratios_to_first"),
+    "CPU ms per image": ("cpu_ms_per_image", "unpaired_cpu_ratios_to_first"),
+}
+NOT_SETTINGS = {"log_dir", "name", "seed"}
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
-IMAGENET_CROPS, IMAGENET_CLASSES = range(160, 321), 1000
 
 
 class Report:
-    """What a comparison shows; each part is found when it is first asked for, and kept."""
+    """What a comparison shows."""
 
     def __init__(
         self,
@@ -40,67 +51,17 @@ class Report:
         references: Sequence[Reference] = (),
         price_per_hour: float | None = None,  # of all workers together
     ):
-        self.comparison = comparison
-        self.references = references
-        self.price_per_hour = price_per_hour
-
-    @cached_property
-    def facts(self) -> dict[tuple[str, int], list[Fact]]:
-        """What must be equal, by case and number of workers: of whole runs, and of sides."""
-        one = self.comparison
-        places = [(case, workers) for case in one.cases for workers in one.workers]
-        return {place: compare_facts(one, *place) for place in places}
-
-    @cached_property
-    def verdicts(self) -> list[Verdict]:
-        """Which configuration is faster."""
-        return judge(self.comparison, self.facts)
-
-    @cached_property
-    def speed(self) -> list[SpeedRow]:
-        """How fast each cell trained."""
-        return speed_rows(self.comparison)
-
-    @cached_property
-    def trainings(self) -> list[TrainingRow]:
-        """What whole trainings showed."""
-        return training_rows(self.comparison)
-
-    @cached_property
-    def phases(self) -> list[PhaseRow]:
-        """Where the time of a step goes."""
-        return phase_rows(self.comparison)
-
-    @cached_property
-    def phase_differences(self) -> list[PhaseRow]:
-        """In which phases two configurations differ."""
-        return phase_differences(self.phases, self.verdicts)
-
-    @cached_property
-    def steps(self) -> list[StepRow]:
-        """How long single steps took."""
-        return step_rows(self.comparison)
-
-    @cached_property
-    def notices(self) -> list[tuple[str, list[str]]]:
-        """What a reader must know beside the figures."""
-        return notices(self.comparison)
-
-    @cached_property
-    def correction(self) -> str:
-        """How the verdicts are corrected for their number."""
-        return correction_text(self.comparison, self.verdicts)
-
-    @property
-    def is_of_imagenet(self) -> bool:
-        """Tell whether images had ImageNet's size and number of classes: only of such does a speed
-        say what 90 epochs of ImageNet would take."""
-        runs = self.comparison.complete
-        return bool(runs) and all(
-            run.summary.fingerprint.get("num_classes") == IMAGENET_CLASSES
-            and run.config.flags.get("train_crop_size") in IMAGENET_CROPS
-            for run in runs
-        )
+        self.comparison, self.references = comparison, references
+        places = [(case, workers) for case in comparison.cases for workers in comparison.workers]
+        # What must be equal, by case and number of workers: of whole runs, and of sides.
+        self.facts = {place: compare_facts(comparison, *place) for place in places}
+        self.verdicts = judge(comparison, self.facts)
+        self.correction = correction_text(comparison, self.verdicts)
+        self.speed = speed_rows(comparison, price_per_hour)
+        self.trainings = training_rows(comparison)
+        self.phases = phase_rows(comparison)
+        self.phase_differences = phase_differences(self.phases, self.verdicts)
+        self.notices = notices(comparison)  # last: what the others read may be damaged
 
     @property
     def title(self) -> str:
@@ -108,12 +69,12 @@ class Report:
         engines = {run.engine for run in self.comparison.written}
         if self.comparison.plan.null:
             return "A null test: each configuration against itself"
-        if engines == TITLES.keys():
-            return "PyTorch DDP and Horovod, the same training side by side"
-        if len(self.comparison.configurations) == 1:
-            (engine,) = engines
-            return f"The training under {TITLES.get(engine, engine)} alone"
-        return "One training, started in several ways"
+        if len(engines) == 1:
+            return (
+                f"The training under {' '.join(TITLES.get(name, name) for name in engines)} alone"
+            )
+        both = "PyTorch DDP and Horovod, the same training side by side"
+        return both if engines == TITLES.keys() else "One training, started in several ways"
 
     @property
     def subtitle(self) -> str:
@@ -145,20 +106,19 @@ class Report:
     @property
     def not_beaten(self) -> list[str]:
         """Say of each place with a decided verdict which configurations no verdict finds slower."""
-        judged = [v for v in self.verdicts if not (v.is_null_test or v.is_interaction)]
+        judged = [v for v in self.verdicts if not (v.is_null_test or v.is_interaction) and v.speed]
         lines = []
-        for place in dict.fromkeys((verdict.case, verdict.workers) for verdict in judged):
-            here = [v for v in judged if (v.case, v.workers) == place and v.speed is not None]
+        for case, workers in dict.fromkeys((v.case, v.workers) for v in judged):
+            here = [v for v in judged if (v.case, v.workers) == (case, workers)]
             beaten = {
-                v.second if v.decision == "faster" else v.first
+                v.second_label if v.decision == "faster" else v.first_label
                 for v in here
                 if v.decision in DIFFERENT
             }
-            labels = {v.first: v.first_label for v in here}
-            labels |= {v.second: v.second_label for v in here}
-            left = [label for name, label in labels.items() if name not in beaten]
+            labels = dict.fromkeys(name for v in here for name in (v.first_label, v.second_label))
+            left = [name for name in labels if name not in beaten]
             if beaten:
-                at = place_text(*place) if place[0] else f"At {place_text(*place)}"
+                at = place_text(case, workers) if case else f"At {count(workers, 'worker')}"
                 lines.append(f"{at}, not beaten: {' or '.join(left) or 'none'}.")
         return lines
 
@@ -171,53 +131,87 @@ class Report:
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
-        if plan.plan_file:
-            lines.append(f"# in flags, what {plan.plan_file} asked for:")
         words = ["python", "compare/run.py", *plan_words(plan)]
         return [*lines, shlex.join(words), "python compare/report.py"]
 
     @property
     def limits(self) -> list[str]:
         """Say what the comparison does not show."""
-        one = self.comparison
-        run, is_cpu = one.written[0], one.written[0].environment.device == "cpu"
-        *most, last = map(str, one.workers)
-        numbers = f"{', '.join(most)} and {last} were" if most else f"{last} was"
-        lines = [
-            "GPUs. This was measured on a CPU: on a GPU a step computes many times faster and the "
-            "gradients travel through NCCL, so neither the ratio nor its direction carries over."
-            if is_cpu
-            else f"Other devices than {run.environment.device_name}.",
-            f"Other numbers of workers. {numbers} measured; nothing is known beyond them.",
-        ]
-        if len(run.environment.hosts) == 1:
-            lines.append(
-                "Networks. All workers ran on one host, where messages pass through its memory or "
-                "its loopback. Between hosts, latency and bandwidth decide, and the engines may "
-                "differ in other ways."
-            )
-        threads = {run.workers: run.environment.threads for run in one.written}
-        if is_cpu and len(set(threads.values())) > 1:
-            told = ", ".join(f"{n} x {count(threads[n], 'thread')}" for n in sorted(threads))
-            lines.append(
-                f"Scaling to more machines. All workers share "
-                f"{count(run.environment.cores, 'core')} ({told}): the column “scaling” shows how "
-                "well those cores were used, not what a second machine would bring."
-            )
-        lines.append(
-            f"Other models and batches. {run.config.arch or 'The model'} at this batch has its "
-            "own ratio of computing to communicating; a model with more weights, or a smaller "
-            "batch, waits longer for its gradients."
-        )
+        runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.workers))
+        environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
-        if widths:
-            least, largest = (
-                percent_text(HALF_WIDTHS_OF_80_PERCENT * end) for end in (min(widths), max(widths))
-            )
-            size = f"{least} to {largest} (it depends on the verdict)"
-            lines.append(
-                f"Small differences. Such a comparison shows a difference of "
-                f"{least if least == largest else size} in four cases of five, and one of two "
-                "thirds of that in half."
-            )
-        return lines
+        shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
+        said = [
+            (is_cpu, "GPUs. This was measured on a CPU: on a GPU a step computes many times faster "
+             "and the gradients travel through NCCL, so neither the ratio nor its direction "
+             "carries over."),
+            (not is_cpu, f"Other devices than {environment.device_name}."),
+            (True, f"Other numbers of workers than {workers}: nothing is known of them."),
+            (True, f"Other models and batches. {runs[0].config.arch or 'The model'} at this batch "
+             "has its own ratio of computing to communicating; a model with more weights, or a "
+             "smaller batch, waits longer for its gradients."),
+            (len(environment.hosts) == 1, "Networks. All workers ran on one host, where messages "
+             "pass through its memory or its loopback. Between hosts, latency and bandwidth "
+             "decide, and the engines may differ in other ways."),
+            (is_cpu and len({run.environment.threads for run in runs}) > 1, "Scaling to more "
+             f"machines. All workers share {count(environment.cores, 'core')}, and more workers "
+             "have fewer threads: the column “scaling” shows how well those cores were used, not "
+             "what a second machine would bring."),
+            (bool(widths), f"Small differences. Such a comparison shows a difference of {shown}, "
+             "or less for some verdicts, in four cases of five, and one of two thirds of that in "
+             "half."),
+        ]  # fmt: skip
+        return [text for applies, text in said if applies]
+
+
+class SideBySide:
+    """What several reports show of each other: before and after a change, or two machines.
+
+    Their runs were not made in the same blocks. Whatever the machines did meanwhile is in a ratio
+    of the two, and no interval could be trusted: there are ratios here, but no verdicts.
+    """
+
+    def __init__(self, reports: Sequence[Report]):
+        self.reports = reports
+        comparisons = [report.comparison for report in reports]
+        self.names = shortest_unique_names([one.folder for one in comparisons])
+        # Their own names would make a table too broad.
+        self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
+        cells = dict.fromkeys(row.cell for report in reports for row in report.speed)
+        self.lines = [line_of(cell, reports) for cell in cells]
+        # In what the comparisons differ, beside the order and the noise of their runs: a value of
+        # each, several of one joined.
+        methods = [one.plan.measure for one in comparisons]
+        self.differences: dict[str, Sequence[str]] = {}
+        if len(set(methods)) > 1:
+            self.differences["measured by"] = methods
+        settings = dict.fromkeys(name for one in comparisons for run in one.written
+                                 for name in run.config.flags)  # fmt: skip
+        for name in dict.fromkeys((*ENVIRONMENT, *settings)):
+            values = [values_text(one, name) for one in comparisons]
+            if len(set(values)) > 1 and name not in NOT_SETTINGS:
+                self.differences[name] = values
+
+
+def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
+    """Return what each comparison measured of a cell, None where it lacks it, and the ratios of the
+    others to the first; none between a speed by turns and one of whole runs."""
+    rows = [next((row for row in report.speed if row.cell == cell), None) for report in reports]
+    methods = [report.comparison.plan.measure for report in reports]
+    line: dict[str, Any] = place(cell)
+    for field, ratios in COMPARED.values():
+        first, *others = (getattr(row, field, None) for row in rows)
+        line[field] = [first, *others]
+        line[ratios] = [
+            other / first if first and other and method == methods[0] else None
+            for other, method in zip(others, methods[1:], strict=True)
+        ]
+    return line
+
+
+def values_text(comparison: Comparison, name: str) -> str:
+    """Return the values of a setting, or of a fact, in the order of the cells."""
+    runs = sorted(comparison.written, key=lambda run: run.cell)
+    told = (recorded(run.environment) if name in ENVIRONMENT else run.config.flags for run in runs)
+    values = (fields.get(name, "not recorded") for fields in told)
+    return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

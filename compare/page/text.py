@@ -2,10 +2,9 @@
 
 import csv
 import io
-import json
-import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -14,128 +13,78 @@ import msgspec
 from compare.evidence.equality import difference_text
 from compare.evidence.records import Comparison
 from compare.evidence.rows import PHASES
-from compare.evidence.verdicts import Verdict
-from compare.page.report import Report
-from compare.page.side_by_side import UNPAIRED, SideBySide
-from compare.page.tables import Table, grid, of_case, square_tables, table_text, text_tables
+from compare.evidence.words import shortest_unique_names
+from compare.page.report import UNPAIRED, Report, SideBySide
+from compare.page.tables import Table, all_tables, side_by_side_tables, square_tables, table_text
 from recipe.record.schema import Energy
 
-# ------------------------------------------------------------------------------ for the terminal
+# ------------------------------------------------------------- for the terminal, and as Markdown
 
 
-def terminal_report(report: Report) -> str:
-    """Return tables, verdicts, what differs and what is missing, and last, where a reader of a
-    terminal looks first, what was not beaten."""
-    tables = text_tables(report)
-    parts: list[str] = [report.comparison.plan.question or ""]
-    for case in report.comparison.cases:
-        parts.append(f"== {case}" if case else "")
-        shown = [of_case(table, case) for table in tables] + square_tables(report, case)
-        parts += [f"{table.title}\n\n{table_text(table)}" for table in shown if table.rows]
-        parts += [verdict_text(verdict) for verdict in report.verdicts if verdict.case == case]
-    parts += [report.correction, *notice_texts(report), *report.not_beaten]
-    return "\n\n".join(part for part in parts if part)
-
-
-def verdict_text(verdict: Verdict) -> str:
-    return "\n".join([verdict.sentence(), *(f"  {line}" for line in evidence(verdict))])
-
-
-def evidence(verdict: Verdict) -> list[str]:
-    """Return what stands under a verdict: what differs, or what supports it."""
-    return [*(difference_text(fact) for fact in verdict.differences), *verdict.support()]
-
-
-def notice_texts(report: Report, of: str = "") -> list[str]:
-    return ["\n".join([f"{of}{title}:", *(f"  {line}" for line in lines)])
-            for title, lines in report.notices]  # fmt: skip
-
-
-def side_by_side_text(reports: Sequence[Report], markdown: bool = False) -> str:
-    """Return the comparisons' cells in one table, what differs, and the verdicts of each."""
-    both = SideBySide(reports)
-    named = zip(both.letters, both.names, strict=True)
-    pattern = "- {}: `{}`" if markdown else "{}  {}"
-    parts = ["### Side by side" * markdown, "\n".join(pattern.format(*pair) for pair in named)]
-    parts += [table_text(both.table(), markdown), UNPAIRED, differences_grid(both, markdown)]
-    for letter, report in zip(both.letters, reports, strict=True):
-        of = f"{letter}: "
-        if markdown:
-            parts += [markdown_verdict(verdict, of) for verdict in report.verdicts]
-            parts += [report.correction, *markdown_notices(report, of)]
-        else:
-            lines = [f"{of}{verdict_text(verdict)}" for verdict in report.verdicts]
-            lines += [report.correction, *notice_texts(report, of)]
-            parts.append("\n".join(filter(None, lines)))
+def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
+    """Return what the reports say: for the terminal, with what was not beaten last, where a reader
+    looks first; or as Markdown that can be pasted into an issue."""
+    first = reports[0]
+    question, tables = first.comparison.plan.question or "", [*square_tables(first)]
+    tables += [table for table in all_tables(first) if not table.is_detail]
+    if len(reports) > 1:
+        both = SideBySide(reports)
+        parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
+        parts += [] if markdown else [UNPAIRED]
+        for letter, name, report in zip(both.letters, both.names, reports, strict=True):
+            parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
+    elif markdown:
+        parts = [
+            f"### {first.title}",
+            question,
+            f"{escaped(first.subtitle)}  \n{first.created}",
+            *(heading(line, markdown) for line in first.not_beaten),
+            *finding_parts(first, markdown),
+            *(table_part(table, markdown) for table in tables),
+            folded("How to reproduce", ["```bash", *first.reproduce, "```"]),
+            folded("What this does not show", [f"- {escaped(line)}" for line in first.limits]),
+        ]
+    else:
+        parts = [question, *(table_part(table, markdown) for table in tables)]
+        parts += [*finding_parts(first, markdown), *first.not_beaten]
     return "\n\n".join(part for part in parts if part) + "\n" * markdown
 
 
-def differences_grid(both: SideBySide, markdown: bool) -> str:
-    """Return in what comparisons differ as a table; empty if in nothing."""
-    longest = 10_000 if markdown else 40
-    lines = [
-        [name, *(v if len(v) <= longest else f"{v[: longest - 1]}…" for v in values)]
-        for name, values in both.differences.items()
-    ]
-    headers = ["differs", *both.letters]
-    return grid(lines, headers, ["left"] * len(headers), markdown) if lines else ""
+def finding_parts(report: Report, markdown: bool) -> list[str]:
+    """Return the verdicts, each with what differs or what supports it, and what a reader must know
+    beside them."""
+    parts = []
+    for verdict in report.verdicts:
+        below = [*map(difference_text, verdict.differences), *verdict.support()]
+        parts.append(listed(verdict.sentence(), below, markdown))
+    notices = [listed(f"{title}:", lines, markdown) for title, lines in report.notices]
+    return [*parts, report.correction, *notices]
 
 
-# ------------------------------------------------------------------------------------- Markdown
+def table_part(table: Table, markdown: bool) -> str:
+    note = f"\n\n{escaped(table.note)}" if markdown and table.note else ""
+    return f"{heading(table.title, markdown)}\n\n{table_text(table, markdown)}{note}"
 
 
-def as_markdown(reports: Sequence[Report]) -> str:
-    """Return the report as Markdown that can be pasted into an issue."""
-    if len(reports) > 1:
-        return side_by_side_text(reports, markdown=True)
-    report = reports[0]
-    tables = text_tables(report)
-    parts = [
-        f"### {report.title}",
-        report.comparison.plan.question or "",
-        f"{escaped(report.subtitle)}  \n{report.created}",
-        *(f"**{escaped(line)}**" for line in report.not_beaten),
-    ]
-    for case in report.comparison.cases:
-        parts.append(f"#### {escaped(case)}" if case else "")
-        parts += [markdown_table(table) for table in square_tables(report, case)]
-        parts += [markdown_verdict(one) for one in report.verdicts if one.case == case]
-        parts += [markdown_table(of_case(table, case)) for table in tables]
-    parts += [report.correction, *markdown_notices(report)]
-    reproduce = "\n".join(report.reproduce)
-    parts.append(folded("How to reproduce", f"```bash\n{reproduce}\n```"))
-    not_shown = "\n".join(f"- {escaped(line)}" for line in report.limits)
-    parts.append(folded("What this does not show", not_shown))
-    return "\n\n".join(part for part in parts if part) + "\n"
+def heading(text: str, markdown: bool) -> str:
+    return f"**{escaped(text)}**" if markdown else text
 
 
-def markdown_verdict(verdict: Verdict, letter: str = "") -> str:
-    lines = [f"  - {escaped(line)}" for line in evidence(verdict)]
-    return "\n".join([f"- {letter}{escaped(verdict.sentence())}", *lines])
+def listed(text: str, lines: Sequence[str], markdown: bool) -> str:
+    """Return a text with what belongs to it below."""
+    if markdown:
+        return "\n".join([f"- {escaped(text)}", *(f"  - {escaped(line)}" for line in lines)])
+    return "\n".join([text, *(f"  {line}" for line in lines)])
 
 
-def markdown_notices(report: Report, letter: str = "") -> list[str]:
-    return [
-        "\n".join([f"**{letter}{title}**", "", *(f"- {escaped(line)}" for line in lines)])
-        for title, lines in report.notices
-    ]
-
-
-def markdown_table(table: Table) -> str:
-    if not table.rows:
-        return ""
-    return f"**{table.title}**\n\n{table_text(table, markdown=True)}\n\n{escaped(table.note)}"
-
-
-def folded(title: str, text: str) -> str:
+def folded(title: str, lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def escaped(text: str) -> str:
     """Keep Markdown from reading signs in a text as marks; `_` inside of words is none."""
-    for sign in "\\`*<|":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return re.sub(r"[\\`*<|]", r"\\\g<0>", text)
 
 
 # ------------------------------------------------------------------------------------------ CSV
@@ -168,9 +117,10 @@ OF_RUN = ("case", "configuration", "engine", "launcher", "workers", "block", "st
 def as_csv(reports: Sequence[Report]) -> str:
     """Return a line for each planned run and each turn, with units in the names of the columns; a
     figure that was not measured is empty."""
+    names = shortest_unique_names([report.comparison.folder for report in reports])
     lines = [
         {"comparison": name, **line}
-        for name, report in zip(SideBySide(reports).names, reports, strict=True)
+        for name, report in zip(names, reports, strict=True)
         for line in (*run_lines(report.comparison), *turn_lines(report.comparison))
     ]
     text = io.StringIO()
@@ -227,26 +177,17 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
 def as_json(reports: Sequence[Report]) -> str:
     """Return the whole report as an object; of several comparisons, a list of them and the table
     of their cells. What is no number in JSON (a loss that diverged) is null."""
-    if len(reports) == 1:
-        value = report_value(reports[0])
-    else:
+    value = report_value(reports[0])
+    if len(reports) > 1:
         both = SideBySide(reports)
         value = {
             "comparisons": [report_value(report) for report in reports],
-            "side_by_side": [
-                {
-                    "case": line.case,
-                    "workers": line.workers,
-                    "configuration": line.configuration,
-                    "images_per_second": [row and row.images_per_second for row in line.rows],
-                    "unpaired_ratios_to_first": line.ratios("images_per_second"),
-                }
-                for line in both.lines
-            ],
+            "side_by_side": both.lines,
             "differences": both.differences,
             "note": UNPAIRED,
         }
-    return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = msgspec.json.encode(value, enc_hook=float)  # a plan's fractions
+    return msgspec.json.format(text, indent=2).decode() + "\n"
 
 
 def report_value(report: Report) -> dict[str, Any]:
@@ -255,20 +196,19 @@ def report_value(report: Report) -> dict[str, Any]:
     return {
         "comparison": str(comparison.folder),
         "title": report.title,
-        "plan": msgspec.to_builtins(comparison.plan, enc_hook=float),
+        "plan": comparison.plan,
         "not_beaten": report.not_beaten,
         "verdicts": [
             {
-                **asdict(verdict),
+                **vars(verdict),
                 "sentence": verdict.sentence(),
                 "interval_method": verdict.speed.method if verdict.speed else None,
             }
             for verdict in report.verdicts
         ],
-        "speed": [asdict(row) for row in report.speed],
-        "trainings": [asdict(row) for row in report.trainings],
-        "phases": [asdict(row) for row in (*report.phases, *report.phase_differences)],
-        "steps": [asdict(row) for row in report.steps],
+        "speed": report.speed,
+        "trainings": report.trainings,
+        "phases": [*report.phases, *report.phase_differences],
         "runs": list(run_lines(comparison)),
         "turns": list(turn_lines(comparison)),
         "correction": report.correction,
@@ -276,14 +216,3 @@ def report_value(report: Report) -> dict[str, Any]:
         "limits": report.limits,
         "reproduce": report.reproduce,
     }
-
-
-def finite(value: Any) -> Any:
-    """Replace what JSON has no number for."""
-    if isinstance(value, dict):
-        return {str(name): finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
