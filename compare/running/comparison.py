@@ -5,7 +5,6 @@ What shares blocks is a group: the configurations of one case at one number of w
 functions decide and estimate as in the report (compare/evidence), so that both say the same.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after
 from compare.evidence.run_folder import Measured, read_block, read_object, read_record
-from compare.evidence.stopping import Goal, is_enough, minutes_to_narrow, reason_to_stop
+from compare.evidence.stopping import Goal, is_enough, reason_to_stop
 from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.blocks import seconds_left
@@ -300,23 +299,16 @@ def ratio_texts(group: Group) -> list[str]:
 
 
 def time_left(plan: Plan, groups: Sequence[Group]) -> str:
-    """Say how long the blocks will take that are still needed; empty if that is not known."""
+    """Say how long the blocks may yet take; empty if that is not known."""
     if not all(group.blocks for group in groups):
         return ""
-    used, left = sum(group.seconds for group in groups), 0.0
-    for group in groups:
-        minutes = [
-            minutes_to_narrow(one, plan.until_interval, group.block_seconds)
-            for one in group.estimates.values()
-        ]
-        narrow = math.inf if None in minutes else 60 * max(filter(None, minutes), default=0.0)
-        more = group.block_seconds * ((plan.blocks or 0) - group.blocks)
-        left += narrow if plan.blocks is None else more
-    if plan.blocks is None:
-        left = min(left, 60 * plan.minutes - used)
+    used = sum(group.seconds for group in groups)
+    left = 60 * plan.minutes - used
+    if plan.blocks is not None:
+        left = sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
     # As much of the time that is to come will be disturbed as of what is over.
     left *= 1 + sum(group.disturbed_seconds for group in groups) / used
-    return f"about {duration(left)} left" if left > 0 else ""
+    return f"up to {duration(left)} left" if left > 0 else ""
 
 
 def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
