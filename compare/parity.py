@@ -14,7 +14,6 @@ tolerance. A tensor is within the tolerance if it is by --max-ulps or by --relat
 Exit code: 0 equal or within the tolerance, 1 diverged, 2 a mistake in what was asked.
 """
 
-import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -156,9 +155,8 @@ def text_report(parity: Parity) -> str:
 
 def json_report(parity: Parity) -> str:
     """Return the result as JSON; an infinite distance is null."""
-    judged = {"verdict": parity.verdict, "hint": parity.hint}
-    text = msgspec.json.encode({**dataclasses.asdict(parity), **judged})
-    return msgspec.json.format(text, indent=2).decode()
+    judged = {**vars(parity), "verdict": parity.verdict, "hint": parity.hint}
+    return msgspec.json.format(msgspec.json.encode(judged), indent=2).decode()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,11 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
         names: list[Any] = [("process_name", pid, {"name": lane.name})]
         names += [("process_sort_index", pid, {"sort_index": order})]
         names += [
-            ("thread_name", numbers[order, tid], {"name": lane.threads.get(tid, str(tid))})
+            (
+                "thread_name",
+                numbers[order, tid],
+                {"name": lane.threads.get(tid, str(tid or "profiler"))},
+            )
             for tid in dict.fromkeys(event["tid"] for event in lane.events)
         ]
         metadata += [

@@ -236,7 +236,7 @@ def test_damaged_times_of_gradients_keep_back_the_picture_alone(tmp_path, capsys
     assert main([str(run)]) != 0
     assert (run / "timeline.json").exists()
     [error] = capsys.readouterr().err.splitlines()
-    assert error.endswith("profile again")
+    assert "gradients-rank-0.json" in error
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_mistake_is_one_message_and_nothing_is_written(
         ("rank-1.json", '{"traceEvents": [', "rank-1.json cannot be read"),
         ("rank-0.json", '{"traceEvents": []}', "baseTimeNanoseconds"),
         ("rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "holds no step"),
-        ("horovod-timeline.json", '[{"ph": "i", "name": "x", "ts": 1}]', "when it began"),
+        ("horovod-timeline.json", '[{"ph": "i", "name": "x", "ts": 1}]', "timeline with its start"),
         ("horovod-timeline.json", '[{"ph": "i", "name": "x", ', "is no whole timeline"),
         ("horovod-timeline.json", "[1, 2]", "is no whole timeline"),
     ],

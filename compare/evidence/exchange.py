@@ -2,19 +2,20 @@
 --profile-steps, on its rank 0, and in the same terms for every engine and transport."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import msgspec
-
 from compare.evidence.profiles import TIMELINES, Event, Lane, read_timeline
+from compare.evidence.run_folder import read_record
 from recipe.errors import UserError
 
 BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
 
 
-class StepTimes(msgspec.Struct):
+@dataclass(frozen=True)
+class StepTimes:
     """A step's gradients on one rank, in ns of the Unix clock."""
 
     backward: int  # it began
@@ -22,7 +23,8 @@ class StepTimes(msgspec.Struct):
     ready: dict[str, int]
 
 
-class GradientTimes(msgspec.Struct):
+@dataclass(frozen=True)
+class GradientTimes:
     """What one rank wrote into profile/gradients-rank-R.json (recipe/record/probes.py)."""
 
     elements: dict[str, int]
@@ -100,31 +102,25 @@ def read_exchange(run: Path) -> Exchange | None:
     """Read a profiled run; None where it did not record this: it ran on GPUs, whose times the CPU
     does not see, or with one worker, or its engine did not name each gradient (as Horovod's groups
     do not). UserError if its files are damaged."""
-    decoder = msgspec.json.Decoder(GradientTimes)
-    path = folder = run / "profile"
+    folder = run / "profile"
+    timelines = [folder / name for name in TIMELINES if (folder / name).exists()]
+    if not timelines or not (folder / "gradients-rank-0.json").exists():
+        return None
+    paths = sorted(folder.glob("gradients-rank-*.json"))
+    ranks = [read_record(path, GradientTimes) for path in paths]
+    lane, elements = read_timeline(timelines[0], ""), ranks[0].elements
+    on_all_ranks = zip(*(rank.steps for rank in ranks), strict=False)
     try:
-        times = {}
-        for path in folder.glob("gradients-rank-*.json"):
-            times[path.stem] = decoder.decode(path.read_bytes())
-        found = [folder / name for name in TIMELINES if (folder / name).exists()]
-        if "gradients-rank-0" not in times or not found:
-            return None
-        path = found[0]
-        lane, own = read_timeline(path, path.name), times["gradients-rank-0"]
-        steps = [
-            exchange_of(step, [t.steps[i].ready for t in times.values()], own.elements, lane)
-            for i, step in enumerate(own.steps[: min(len(t.steps) for t in times.values())])
-        ]
-    except (msgspec.MsgspecError, OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): profile again") from None
-    whole = [s for s in steps if sum(m.gradients for m in s.messages) == len(own.elements)]
+        steps = [exchange_of(step, elements, lane) for step in on_all_ranks]
+    except LookupError as error:
+        raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None
+    whole = [s for s in steps if sum(m.gradients for m in s.messages) == len(elements)]
     return Exchange(tuple(whole)) if whole else None
 
 
-def exchange_of(
-    step: StepTimes, ranks: list[dict[str, int]], elements: dict[str, int], lane: Lane
-) -> ExchangeStep:
+def exchange_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane) -> ExchangeStep:
     """Put together a step of rank 0, when every rank had each gradient, and the engine's spans."""
+    step = ranks[0]
 
     def ms(ns: int) -> float:
         return (ns - step.backward) / 1e6
@@ -132,7 +128,7 @@ def exchange_of(
     def in_order(times: dict[str, int]) -> tuple[tuple[float, float], ...]:
         return tuple(sorted((ms(ns), elements[n] * BYTES / 1e6) for n, ns in times.items()))
 
-    met = {name: max(ready[name] for ready in ranks) for name in step.ready}
+    met = {name: max(rank.ready[name] for rank in ranks) for name in step.ready}
     spans = [
         event
         for event in lane.events

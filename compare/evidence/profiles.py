@@ -2,6 +2,7 @@
 timeline of its messages, all on one clock: whole nanoseconds of Unix time."""
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,37 +114,28 @@ def read_timeline(path: Path, name: str) -> Lane:
     `ts`. A span is a begin and, later, an end without a name; a span without one of them is left
     out: it began before the timeline did, or has not ended in it.
     """
-    lane, engine = Lane(name, path, threads={CYCLES: "cycles"}), path.stem.partition("-")[0]
-    open_spans: dict[int, list[Event]] = {}
-    start = None
     try:
         events = msgspec.json.decode(path.read_bytes(), type=list[TimelineEvent])
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is no whole timeline ({error}): profile again") from None
+        start = int(events[0].args["start_time_since_epoch_in_micros"])
+    except (msgspec.MsgspecError, LookupError, ValueError) as error:
+        raise UserError(
+            f"{path} is no whole timeline with its start ({error!r}): delete it, or profile again"
+        ) from None
+    lane, engine = Lane(name, path, threads={CYCLES: "cycles"}), path.stem.partition("-")[0]
+    lane.threads |= {e.pid: e.args["name"] for e in events if e.ph == "M" and "name" in e.args}
+    open_spans: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        start = event.args.get("start_time_since_epoch_in_micros", start)
-        if start is None:
-            raise UserError(
-                f"{path} does not say when it began, so it cannot be put on one clock with the "
-                "other profiles; delete it, or profile again"
-            )
-        if event.ph == "M":
-            lane.threads[event.pid] = event.args.get("name", lane.threads.get(event.pid, ""))
-            continue
-        now, spans = (int(start) + event.ts) * 1000, open_spans.setdefault(event.pid, [])
-        if event.ph == "E":
-            if spans:
-                span = spans.pop()
-                span |= {"dur": now - span["ts"], "args": span["args"] | event.args}
-            continue
+        now, spans = (start + event.ts) * 1000, open_spans[event.pid]
         new = {"cat": engine, "name": event.name, "ts": now, "tid": event.pid, "args": event.args}
-        lane.events.append(new)
         if event.ph == "B":
-            new["ph"] = "X"
             spans.append(new)
-        else:
+            lane.events.append(new)
+        elif event.ph == "E" and spans:
+            span = spans.pop()
+            span |= {"ph": "X", "dur": now - span["ts"], "args": span["args"] | event.args}
+        elif event.ph in "Xi":
             # While ranks are waited for, the number of each that is ready is an empty span.
             mark = f"rank {event.name} is ready" if event.ph == "X" else event.name
-            new |= {"ph": "i", "s": "t", "name": mark}
-    lane.events = [event for event in lane.events if event["ph"] == "i" or "dur" in event]
+            lane.events.append(new | {"ph": "i", "s": "t", "name": mark})
+    lane.events = [event for event in lane.events if "ph" in event]
     return lane
