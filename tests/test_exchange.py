@@ -119,7 +119,7 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
     a_ddp_run(tmp_path)
     path = tmp_path / "profile" / "gradients-rank-1.json"
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(UserError, match=r"gradients-rank-1\.json is not JSON"):
+    with pytest.raises(UserError, match=r"gradients-rank-1\.json is no JSON"):
         read_exchange(tmp_path)
 
 

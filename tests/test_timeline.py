@@ -134,12 +134,13 @@ def check_format(trace: Event) -> None:
 
 def processes(trace: Event) -> dict[str, int]:
     """Process numbers by name, in the order in which Perfetto shows them."""
-    events = trace["traceEvents"]
-    places = [event["args"]["sort_index"] for event in events if event["name"].endswith("_index")]
+    found = {"process_name": [], "process_sort_index": []}
+    for event in trace["traceEvents"]:
+        if event["name"] in found:
+            found[event["name"]].append(event)
+    places = [event["args"]["sort_index"] for event in found["process_sort_index"]]
     assert places == sorted(places)
-    return {
-        event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"
-    }
+    return {event["args"]["name"]: event["pid"] for event in found["process_name"]}
 
 
 def threads(trace: Event, pid: int) -> dict[str, int]:
