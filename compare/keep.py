@@ -11,8 +11,8 @@ their settings and environment. The home directory becomes ~, and the project's 
 
 import argparse
 import re
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from compare.errors import run_main
@@ -78,11 +78,10 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
     if target.exists():
         raise UserError(f"{target} exists: take another --question, or delete it")
     left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name == "bench.json" else set())
-    workshop = machine / ".draft"
-    draft = workshop / target.name  # the report says what folder it is of
-    shutil.rmtree(workshop, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
+    machine.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=machine, prefix=".draft-") as workshop:
+        draft = Path(workshop, target.name)  # the report says what folder it is of
+        draft.mkdir()
         texts = {}
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
@@ -98,8 +97,6 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
         if plan.name != "bench.json":  # which has its table beside it
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
     return target
 
 

@@ -14,10 +14,7 @@ from records import a_plan
 from test_compare_records import edit, make_comparison, make_square
 
 from compare import report
-from compare.evidence.records import load_comparison
-from compare.page.chart import PALETTE, standalone
-from compare.page.plots import all_plots
-from compare.page.report import Report
+from compare.page.chart import PALETTE
 from compare.plan.plan import Case
 
 WIDTHS = (390, 1440)
@@ -195,20 +192,20 @@ def test_nothing_lies_over_anything_else(browser, pages, name, width):
         assert page.evaluate(FAULTS) == []
 
 
-def test_the_check_of_overlaps_sees_one(browser, pages, tmp_path):
+BROAD = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
+
+
+@pytest.mark.parametrize(("pattern", "new", "width", "words"), [
+    ("<h2>Results", '<h2 style="margin-bottom:-40px">Results', 1440, "Results"),
+    ("(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', 1440, "sticks out of its plot"),
+    ("</style>", BROAD, 390, "runs into its value"),
+    ("</style>", BROAD, 1440, "is broader than the text"),
+])  # fmt: skip
+def test_the_check_sees_a_fault(browser, pages, tmp_path, pattern, new, width, words):
     path = tmp_path / "page.html"
-    text = pages["two engines"].read_text()
-    path.write_text(re.sub(r"<h2>Results", '<h2 style="margin-bottom:-40px">Results', text))
-    with Watched(browser, path) as page:
-        assert any("Results" in fault for fault in page.evaluate(FAULTS))
-    path.write_text(re.sub(r"(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', text))
-    with Watched(browser, path) as page:
-        assert any("sticks out of its plot" in fault for fault in page.evaluate(FAULTS))
-    broad = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
-    path.write_text(text.replace("</style>", broad))
-    for width, words in ((390, "runs into its value"), (1440, "is broader than the text")):
-        with Watched(browser, path, width) as page:
-            assert any(words in fault for fault in page.evaluate(FAULTS))
+    path.write_text(re.sub(pattern, new, pages["two engines"].read_text()))
+    with Watched(browser, path, width) as page:
+        assert any(words in fault for fault in page.evaluate(FAULTS))
 
 
 def column(page, number: int) -> list[str]:
@@ -335,20 +332,3 @@ def test_colours_stand_in_one_place(pages):
         colours = [colour for three in PALETTE.values() for colour in three]
         assert sorted(re.findall(r"#[0-9a-f]{3,6}\b", style)) == sorted(colours)
     assert used and all(len(three) == 3 for three in PALETTE.values())
-
-
-def test_a_plot_opens_by_itself(browser, tmp_path):
-    plots = all_plots(Report(load_comparison(make_comparison(tmp_path / "comparison"))))
-    paths = [tmp_path / f"{plot.name}.svg" for plot in plots]
-    for plot, path in zip(plots, paths, strict=True):
-        path.write_text(standalone(plot.svg))
-        assert "var(" not in path.read_text() and "currentColor" not in path.read_text()
-    watched = Watched(browser, paths[0])
-    with watched as page:
-        for path in paths:
-            page.goto(path.as_uri())
-            assert page.evaluate("document.documentElement.tagName") == "svg"
-            assert page.evaluate("document.querySelector('text').getBoundingClientRect().width") > 5
-            assert page.evaluate("document.querySelectorAll('parsererror').length") == 0
-    assert watched.said == []
-    assert watched.asked == [path.as_uri() for path in [paths[0], *paths]]

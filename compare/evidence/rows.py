@@ -232,7 +232,7 @@ class PhaseRow(Phases, CellRow):
 
     step_seconds: float
     images_per_step: float
-    gradient_bytes: int | None = None  # of a worker, a step, as they travel
+    sent_bytes: float | None = None  # by each worker in a step, if its all-reduce is a ring
     is_difference: bool = False  # of two cells: the first's seconds less the second's
     contradicts_verdict: bool = False  # of a difference: does the verdict say the opposite?
 
@@ -242,19 +242,11 @@ class PhaseRow(Phases, CellRow):
         return PHASES | ALONE if self.workers == 1 else PHASES
 
     @property
-    def sent_bytes(self) -> float | None:
-        """What each worker sends in a step if its all-reduce is a ring (the factor of nccl-tests,
-        doc/PERFORMANCE.md); None if there is nobody to send to, or it was not recorded."""
-        if self.gradient_bytes is None or self.workers == 1:
-            return None
-        return 2 * (self.workers - 1) / self.workers * self.gradient_bytes
-
-    @property
     def exposed_bandwidth(self) -> float | None:
         """What was sent over the exposed time, bytes/s: no link was faster, since what overlaps
         with the backward pass took time as well."""
         exposed = self.exposed_communication_seconds
-        if self.sent_bytes is None or exposed is None or exposed <= 0:
+        if not self.sent_bytes or not exposed or exposed <= 0:
             return None
         return self.sent_bytes / exposed
 
@@ -263,26 +255,25 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     """Return the phases of each cell in which they were measured, in the table's order."""
     rows = []
     for cell in comparison.cells:
-        whole = [run for run in comparison.complete_runs(cell) if has_phases(run)]
-        runs = [r for r in comparison.complete_runs(cell, of_phases=True) if has_phases(r)] or whole
+        whole, ablated = (
+            comparison.complete_runs(cell),
+            comparison.complete_runs(cell, of_phases=True),
+        )
+        runs = [run for run in ablated if run.summary.phases.step_seconds is not None]
+        runs = runs or [run for run in whole if run.summary.phases.step_seconds is not None]
         if runs:
             runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
             summary = runs[(len(runs) - 1) // 2].summary
+            share = 2 * (cell[1] - 1) / cell[1]  # of a ring: nccl-tests, doc/PERFORMANCE.md
             rows.append(
                 PhaseRow(
                     **place(cell),
                     **vars(summary.phases),
                     images_per_step=summary.samples_seen / summary.steps,
-                    gradient_bytes=summary.gradient_bytes,
+                    sent_bytes=share * (summary.gradient_bytes or 0) or None,
                 )
             )
     return rows
-
-
-def has_phases(run: RunRecord) -> bool:
-    """Tell whether a run measured its phases; exposed communication may be missing."""
-    needed = PHASES.keys() - {"exposed_communication_seconds"} | {"step_seconds"}
-    return all(getattr(run.summary.phases, field) is not None for field in needed)
 
 
 def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> list[PhaseRow]:
@@ -296,11 +287,8 @@ def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> 
         if verdict.is_null_test or verdict.decision not in DIFFERENT:
             continue
         if first and second and first.images_per_step == second.images_per_step:
-            row = subtract_phases(first, second)
-            is_faster = verdict.decision == "faster"
-            differences.append(
-                replace(row, contradicts_verdict=is_faster == (row.step_seconds > 0))
-            )
+            denied = (first.step_seconds < second.step_seconds) != (verdict.decision == "faster")
+            differences.append(replace(subtract_phases(first, second), contradicts_verdict=denied))
     return differences
 
 
@@ -318,7 +306,7 @@ def subtract_phases(first: PhaseRow, second: PhaseRow) -> PhaseRow:
         first,
         configuration=f"{first.configuration} − {second.configuration}",
         steps=min(first.steps, second.steps),
-        gradient_bytes=None,
+        sent_bytes=None,
         is_difference=True,
         **{name: None if own[name] is None else own[name] - other[name] for name in own},  # type: ignore[arg-type]
     )

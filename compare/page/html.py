@@ -41,7 +41,7 @@ def render_page(report: Report) -> str:
         flags=fact_lines(fact for fact in told if fact.is_flag),
         varied=fact_lines(varied),
         tables=all_tables(report),
-        groups=plots.draw_plots(report),
+        plots=plots.draw_plots(report),
         commands=commands(comparison),
         environment={name: values_text(comparison, name) for name in ENVIRONMENT},
         methods=list(dict.fromkeys(v.speed.method for v in verdicts if v.speed)),

@@ -45,10 +45,10 @@ PHASE_STYLES = {
 }
 
 
-def draw_plots(report: Report) -> dict[str, list[Plot]]:
-    """Return the page's plots by their headings, but the verdict's, which stands with its sentence.
-    Exchange and top-1 are those of the largest number of workers."""
-    groups, order = {}, list(report.comparison.configurations).index
+def draw_plots(report: Report) -> list[Plot]:
+    """Return the page's plots but the verdict's, which stands with its sentence. Exchange and top-1
+    are those of the largest number of workers."""
+    found, order = [], list(report.comparison.configurations).index
     for case in report.comparison.cases:
         runs = [run for run in report.comparison.complete if run.case == case]
         most = max((run.workers for run in runs), default=0)
@@ -56,8 +56,8 @@ def draw_plots(report: Report) -> dict[str, list[Plot]]:
                       key=lambda run: order(run.configuration))  # fmt: skip
         plots = [draw(report, case) for draw in (plot_throughput, plot_drift, plot_phases)]
         plots += [plot_exchange(runs), plot_time_to_accuracy(report, runs)]
-        groups[case] = placed(plots, case)
-    return groups
+        found += placed(plots, case)
+    return found
 
 
 def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
@@ -74,9 +74,7 @@ def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
 
 def all_plots(report: Report) -> list[Plot]:
     """Return every plot, the verdict's first."""
-    plots = [plot for group in draw_plots(report).values() for plot in group]
-    verdicts = plot_verdicts(report.verdicts)
-    return [verdicts, *plots] if verdicts else plots
+    return [*placed([plot_verdicts(report.verdicts)], ""), *draw_plots(report)]
 
 
 def curve(

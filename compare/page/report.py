@@ -78,7 +78,7 @@ class Report:
 
     @property
     def subtitle(self) -> str:
-        """Say what was trained on what: the figures mean nothing without it."""
+        """Say what was trained on what, and when: the figures mean nothing without it."""
 
         def all_values(value_of: Callable[[RunRecord], Any]) -> str:
             values = dict.fromkeys(value_of(run) for run in self.comparison.written)
@@ -89,19 +89,15 @@ class Report:
         data = all_values(lambda run: run.config.data or run.config.train_dir)
         batches = all_values(lambda run: run.config.batch_size)
         hosts, device = len(environment.hosts), environment.device_name or environment.cpu_model
+        created = datetime.datetime.fromisoformat(self.comparison.plan.created_utc)
         parts = [
             f"{model} on {data or 'the given images'}",
             f"batch {batches} a worker" if batches else "",
             all_values(lambda run: run.config.precision),
             f"{device}, {count(environment.cores, 'core')}" + f", {hosts} hosts" * (hosts > 1),
+            f"{created.day} {created:%B %Y, %H:%M} UTC",
         ]
         return " · ".join(part for part in parts if part)
-
-    @property
-    def created(self) -> str:
-        """When it was measured."""
-        created = datetime.datetime.fromisoformat(self.comparison.plan.created_utc)
-        return f"{created.day} {created:%B %Y, %H:%M} UTC"
 
     @property
     def not_beaten(self) -> list[str]:

@@ -37,7 +37,7 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
         parts = [
             f"### {first.title}",
             question,
-            f"{escaped(first.subtitle)}  \n{first.created}",
+            escaped(first.subtitle),
             *(heading(line, markdown) for line in first.not_beaten),
             *finding_parts(first, markdown),
             *(table_part(table, markdown) for table in tables),
