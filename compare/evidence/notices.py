@@ -11,6 +11,7 @@ from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
+WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 ASIDE = "Runs that do not affect the speed verdicts"
 
 
@@ -24,14 +25,17 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
     found[WARNINGS] += filter(None, [unfinished_text(comparison)])
-    found[MISSING] += [left_out_text(name) for name in comparison.plan.left_out]
+    for name in comparison.plan.left_out:
+        lacks = WITHOUT_HOROVOD if "horovod" in name else "mpi4py or mpirun is not installed there"
+        found[MISSING].append(f"{name}: {lacks}")
     for run in (*comparison.runs, *comparison.phase_runs):
-        name = run.folder.relative_to(comparison.folder)
+        folder = run.folder.relative_to(comparison.folder)
         if run.reason or not run.is_complete:
-            found[MISSING if matters(run) else ASIDE].append(f"{name}: {trouble(run)}")
+            found[MISSING if matters(run) else ASIDE].append(f"{folder}: {trouble(run)}")
         elif (run.other_load or 0) > most_load(cores := run.environment.cores):
             found[WARNINGS if matters(run) else ASIDE].append(
-                f"{name}: other processes kept {run.other_load:.1f} of {count(cores, 'core')} busy"
+                f"{folder}: other processes kept {run.other_load:.1f} of "
+                f"{count(cores, 'core')} busy"
             )
     for case, workers, why in comparison.damaged_blocks:
         found[MISSING].append(f"turns, {place_text(case, workers)}: unreadable: {why}")
@@ -87,13 +91,3 @@ def trouble(run: RunRecord) -> str:
         return run.status
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
     return f"{run.status}{code}; see {packed.file_of(run.folder / 'output.log')}"
-
-
-def left_out_text(configuration: str) -> str:
-    """Say why a configuration of the plan was not started."""
-    if "horovod" in configuration:
-        return (
-            f"{configuration}: Horovod is not installed there; python "
-            "horovod_train/build_horovod.py builds it"
-        )
-    return f"{configuration}: mpi4py or mpirun is not installed there"

@@ -183,7 +183,9 @@ def all_tables(report: Report) -> list[Table]:
         "because of the gradient exchange; with one worker, who has nobody to exchange with, the "
         "engine's own work."
     )
-    differences = "First less second, where a verdict shows a difference: a minus is saved."
+    differences = (
+        "First less second, where a verdict shows a difference: a minus is what the first saves."
+    )
     if denied:
         differences += " The runs that measured the phases do not show the verdict's difference: "
         differences += f"{', '.join(denied)}."
