@@ -38,7 +38,7 @@ def main(config: Config, world: World) -> None:
             f"{world.launcher} started {world.size} processes: this script is for a single one; "
             "start it with python"
         )
-    data = open_data(config, world)
+    data = open_data(config)
     device = choose_device(config, world)
     place = world.host, sorted(os.sched_getaffinity(0))
     threads = config.threads or share_of_cores([place], rank=0)

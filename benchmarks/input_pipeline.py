@@ -35,7 +35,7 @@ from compare.running.scheduler import say, wait_for_quiet
 from recipe.config import Config
 from recipe.data.batches import Images
 from recipe.data.image_folder import Listing, list_images
-from recipe.data.images import SuspectImages, TrainTransform
+from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
 
@@ -85,7 +85,7 @@ def measure(options: Options) -> Measured:
 def contenders(listing: Listing, config: Config) -> dict[str, Contender]:
     """What takes turns, by name; all but the first end in a batch."""
     paths = [listing.name(index) for index in range(len(listing))]
-    images = Images(listing, config, TrainTransform(config), SuspectImages(listing))
+    images = Images(listing, config, TrainTransform(config))
     size = config.train_crop_size
     by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
     by_pillow = transforms.Compose(

@@ -48,7 +48,7 @@ from recipe.training.wire_format import settle_wire_format
 
 def main(config: Config, world: World, hooks: Hooks) -> None:
     """Train, or only evaluate, as `config` says. Every rank calls this."""
-    data = open_data(config, world, hooks.epoch_images)
+    data = open_data(config, hooks.epoch_images)
     device = choose_device(config, world)
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------

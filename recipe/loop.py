@@ -96,7 +96,7 @@ class Rung(Trainables):
             raise UserError("1 rank: the last one only serves; start at least 2")
         if self.is_for_cpu and self.device.type != "cpu":
             raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
-        self.trains = world.rank < trainers
+        self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
 
     @classmethod
@@ -164,7 +164,7 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     """Data, model, and what was kept of an earlier run; open the record. Also returns what one
     worker's learning rate is multiplied by."""
     config, world, device = rung.config, rung.world, rung.device
-    data = rung.data = open_data(config, world, hooks.epoch_images)
+    data = rung.data = open_data(config, hooks.epoch_images)
     session = Session(rung.name, config, world, data, device, rung.sum_over_ranks, rung.readers)
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:

@@ -36,7 +36,7 @@ from recipe.data.image_folder import (
     read_arrays,
 )
 from recipe.data.images import SuspectImages, decode, image_size
-from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, holds_shards, open_shards
+from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError, run_command
 from recipe.files import whole_file
 from recipe.flags import DataFlags
@@ -85,36 +85,28 @@ def verify_shards(root: Path) -> list[str]:
     """Read and decode every image of the shards in `root`/train and `root`/val; a line about each.
 
     UserError about the first image whose checksum is another, or which cannot be decoded, or is
-    suspect where that is too many.
+    suspect where that is too many. Replace it in the folder that the shards were made from, remove
+    the part's shards, and make them again.
     """
     lines = []
     for part in PARTS:
-        if not holds_shards(root / part):
-            raise UserError(
-                f"{root / part}: holds no shards to verify. Name the folder that was written."
-            )
         shards = open_shards(root / part)
         suspects = SuspectImages(shards)
-        with tqdm(total=len(shards), unit="image", desc=f"verifying {part}", disable=None) as bar:
-            for index, data in enumerate(read_ahead(shards, range(len(shards)))):
-                try:
-                    _, left_over = decode(data, shards.name(index))
-                    if left_over:
-                        suspects.add(index, left_over)
-                except UserError as error:
-                    raise UserError(
-                        f"{error} That is, in the folder that the shards were made from; then "
-                        f"remove {shards.root} and make its shards again: what is there is kept."
-                    ) from error
-                bar.update()
-        note = f", {suspects.count:,} may be damaged" if suspects.count else ""
+        reading = read_ahead(shards, range(len(shards)))
+        bar = tqdm(reading, f"verifying {part}", len(shards), unit="image", disable=None)
+        for index, data in enumerate(bar):
+            _, left_over = decode(data, shards.name(index))
+            if left_over:
+                suspects.add(index, left_over)
+        note = f", {len(suspects.found):,} may be damaged" if suspects.found else ""
         lines.append(f"{shards.root}: {len(shards):,} images are whole and can be decoded{note}")
     return lines
 
 
 def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
-    """Write the shards of one listing into `folder`, and give the index its place last: it says
-    that all are there. Until then an index of those that are is in the unfinished part."""
+    """Write the shards of one listing into `folder`, and last the index, which says that all are
+    there. Until then the unfinished part says which images they are of, and has a note on each
+    shard that is written."""
     starts = range(0, len(listing), images_per_shard)
     names = [f"{folder.name}-{number:06d}.tar" for number in range(len(starts))]
     index: dict[str, Any] = {
@@ -126,48 +118,41 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
         "images_per_shard": np.int64(images_per_shard),
     }
     work = folder / UNFINISHED
-    shards = open_shards(folder) if (folder / INDEX).is_file() else None
     try:
-        written = read_arrays((work if shards is None else folder) / INDEX)
+        begun = read_arrays((folder if (folder / INDEX).is_file() else work) / INDEX)
     except DAMAGE:  # or none yet
-        written = {**index, **{name: np.empty(0, dtype) for name, dtype in MEASURED.items()}}
-    if any(
-        written[name].dtype != value.dtype or not np.array_equal(written[name], value)
-        for name, value in index.items()
-    ):
+        work.mkdir(parents=True, exist_ok=True)
+        with whole_file(work / INDEX) as file:
+            np.savez(file, **index)
+        begun = index
+    if not all(np.array_equal(begun[name], value) for name, value in index.items()):
         raise UserError(
             f"{folder}: holds shards of other images than the folder has now, or with another "
             "--images-per-shard. Choose another folder for the shards, or remove this one."
         )
-    if shards is not None:
-        return shards
-    work.mkdir(parents=True, exist_ok=True)
-    sizes = written["shard_bytes"].tolist()
-    whole = [
-        (folder / name).is_file() and (folder / name).stat().st_size == size
-        for name, size in zip(names, sizes, strict=False)
-    ]
-    count = (*whole, False).index(False)
-    measured = {name: [written[name][: count * images_per_shard]] for name in MEASURED}
-    measured["shard_bytes"] = [written["shard_bytes"][:count]]
-    with tqdm(total=len(listing), unit="image", desc=folder.name, disable=None) as bar:
-        bar.update(min(count * images_per_shard, len(listing)))
-        for name, start in zip(names[count:], starts[count:], strict=True):
-            indices = range(start, min(start + images_per_shard, len(listing)))
-            for key, values in _write_shard(listing, indices, work / name, bar).items():
-                measured[key].append(np.array(values, dtype=MEASURED[key]))
-            os.replace(work / name, folder / name)
-            with whole_file(work / INDEX, sync=True) as file:
-                index |= {key: np.concatenate(values) for key, values in measured.items()}
-                np.savez(file, **index)
-    os.replace(work / INDEX, folder / INDEX)
-    shutil.rmtree(work)
+    if not (folder / INDEX).is_file():
+        notes = []
+        bar = tqdm(names, folder.name, unit="shard", disable=None)
+        for name, start in zip(bar, starts, strict=True):
+            note = work / f"{name}.npz"
+            if not note.is_file() or not (folder / name).is_file():
+                indices = range(start, min(start + images_per_shard, len(listing)))
+                found = _write_shard(listing, indices, work / name)
+                os.replace(work / name, folder / name)
+                with whole_file(note, sync=True) as file:
+                    np.savez(file, **found)
+            notes.append(read_arrays(note))
+        for name, dtype in MEASURED.items():
+            index[name] = np.concatenate([note[name] for note in notes]).astype(dtype)
+        with whole_file(folder / INDEX, sync=True) as file:
+            np.savez(file, **index)
+    shutil.rmtree(work, ignore_errors=True)
     return open_shards(folder)
 
 
-def _write_shard(listing: Listing, indices: range, shard: Path, bar: tqdm) -> dict[str, list[int]]:
+def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any]:
     """Write one shard; returns what the index needs to know of it (MEASURED)."""
-    offsets, sizes, checksums = [], [], []
+    found: dict[str, list[int]] = {name: [] for name in MEASURED}
     with whole_file(shard, sync=True) as file:
         # Without times, owners and rights of the files: the same images give the same bytes.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
@@ -176,18 +161,13 @@ def _write_shard(listing: Listing, indices: range, shard: Path, bar: tqdm) -> di
                 suffix = os.path.splitext(listing.name(index))[1].lower()
                 suffix = ".jpg" if suffix in JPEG_SUFFIXES else suffix
                 _add(tar, f"{index:09d}{suffix}", data)
-                offsets.append(file.tell() - -(-len(data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
-                sizes.append(len(data))
-                checksums.append(zlib.crc32(data))
+                blocks = -(-len(data) // tarfile.BLOCKSIZE)
+                found["offsets"].append(file.tell() - blocks * tarfile.BLOCKSIZE)
+                found["sizes"].append(len(data))
+                found["checksums"].append(zlib.crc32(data))
                 _add(tar, f"{index:09d}.cls", b"%d" % listing.labels[index])
-                bar.update()
-        shard_bytes = file.tell()
-    return {
-        "shard_bytes": [shard_bytes],
-        "offsets": offsets,
-        "sizes": sizes,
-        "checksums": checksums,
-    }
+        found["shard_bytes"].append(file.tell())
+    return found
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

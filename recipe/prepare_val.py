@@ -57,51 +57,38 @@ def devkit_classes(file: Path) -> list[str]:
         return list(load_meta_file(folder)[1])
 
 
-def prepare(
-    val_dir: Positional[Path], labels: Path, dry_run: bool = False, allow_missing: bool = False
-) -> list[str]:
+def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
     """Sort a folder into class folders and return a line that says what was done.
 
     Args:
         val_dir: The folder with ILSVRC2012_val_*.JPEG.
         labels: LOC_val_solution.csv from Kaggle, or ILSVRC2012_devkit_t12.tar.gz.
-        dry_run: Check all, move nothing.
-        allow_missing: Continue even if labelled images are missing.
     """
     class_of = read_labels(labels)
     paths = [*val_dir.glob("*"), *val_dir.glob("n*/*")]
     images = [(match[1], path) for path in paths if (match := VAL_IMAGE.fullmatch(path.name))]
     flat = {image: path for image, path in images if path.parent == val_dir}
     in_place = {image: path.parent.name for image, path in images if path.parent != val_dir}
-    if not flat and not in_place:
-        raise UserError(f"{val_dir}: holds no ILSVRC2012_val_*.JPEG. Name the folder that does.")
-    classes = {class_of[image] for image in class_of.keys() & (flat.keys() | in_place.keys())}
-    missing = class_of.keys() - flat.keys() - in_place.keys()
     misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
     for wrong, message in (
         (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
         (in_place.keys() & flat.keys(), "both in it and in a class folder: {}. Delete one."),
         (misplaced, "in another class folder than the labels say: {}. Move them back into it."),
-        (set() if allow_missing else missing, "missing: {}. Unpack again, or --allow-missing."),
+        (class_of.keys() - flat.keys() - in_place.keys(), "not in it: {}. Unpack again."),
     ):
         if wrong:
             names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
-            raise UserError(f"{val_dir}: {message.format(names)}")
-    if not dry_run:
-        try:
-            for image, path in sorted(flat.items()):  # a rename each: none is half moved
-                (val_dir / class_of[image]).mkdir(exist_ok=True)
-                os.rename(path, val_dir / class_of[image] / path.name)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename}: cannot be moved ({error.strerror}). "
-                "Fix that and run the same command again: it resumes where it stopped."
-            ) from error
-    return [
-        f"{val_dir}: {'would move' if dry_run else 'moved'} {len(flat):,} images, "
-        f"{len(in_place):,} were in place; {len(classes):,} classes, "
-        f"{len(missing):,} images missing"
-    ]
+            raise UserError(f"{val_dir}: images {message.format(names)}")
+    try:
+        for image, path in sorted(flat.items()):  # a rename each: none is half moved
+            (val_dir / class_of[image]).mkdir(exist_ok=True)
+            os.rename(path, val_dir / class_of[image] / path.name)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be moved ({error.strerror}). "
+            "Fix that and run the same command again: it resumes where it stopped."
+        ) from error
+    return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
 
 
 def main(arguments: list[str] | None = None) -> int:

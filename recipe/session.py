@@ -79,7 +79,7 @@ class Session:
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
-        self.meter = StepMeter(config, readers, self.device, data, self.progress, self.workers)
+        self.meter = StepMeter(config, readers, self.device, data, self.progress)
         self.batches = training_batches(
             data, config, readers, self.device, self.workers, start, self.stop, self.meter.input
         )

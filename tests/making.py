@@ -1,5 +1,8 @@
 """Small worlds, settings, models and folders of images for the tests of the recipe."""
 
+import multiprocessing
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,3 +90,20 @@ def write_program(path: Path, text: str) -> Path:
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return path
+
+
+def at_once(work: Callable[[], bool], count: int = 4) -> None:
+    """Have so many processes begin the same work at the same moment; all of it is to succeed."""
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(count)
+
+    def run() -> None:
+        start.wait()
+        sys.exit(not work())
+
+    processes = [context.Process(target=run) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * count

@@ -2,21 +2,17 @@
 
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import CPU, a_config, a_world, folder_config, write_images
+from making import a_config, a_world
 
 from recipe.config import Config
 from recipe.data.batches import (
     Data,
     batch_places,
-    open_data,
     samples_per_step,
-    training_batches,
     training_end,
 )
 from recipe.data.order import Sample, SampleStream
@@ -123,20 +119,3 @@ def test_the_rate_grows_with_the_batch() -> None:
             rate = learning_rate(base, epoch, scale)
             assert learning_rate(growing, epoch, scale) == pytest.approx(share * rate)
     assert learning_rate(growing, 4.5, 8) == learning_rate(base, 4.5, 8)
-
-
-def test_batches_are_mixed_alike_after_a_resume(tmp_path: Path) -> None:
-    """Their keys are their positions. 24 images: 6 batches of 4, and then of 8."""
-    write_images(tmp_path / "train", 8)
-    write_images(tmp_path / "val", 1)
-    config = folder_config(
-        tmp_path, batch_size=8, batch_size_warmup_epochs=1, epochs=2, mixup_alpha=0.2
-    )
-    data = open_data(config)
-    _, stop = training_end(config, a_world(), data, 0, 0)
-    whole = list(training_batches(data, config, a_world(), CPU, 0, 0, stop))
-    assert [len(labels) for _, labels in whole] == [4] * 6 + [8] * 3
-    for step, position in {3: 12, 7: 32}.items():
-        later = list(training_batches(data, config, a_world(), CPU, 0, position, stop))
-        for ours, theirs in zip(later, whole[step:], strict=True):
-            assert all(map(torch.equal, ours, theirs))

@@ -1,13 +1,14 @@
 """DALI shows the same part of the same images in the same order; its pixels are nearly the same."""
 
-import importlib.util
+import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from making import CPU, a_config, a_world, folder_config, write_images
+from making import CPU, a_world, folder_config, write_images
 from PIL import Image
 
 from recipe.config import Config, check
@@ -20,16 +21,9 @@ from recipe.data.batches import (
 )
 from recipe.errors import UserError
 
-
-def has_dali() -> bool:
-    try:
-        return importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 needs_dali = pytest.mark.skipif(
-    not has_dali(), reason="DALI is not installed: pip install -e '.[dali]'"
+    not Path(sysconfig.get_path("platlib"), "nvidia", "dali").is_dir(),
+    reason="DALI is not installed: pip install -e '.[dali]'",
 )
 DEVICES = [
     CPU,
@@ -116,17 +110,13 @@ def test_goes_on_anywhere_at_any_number_of_ranks(folders: Config) -> None:
 @needs_dali
 @pytest.mark.parametrize("device", DEVICES)
 def test_batches_grow(folders: Config, device: torch.device) -> None:
-    config = replace(folders, batch_size_warmup_epochs=1)
-    plain = batches_of(config, start=0)
-    by_dali = batches_of(replace(config, dali=True), device, start=0)
-    for (images, labels), (others, other_labels) in zip(plain, by_dali, strict=True):
-        assert (images.shape, labels.tolist()) == (others.shape, other_labels.tolist())
-    assert {len(labels) for _, labels in plain} == {2, 4}
+    config = replace(folders, batch_size_warmup_epochs=1, dali=True)
+    assert {len(labels) for _, labels in batches_of(config, device, start=0)} == {2, 4}
 
 
 @needs_dali
 def test_what_is_read_is_counted(folders: Config) -> None:
-    meter = InputMeter(0)
+    meter = InputMeter()
     batches_of(replace(folders, dali=True), start=0, stop=24, meter=meter)
     files = list((Path(folders.data) / "train").rglob("*.jpg"))
     assert (meter.files, meter.bytes) == (24, 2 * sum(file.stat().st_size for file in files))
@@ -170,11 +160,9 @@ def test_damaged_image_is_named(folders: Config, tmp_path: Path) -> None:
 
 
 def test_refused_without_dali(folders: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in (lambda name: None, lambda name: (_ for _ in ()).throw(ModuleNotFoundError())):
-        monkeypatch.setattr(importlib.util, "find_spec", found)
-        with pytest.raises(UserError, match=r"--dali: .*imagenet-horovod-ddp\[dali\]"):
-            open_data(replace(folders, dali=True))
-    assert open_data(a_config(data="synthetic", dali=True)).is_synthetic
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(UserError, match=r"--dali: .*imagenet-horovod-ddp\[dali\]"):
+        batches_of(replace(folders, dali=True))
 
 
 @pytest.mark.parametrize("other", [{"auto_augment": "ra"}, {"random_erase": 0.1}])

@@ -1,7 +1,6 @@
 """Decoding what image folders really hold, and augmentation that its key alone decides."""
 
 import io
-import multiprocessing
 import pickle
 import random
 import warnings
@@ -17,7 +16,6 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from test_optimizers import needs_timm
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from recipe.bounds import AUTO_AUGMENTS
@@ -77,15 +75,6 @@ def validate(content: bytes, resize_size: int, crop: int) -> tuple[Tensor, int]:
 
 
 # ---- decoding ----
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Two threads each for tests and loader workers would only fight over the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -160,12 +149,11 @@ def test_truncated_file_is_a_user_error_that_names_it(image_format: str) -> None
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "is empty"),
+        (b"", "It has 0 bytes"),
         (b"GIF89a", "cannot be read as an image"),
-        (b"\xff\xd8\xff", r"of no known format"),
-        (b"no image", "of no known format"),
-        (b"\n<!DOCTYPE html><html>404</html>", "a page of text"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\xff\xd8\xff", "of no known format"),
+        (b"\n<!DOCTYPE html><html>404</html>", "of no known format.*<!DOCTYPE html>"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"begins with b'version https://git-lfs"),
     ],
 )
 def test_file_that_is_no_image(content: bytes, words: str) -> None:
@@ -188,7 +176,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     monkeypatch.setattr(images.simplejpeg, "decode_jpeg", None)
     transform, out = a_transform(24), empty_batch(1, 24, 24)[0]
     for look in (decode, image_size, lambda *given: transform(*given, (0, 0, 0), out)):
-        with pytest.raises(UserError, match=r"a\.jpg: has 61 x 47 pixels, and 2,866 are the limit"):
+        with pytest.raises(UserError, match=r"a\.jpg: .*\(61 x 47 pixels, and 2,866 are the limit"):
             look(content, "a.jpg")
 
 
@@ -289,20 +277,11 @@ def full_transform(auto_augment: str | None) -> TrainTransform:
     return a_transform(16, auto_augment=auto_augment, random_erase=0.5)
 
 
-class Keys(Dataset[Tensor]):
-    def __init__(self, auto_augment: str | None) -> None:
-        self.transform = full_transform(auto_augment)
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        torch.rand(index)  # whatever a worker drew before must not matter
-        return augment(picture(), self.transform, 3, 4, index)
-
-
 @pytest.mark.parametrize("auto_augment", AUGMENTS)
-def test_same_pixels_whatever_was_drawn_before(auto_augment: str | None) -> None:
+def test_pixels_and_other_random_streams_know_nothing_of_each_other(
+    auto_augment: str | None,
+) -> None:
+    """Torch's is put back, and timm puts back Python's and numpy's, which nothing else touches."""
     transform = full_transform(auto_augment)
     expected = [augment(picture(), transform, 3, 4, index) for index in range(30)]
     transform = pickle.loads(pickle.dumps(transform))  # as it comes to a worker
@@ -311,18 +290,18 @@ def test_same_pixels_whatever_was_drawn_before(auto_augment: str | None) -> None
         torch.randn(index)  # an odd count leaves half a pair of normals in the generator
         random.seed(index)
         np.random.seed(index)
+        before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state(legacy=False))
         assert torch.equal(augment(picture(), transform, 3, 4, index), expected[index])
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        assert repr(np.random.get_state(legacy=False)) == before[2]
 
 
-@pytest.mark.parametrize("auto_augment", [None, "ta_wide", TIMMS])
-def test_same_pixels_in_loader_workers(auto_augment: str | None) -> None:
-    keys = Keys(auto_augment)
-    expected = torch.stack([keys[index] for index in range(len(keys))])
-    context = multiprocessing.get_context("fork")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of fork beside torch's threads
-        loader = DataLoader(keys, batch_size=2, num_workers=3, multiprocessing_context=context)
-        assert torch.equal(torch.cat(list(loader)), expected)
+def test_a_seed_is_taken_back_after_an_error() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), images.seeded(1):
+        raise ZeroDivisionError(torch.rand(3))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_each_part_of_the_key_counts() -> None:
@@ -332,22 +311,6 @@ def test_each_part_of_the_key_counts() -> None:
     assert len(outs) == len(keys)
     huge = augment(picture(), transform, 2**63, 10**6, 2**40)
     assert not torch.equal(huge, augment(picture(), transform, 0, 10**6, 2**40))
-
-
-@pytest.mark.parametrize("auto_augment", AUGMENTS)
-def test_other_random_streams_are_left_alone(auto_augment: str | None) -> None:
-    """Torch's is put back, and timm puts back Python's and numpy's, which nothing else touches."""
-    transform = full_transform(auto_augment)
-    torch.randn(1)
-    before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state(legacy=False))
-    for index in range(30):
-        augment(picture(), transform, 1, 2, index)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert repr(np.random.get_state(legacy=False)) == before[2]
-    with pytest.raises(ZeroDivisionError), images.seeded(1):
-        raise ZeroDivisionError(torch.rand(3))
-    assert torch.equal(torch.get_rng_state(), before[0])
 
 
 def test_draws_are_pinned() -> None:

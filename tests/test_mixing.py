@@ -56,14 +56,17 @@ def test_the_key_alone_decides_and_the_layout_stays(channels_last: bool) -> None
 
 
 def test_training_goes_on_with_the_batches_that_it_would_have_had(tmp_path: Path) -> None:
+    """Also where they grow. 24 images over two ranks: 3 batches of 4 each, and then of 8."""
     write_images(tmp_path / "train", 8)
     write_images(tmp_path / "val", 1)
-    config = folder_config(tmp_path, **BOTH)
+    growing = {"batch_size": 8, "batch_size_warmup_epochs": 1}
+    config = folder_config(tmp_path, **BOTH, **growing)
     data, world = open_data(config), a_world(1, 2)
-    whole = list(training_batches(data, config, world, CPU, 0, 0, 40))
-    rest = list(training_batches(data, config, world, CPU, 0, 16, 40))
-    assert len(whole) == 5 and len(rest) == 3
-    for one, other in zip(whole[2:], rest, strict=True):
-        assert all(map(torch.equal, one, other))
-        images, shares = to_device(one, config, CPU)
-        assert images is one[0] and shares.shape == (4, 3)
+    whole = list(training_batches(data, config, world, CPU, 0, 0, 56))
+    assert [len(labels) for _, labels in whole] == [4] * 3 + [8] * 2
+    for step, position in {2: 16, 4: 40}.items():
+        rest = list(training_batches(data, config, world, CPU, 0, position, 56))
+        for one, other in zip(whole[step:], rest, strict=True):
+            assert all(map(torch.equal, one, other))
+            images, shares = to_device(one, config, CPU)
+            assert images is one[0] and shares.shape == (len(images), 3)

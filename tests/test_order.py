@@ -110,10 +110,3 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     np.random.seed(5)
     assert permutation(8, 42, 0).tolist() == [3, 4, 2, 7, 6, 1, 5, 0]
     assert not any(np.array_equal(permutation(8, 42, 0), other) for other in others)
-
-
-def test_samples_across_an_epoch_end() -> None:
-    stream = SampleStream(4, 9)
-    expected = [(0, i) for i in permutation(4, 9, 0)[3:]] + [(1, i) for i in permutation(4, 9, 1)]
-    expected += [(2, i) for i in permutation(4, 9, 2)[:2]]
-    assert stream.samples(np.arange(3, 10)) == expected

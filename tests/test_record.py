@@ -73,7 +73,7 @@ class Training(Session):
             take_over(folder, config, self.progress)
         self.data, self.first_step, self.last_step = DATA, self.progress.step, 15
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
-        self.meter = StepMeter(config, self.world, CPU, DATA, self.progress, workers=0)
+        self.meter = StepMeter(config, self.world, CPU, DATA, self.progress)
         self.start_clocks()
 
     def steps(

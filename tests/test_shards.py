@@ -1,17 +1,11 @@
 """Tar files that are read at random: the same images in the same order as the folder's."""
 
 import functools
-import io
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +20,9 @@ from recipe.data.batches import (
     validation_batches,
 )
 from recipe.data.image_folder import Listing, list_images, read_arrays
-from recipe.data.shards import INDEX, UNFINISHED, Shards, open_shards
+from recipe.data.shards import INDEX, Shards, open_shards
 from recipe.errors import UserError
-from recipe.make_shards import main, make_shards, read_ahead, verify_shards
+from recipe.make_shards import main, make_shards, verify_shards
 
 
 @pytest.fixture
@@ -62,7 +56,10 @@ def content(root: Path) -> dict[str, bytes]:
 # ---- what is written ----
 
 
-def test_files(made: Path) -> None:
+def test_files(folder: Path, made: Path, cache: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in made.rglob("*.*")}
+    make_shards(folder, made, cache, images_per_shard=4)
+    assert {file: file.stat().st_mtime_ns for file in made.rglob("*.*")} == before
     assert sorted(content(made)) == [
         "train/index.npz",
         *(f"train/train-{number:06}.tar" for number in range(3)),
@@ -128,17 +125,6 @@ def test_at_most_so_many_files_are_open(made: Path, monkeypatch: pytest.MonkeyPa
     assert len(os.listdir("/proc/self/fd")) == before + 2
 
 
-def test_read_ahead(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a").mkdir()
-    for i in range(150):
-        (tmp_path / "a" / f"{i:03}.jpg").write_bytes(b"%d" % i)
-    listing = list_images(tmp_path, cache)
-    assert list(read_ahead(listing, range(5, 150))) == [b"%d" % i for i in range(5, 150)]
-    (tmp_path / "a" / "001.jpg").unlink()
-    with pytest.raises(UserError, match=r"001\.jpg: no such file any more"):
-        list(read_ahead(listing, range(150)))
-
-
 # ---- what is refused ----
 
 
@@ -149,13 +135,11 @@ def refused(folder: Path) -> str:
 
 
 def test_missing_and_truncated_shards(made: Path) -> None:
-    shard = made / "train" / "train-000002.tar"
-    size = shard.stat().st_size
-    os.truncate(shard, size - 512)
-    assert f"train-000002.tar ({size - 512:,} bytes instead of {size:,})" in refused(made / "train")
+    os.truncate(made / "train" / "train-000002.tar", 512)
     (made / "train" / "train-000001.tar").unlink()
     message = refused(made / "train")
-    assert "1 of its 3 shards are missing: train-000001.tar. Copy them again" in message
+    assert "2 of its 3 shards are missing, or not as long as" in message
+    assert "train-000001.tar, train-000002.tar. Copy them again" in message
 
 
 def test_shard_that_changes_while_it_is_read(made: Path) -> None:
@@ -171,31 +155,23 @@ def test_shard_that_changes_while_it_is_read(made: Path) -> None:
     with pytest.raises(UserError, match="the shard ends too early"):
         shards.read(1)
     (made / "train" / "train-000001.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000001\.tar: b/1\.png: cannot be read"):
+    with pytest.raises(UserError, match=r"train-000001\.tar: cannot be read"):
         shards.read(5)
 
 
-def changed(file: bytes, arrays: dict[str, Any]) -> dict[str, tuple[bytes, str]]:
-    """The index file in other states, and what is said of it then."""
-    fewer, other = io.BytesIO(), io.BytesIO()
-    np.savez(fewer, **{name: array for name, array in arrays.items() if name != "offsets"})
-    np.savez(other, **{**arrays, "version": np.int64(99)})
-    no_index = "cannot be read as an index of shards"
-    return {
-        "cut": (file[: len(file) // 2], no_index),
-        "changed": (file[:200] + bytes([file[200] ^ 255]) + file[201:], no_index),
-        "empty": (b"", no_index),
-        "text": (b"<html>404</html>", no_index),
-        "lacks an entry": (fewer.getvalue(), no_index),
-        "version": (other.getvalue(), "is of version 99, and version 1 is read here"),
-    }
-
-
-def test_damaged_index(made: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "changed", "text", "lacks an entry", "version"])
+def test_damaged_index(made: Path, damage: str) -> None:
     index = made / "train" / INDEX
-    for file, message in changed(index.read_bytes(), read_arrays(index)).values():
-        index.write_bytes(file)
-        assert message in refused(made / "train")
+    file, arrays = index.read_bytes(), read_arrays(index)
+    if damage == "version":
+        np.savez(index, **{**arrays, "version": np.int64(99)})
+    elif damage == "lacks an entry":
+        np.savez(index, **{name: array for name, array in arrays.items() if name != "offsets"})
+    else:
+        changed = file[:200] + bytes([file[200] ^ 255]) + file[201:]
+        content = {"cut": file[: len(file) // 2], "changed": changed, "text": b"<html>404</html>"}
+        index.write_bytes(content[damage])
+    assert "cannot be read as an index of shards" in refused(made / "train")
 
 
 # ---- going on, and other folders ----
@@ -218,53 +194,21 @@ def interrupted(folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.M
     return target
 
 
-@pytest.mark.parametrize("damage", ["none", "shard", "index"])
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_an_interrupted_run_goes_on(
-    folder: Path, made: Path, interrupted: Path, cache: Path, damage: str
+    folder: Path, made: Path, interrupted: Path, cache: Path, is_lost: bool
 ) -> None:
-    """What was damaged meanwhile is made again."""
+    """A shard that was lost meanwhile is made again."""
     assert not (interrupted / "train" / INDEX).exists()
     with pytest.raises(UserError, match="not all written yet"):
         open_data(folder_config(interrupted, cache))
     finished = interrupted / "train" / "train-000000.tar"
-    if damage == "shard":
-        os.truncate(finished, 100)
-    elif damage == "index":
-        (interrupted / "train" / UNFINISHED / INDEX).write_bytes(b"half")
     before = finished.stat().st_mtime_ns
+    if is_lost:
+        finished.unlink()
     make_shards(folder, interrupted, cache, images_per_shard=4)
-    assert (finished.stat().st_mtime_ns == before) == (damage == "none")
+    assert (finished.stat().st_mtime_ns != before) == is_lost
     assert content(interrupted) == content(made)
-
-
-def test_killed_and_started_again(folder: Path, made: Path, cache: Path, tmp_path: Path) -> None:
-    """At any moment, by a signal that nothing can catch."""
-    target = tmp_path / "killed"
-    slow = (
-        "import sys, time; from recipe.data.image_folder import Listing; "
-        "from recipe.make_shards import main; read = Listing.read; "
-        "Listing.read = lambda *args: (time.sleep(0.03), read(*args))[1]; "
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", slow, str(folder), str(target), "--images-per-shard", "4"]
-    command += ["--cache-dir", str(cache)]
-    process = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
-    while not list((target / "train" / UNFINISHED).glob(".train-000001.tar.*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (target / "train" / INDEX).exists()
-    make_shards(folder, target, cache, images_per_shard=4)
-    assert content(target) == content(made)
-
-
-def test_the_same_command_again_changes_nothing(folder: Path, made: Path, cache: Path) -> None:
-    before = {file: file.stat().st_mtime_ns for file in made.rglob("*.*")}
-    make_shards(folder, made, cache, images_per_shard=4)
-    assert {file: file.stat().st_mtime_ns for file in made.rglob("*.*")} == before
 
 
 def test_shards_of_another_folder_are_not_mixed_in(
@@ -290,7 +234,7 @@ def test_command(
     assert "11 images are whole and can be decoded" in capsys.readouterr().out
     for wrong, message in [
         ([str(tmp_path / "nowhere"), str(target)], "no such folder"),
-        ([str(folder), "--verify"], "holds no shards to verify"),
+        ([str(folder), "--verify"], "cannot be read as an index"),
         ([str(folder), str(folder / "train" / "a" / "0.png")], "cannot be written"),
         ([str(folder)], "name the folder and where to write its shards"),
         ([str(folder), str(target), "--verify"], "or the shards and --verify"),
@@ -308,7 +252,7 @@ def test_verify_finds_an_image_that_is_cut_off(folder: Path, cache: Path, tmp_pa
     file = folder / "train" / "b" / "1.png"
     whole = file.read_bytes()
     file.write_bytes(b"<html>404</html>")
-    with pytest.raises(UserError, match=r"b/1\.png: is a page of text"):
+    with pytest.raises(UserError, match=r"b/1\.png: cannot be read .*<html>404"):
         make_shards(folder, tmp_path / "shards", cache)
     file.write_bytes(whole[:200])
     make_shards(folder, tmp_path / "shards", cache)

@@ -7,21 +7,19 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from recipe.config import Config
-from recipe.data.dali import EncodedImages, check_dali, dali_batches
+from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.data.images import SuspectImages, TrainTransform, ValTransform, empty_batch, seeded
@@ -33,12 +31,15 @@ from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
 SYNTHETIC_CLASSES = 1000
+# A batch, the bytes that its files have, and which of its images have how many bytes left over.
+Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]]]
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Data:
-    """The images of a run; `train` and `val` are None for synthetic data."""
+    """The images of a run; `train` and `val` are None for synthetic data, whose batches are random
+    pixels, made once on the device."""
 
     train: Listing | None
     val: Listing | None
@@ -46,11 +47,6 @@ class Data:
     num_val: int
     num_classes: int
     suspects: tuple[SuspectImages, ...] = ()  # of train and val
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether batches are random pixels, made once on the device."""
-        return self.train is None
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -67,7 +63,7 @@ class Data:
         }
 
 
-def open_data(config: Config, world: World | None = None, epoch_images: int = 0) -> Data:
+def open_data(config: Config, epoch_images: int = 0) -> Data:
     """List and check the folders; writes the embedded digits on first use. An epoch has at least
     `epoch_images`: those that there are come again in it.
 
@@ -81,8 +77,6 @@ def open_data(config: Config, world: World | None = None, epoch_images: int = 0)
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
-    if config.dali:
-        check_dali()
     cache = Path(config.cache_dir)
     if config.train_dir and config.val_dir:
         train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
@@ -91,15 +85,6 @@ def open_data(config: Config, world: World | None = None, epoch_images: int = 0)
         train_dir, val_dir = digits / "train", digits / "val"
     train, val = open_images(train_dir, cache), open_images(val_dir, cache)
     check_train_and_val(train, val)
-    speaks = world is not None and world.is_first and not config.evaluate
-    step_samples = samples_per_step(config, world) if world is not None and speaks else 0
-    if step_samples > len(train):
-        print(
-            f"warning: a step takes {step_samples:,} images over all workers, and there are "
-            f"{len(train):,}: each step sees images several times, and an epoch has less than "
-            "one step; lower --batch-size",
-            file=sys.stderr,
-        )
     suspects = SuspectImages(train), SuspectImages(val)
     return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
 
@@ -146,35 +131,18 @@ def batch_places(
         start += step_samples
 
 
+@dataclass
 class InputMeter:
-    """Images and their encoded bytes that this rank has read for training so far, here or in
-    `workers` loader processes, wherever they came from.
+    """Images and their encoded bytes that have come to this rank for training so far, read here or
+    in loader processes."""
 
-    They count when they are read: what the loader has read ahead is in it, at most two batches a
-    worker. Each process adds to its own slot of the shared memory, so that none waits for another;
-    on its way into a worker a meter may only travel as part of what starts the worker.
-    """
+    files: int = 0
+    bytes: int = 0
 
-    def __init__(self, workers: int) -> None:
-        slots = max(1, workers)
-        self._files, self._bytes = RawArray("q", slots), RawArray("q", slots)
-
-    def count(self, num_bytes: int) -> None:
-        """Add a file of `num_bytes` that this process has read."""
-        worker = get_worker_info()
-        slot = worker.id if worker is not None else 0
-        self._files[slot] += 1
-        self._bytes[slot] += num_bytes
-
-    @property
-    def files(self) -> int:
-        """Files read so far."""
-        return sum(self._files)
-
-    @property
-    def bytes(self) -> int:
-        """Their sizes added up."""
-        return sum(self._bytes)
+    def count(self, files: int, num_bytes: int) -> None:
+        """Add files of so many bytes together."""
+        self.files += files
+        self.bytes += num_bytes
 
 
 class Images(Dataset):
@@ -183,26 +151,30 @@ class Images(Dataset):
     its epoch."""
 
     def __init__(
-        self,
-        listing: Listing,
-        config: Config,
-        transform: TrainTransform | ValTransform,
-        suspects: SuspectImages,
-        meter: InputMeter | None = None,
+        self, listing: Listing, config: Config, transform: TrainTransform | ValTransform
     ) -> None:
         self.listing, self.transform, self.seed = listing, transform, config.seed
-        self.suspects, self.meter = suspects, meter
 
-    def __getitems__(self, keys: list[Sample]) -> Batch:
+    def __getitems__(self, keys: list[Sample]) -> Read:
         size = self.transform.size_in(keys[0][0])
         images = empty_batch(len(keys), size, size)
+        num_bytes, suspects = 0, []
         for out, (number, index) in zip(images, keys, strict=True):
             content, name = self.listing.read(index), self.listing.name(index)
             if left_over := self.transform(content, name, (self.seed, number, index), out):
-                self.suspects.add(index, left_over)
-            if self.meter is not None:
-                self.meter.count(len(content))
-        return images, torch.from_numpy(self.listing.labels[[index for _, index in keys]])
+                suspects.append((index, left_over))
+            num_bytes += len(content)
+        labels = torch.from_numpy(self.listing.labels[[index for _, index in keys]])
+        return images, labels, num_bytes, suspects
+
+
+def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:
+    """The batches alone, when `suspects` and `meter` know what came with them."""
+    for images, labels, num_bytes, found in reads:
+        for index, left_over in found:
+            suspects.add(index, left_over)
+        meter.count(len(labels), num_bytes)
+        yield images, labels
 
 
 def training_batches(
@@ -222,6 +194,7 @@ def training_batches(
     epochs. `meter` counts the files that are read. With --mixup-alpha or --cutmix-alpha they come
     normalised, on the device, and with the shares of classes, float [N, classes], for labels.
     """
+    meter = meter or InputMeter()
     num_files = data.num_train if data.train is None else len(data.train)
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
     places = functools.partial(batch_places, config, world, data.num_train, start, stop)
@@ -234,12 +207,13 @@ def training_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     elif config.dali:
-        encoded = EncodedImages(data.train, config, meter.count if meter is not None else None)
         # DALI takes plain memory, and works ahead by itself.
-        ready = dali_batches(_loaded(encoded, batches, CPU, workers), data.train, config, device)
+        encoded = _loaded(EncodedImages(data.train, config), batches, CPU, workers)
+        ready = dali_batches(encoded, data.train, config, device, meter.count)
     else:
-        images = Images(data.train, config, TrainTransform(config), data.suspects[0], meter)
-        ready = _on_device(_loaded(images, batches, device, workers), config, device)
+        images = Images(data.train, config, TrainTransform(config))
+        reads = _loaded(images, batches, device, workers)
+        ready = _on_device(_noted(reads, data.suspects[0], meter), config, device)
     if config.mixup_alpha or config.cutmix_alpha:
         keys = ((config.seed, position, world.rank) for position, _ in places())
         ready = (to_device(batch, config, device) for batch in ready)
@@ -282,8 +256,9 @@ def validation_batches(
     if data.val is None:
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
-        images = Images(data.val, config, ValTransform(config), data.suspects[1])
-        yield from _on_device(_loaded(images, batches, device, workers), config, device)
+        images = Images(data.val, config, ValTransform(config))
+        reads = _loaded(images, batches, device, workers)
+        yield from _on_device(_noted(reads, data.suspects[1], InputMeter()), config, device)
 
 
 def _loaded(
@@ -349,26 +324,23 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
         coming = following
 
 
-def _in_shared_memory(batch: Any) -> Any:
-    """A whole batch, a tuple of tensors, in memory that the trainer can read.
+def _in_shared_memory(read: Any) -> Any:
+    """What a worker has read, its tensors in memory that the trainer can read.
 
-    Here, because a worker's thread that sends would put it there as well, but where there is no
+    Here, because a worker's thread that sends would put them there as well, but where there is no
     room it would silently lose the batch, and the trainer would wait for ever.
     """
+    tensors = [part for part in read if torch.is_tensor(part)]
     try:
-        for tensor in batch:
+        for tensor in tensors:
             tensor.share_memory_()
     except RuntimeError as error:
-        room, size = os.statvfs("/dev/shm"), sum(tensor.nbytes for tensor in batch)
-        if room.f_bavail * room.f_frsize >= size:
-            raise  # such as for want of file descriptors
         raise UserError(
-            f"loader workers hand over their batches in /dev/shm, which is full "
-            f"({room.f_blocks * room.f_frsize / 1e6:,.0f} MB in all, and a batch takes "
-            f"{size / 1e6:,.1f} MB): make it larger (docker run "
-            "--shm-size 8g, or --ipc host), or use fewer --workers, or --workers 0"
+            f"a loader worker cannot hand over a batch of {sum(one.nbytes for one in tensors):,} "
+            f"bytes in /dev/shm ({error}): if that is full, make it larger (docker run --shm-size "
+            "8g, or --ipc host), or use fewer --workers, or --workers 0"
         ) from error
-    return batch
+    return read
 
 
 def _begin_worker(worker: int) -> None:

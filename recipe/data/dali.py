@@ -6,9 +6,8 @@ shows the same part of the same image in the same step, and a run resumes exactl
 bits of the pixels differ, by another decoder and another resampling.
 """
 
-import importlib.util
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,29 +26,12 @@ Encoded = tuple[torch.Tensor, ...]
 BATCHES_AHEAD = 2  # DALI's own default
 
 
-def check_dali() -> None:
-    """UserError unless DALI is installed; does not load it."""
-    try:
-        found = importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise UserError(
-            "--dali: NVIDIA DALI is not installed here. Install it with: pip install "
-            "'imagenet-horovod-ddp[dali]' (in a checkout: pip install -e '.[dali]'), or leave "
-            "--dali out."
-        )
-
-
 class EncodedImages(Dataset):
     """Training images as they are stored, with what was drawn for them; a batch's keys are samples
-    (recipe/data/order.py).
+    (recipe/data/order.py)."""
 
-    `count` is called with the size of each image that is read.
-    """
-
-    def __init__(self, listing: Listing, config: Config, count: Any) -> None:
-        self.listing, self.seed, self.count = listing, config.seed, count
+    def __init__(self, listing: Listing, config: Config) -> None:
+        self.listing, self.seed = listing, config.seed
         self.transform = TrainTransform(config)
 
     def __getitems__(self, keys: list[Sample]) -> Encoded:
@@ -61,8 +43,6 @@ class EncodedImages(Dataset):
             contents.append(content)
             crops.append([drawn.left, drawn.top, drawn.width, drawn.height])
             flips.append(drawn.flip)
-            if self.count is not None:
-                self.count(len(content))
         indices = torch.tensor([index for _, index in keys])
         # One tensor for all: each travels from a worker as an open file.
         return (
@@ -76,12 +56,17 @@ class EncodedImages(Dataset):
 
 
 def dali_batches(
-    batches: Iterable[Encoded], listing: Listing, config: Config, device: torch.device
+    batches: Iterable[Encoded],
+    listing: Listing,
+    config: Config,
+    device: torch.device,
+    count: Callable[[int, int], None],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images (uint8 [N, 3, size, size], in channels-last order) on `device` and labels (int64 [N])
-    of `batches`, which are of --batch-size images at most.
+    of `batches`, which are of --batch-size images at most; `count` is called with the number of
+    files and bytes of each.
 
-    UserError, which names the image, if one cannot be decoded.
+    UserError, which names the image, if one cannot be decoded, and without DALI.
     """
     reading = iter(batches)
     under_way: deque[Encoded] = deque()
@@ -90,6 +75,7 @@ def dali_batches(
         encoded = next(reading)
         under_way.append(encoded)
         contents, sizes, crops, flips, _, _ = encoded
+        count(len(sizes), len(contents))
         ends = np.cumsum(sizes.numpy())
         return (
             np.split(contents.numpy(), ends[:-1]),
@@ -111,16 +97,20 @@ def dali_batches(
 
 
 def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
-    from nvidia.dali import Pipeline, fn, types
-
+    try:
+        from nvidia.dali import Pipeline, fn, types
+    except ImportError as error:
+        raise UserError(
+            f"--dali: NVIDIA DALI cannot be imported here ({error}). Install it with: pip install "
+            "'imagenet-horovod-ddp[dali]' (in a checkout: pip install -e '.[dali]'), or leave "
+            "--dali out."
+        ) from None
     interpolations = {
         "nearest": types.INTERP_NN,
         "bilinear": types.INTERP_LINEAR,
         "bicubic": types.INTERP_CUBIC,
     }
     on_gpu = device.type == "cuda"
-    # Without: by default DALI ties its threads to the first cores, those of all ranks to the same.
-    threads = {"affine": False} if on_gpu else {}
     pipeline = Pipeline(
         batch_size=config.batch_size,
         num_threads=torch.get_num_threads(),
@@ -137,12 +127,12 @@ def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
             device="mixed" if on_gpu else "cpu",
             output_type=types.RGB,
             adjust_orientation=False,
-            **threads,
+            # By default DALI ties its threads to the first cores, those of all ranks to the same.
+            **({"affine": False} if on_gpu else {}),
         )
-        size = config.train_crop_size
         images = fn.resize(
             images,
-            size=[size, size],
+            size=[config.train_crop_size] * 2,
             interp_type=interpolations[config.interpolation],
             antialias=config.interpolation != "nearest",
         )
@@ -165,16 +155,10 @@ def _to_torch(outputs: Any, device: torch.device) -> torch.Tensor:
 
 def _about_an_image(under_way: Iterable[Encoded], listing: Listing, error: Exception) -> Exception:
     """What to raise for an error of DALI, which does not say which image it is about."""
-    indices = [int(index) for encoded in under_way for index in encoded[5]]
-    for index in indices:
-        _, left_over = decode(listing.read(index), listing.name(index))  # or an error that names it
-        if left_over:
-            raise suspect(listing.name(index), left_over)
-    text = str(error).rpartition("encountered:")[2]  # after where in the pipeline it happened
-    reason = next((line for line in text.splitlines() if line.strip()), "no reason given")
-    return RuntimeError(
-        f"DALI has failed ({reason.strip()}) at one of the images {listing.name(indices[0])} to "
-        f"{listing.name(indices[-1])}, which the decoder used without --dali can decode"
-        if indices
-        else f"DALI has failed ({reason.strip()})"
-    )
+    for encoded in under_way:
+        for index in encoded[5].tolist():
+            name = listing.name(index)
+            _, left_over = decode(listing.read(index), name)  # or an error that names it
+            if left_over:
+                return suspect(name, left_over)
+    return error

@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +9,10 @@ from PIL import Image
 
 from recipe.data.image_folder import locked
 from recipe.errors import UserError
+from recipe.files import whole_file, write_json
 
 # Raise it whenever the files would come out differently: an older cache is then left unused.
 VERSION = 1
-NUM_TRAIN_IMAGES = 1438
-NUM_VAL_IMAGES = 359
 IMAGE_SIZE = 32
 SPLIT_SEED = 20120
 VAL_FRACTION = 0.2
@@ -33,8 +30,8 @@ def prepare_digits(cache_dir: Path) -> Path:
     seed, is for validation.
 
     Any number of processes, on one host or on several that share `cache_dir`, may call it at once:
-    the files are written into a folder of the caller's own, which is then renamed. A folder whose
-    files are not all there, in full length, is replaced.
+    each file is written whole or not at all, with the same bytes, and the stamp last. Where files
+    are not all there, in full length, they are written again.
 
     UserError if `cache_dir` cannot be written.
     """
@@ -45,7 +42,7 @@ def prepare_digits(cache_dir: Path) -> Path:
         root.parent.mkdir(parents=True, exist_ok=True)
         with locked(root.with_suffix(".lock")):
             if not _is_complete(root):
-                _write_and_rename(root)
+                _write_images(root)
     except OSError as error:
         raise UserError(
             f"{root}: the embedded digits cannot be written there ({error.strerror or error}). "
@@ -68,21 +65,6 @@ def _is_complete(root: Path) -> bool:
         return False
 
 
-def _write_and_rename(root: Path) -> None:
-    prefix = f"{root.name}.{socket.gethostname()}-{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root.parent) as folder:
-        work = Path(folder)
-        _write_images(work / "new")
-        try:
-            if root.exists() and not _is_complete(root):  # a rename replaces empty folders only
-                os.rename(root, work / "incomplete")
-            os.rename(work / "new", root)
-        except OSError:
-            # Where hosts share a file system without locks, another host may have been first.
-            if not _is_complete(root):
-                raise
-
-
 def _write_images(root: Path) -> None:
     from sklearn.datasets import load_digits  # half a second that only the first call must pay
 
@@ -95,10 +77,10 @@ def _write_images(root: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{index:04d}.jpg"
         enlarged = Image.fromarray(image).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC)
-        enlarged.save(file, quality=JPEG_QUALITY)
+        with whole_file(file) as stream:
+            enlarged.save(stream, "JPEG", quality=JPEG_QUALITY)
         num_bytes += file.stat().st_size
-    stamp = {"version": VERSION, "images": len(pixels), "bytes": num_bytes}
-    (root / STAMP).write_text(json.dumps(stamp))
+    write_json(root / STAMP, {"version": VERSION, "images": len(pixels), "bytes": num_bytes})
 
 
 def _validation_part(labels: np.ndarray) -> np.ndarray:

@@ -19,15 +19,10 @@ from tqdm import tqdm
 
 from recipe.data.folder_errors import (
     SUFFIXES,
-    check_link,
-    empty_classes,
-    endless_link,
     first_few,
     missing_folder,
-    no_file,
+    readable,
     refuse_other_layouts,
-    suffix_of,
-    unreadable,
 )
 from recipe.errors import UserError
 from recipe.files import whole_file
@@ -71,11 +66,8 @@ class Listing:
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
         path = self.name(index)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
-        except OSError as error:
-            raise UserError(unreadable(path, error)) from error
+        with readable(path), open(path, "rb", buffering=0) as file:
+            return file.read()
 
 
 def list_images(root: Path, cache_dir: Path) -> Listing:
@@ -127,21 +119,18 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
 def check_train_and_val(train: Listing, val: Listing) -> None:
     """UserError unless both have the same classes, else a label would mean two different things,
     and more than one, else there is nothing to learn."""
-    if train.classes == val.classes:
-        if len(train.classes) > 1:
-            return
+    if train.classes != val.classes:
+        in_one = sorted(set(train.classes) ^ set(val.classes))
+        raise UserError(
+            f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
+            f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
+            "Both folders must hold class folders of the same names: remove or add what differs."
+        )
+    if len(train.classes) < 2:
         raise UserError(
             f"{train.root}: holds a single class, {train.classes[0]}, so each prediction would be "
             "right. Add a folder for each other class; or are they inside this one?"
         )
-    only_train = sorted(set(train.classes) - set(val.classes))
-    only_val = sorted(set(val.classes) - set(train.classes))
-    raise UserError(
-        f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
-        f"({len(train.classes):,}). Only in train: {first_few(only_train)}. "
-        f"Only in val: {first_few(only_val)}. "
-        "Both folders must hold class folders of the same names: remove or add what differs."
-    )
 
 
 @contextmanager
@@ -162,22 +151,17 @@ def locked(lock_file: Path) -> Iterator[None]:
 
 def _class_names(root: Path) -> list[bytes]:
     """The names of the class folders in `root`, sorted; UserError if it does not look like one."""
-    if not root.is_dir():
-        raise UserError(missing_folder(root))
     folders: list[str] = []
     files: list[str] = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_symlink():
-                    check_link(entry.path)
-                (folders if _is_folder(entry) else files).append(entry.name)
-    except OSError as error:
-        raise UserError(
-            f"{root}: cannot be listed ({error.strerror}). Check its permissions."
-        ) from error
+    with readable(root):
+        if not root.is_dir():
+            raise UserError(missing_folder(root))
+        for entry in os.scandir(root):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_symlink():
+                os.stat(entry.path)  # an error if it leads nowhere
+            (folders if entry.is_dir() else files).append(entry.name)
     refuse_other_layouts(root, folders, files)
     return sorted(map(os.fsencode, folders))
 
@@ -187,89 +171,68 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     read, its modification time (ns, taken before it was read), and when the listing began."""
     started_ns = time.time_ns()
     paths: list[np.ndarray] = []
-    folders: list[bytes] = []
-    times_ns: list[int] = []
-    root_bytes = os.fsencode(root)
-    real_root = Path(os.path.realpath(root))
-    above = frozenset(_identity(os.stat(folder)) for folder in (real_root, *real_root.parents))
-    with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool:
-        scans = pool.map(lambda name: _scan_class(root_bytes, name, above), classes)
+    times_ns: dict[bytes, int] = {}
+    with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, readable(root):
+        scans = pool.map(lambda name: _scan_class(os.fsencode(root), name), classes)
         # Nothing is shown of what takes less than 10 s.
         bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
-        for class_paths, class_folders in bar:
+        for class_paths, class_times_ns in bar:
             paths.append(class_paths)
-            folders += class_folders
-            times_ns += class_folders.values()
+            times_ns |= class_times_ns
     counts = [len(class_paths) for class_paths in paths]
-    if 0 in counts:
-        empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
-        raise UserError(empty_classes(root, [root / os.fsdecode(name) for name in empty]))
+    empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
+    if empty:
+        raise UserError(
+            f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. Add their "
+            "images (.jpg, .png and other usual suffixes), or remove the folders in both train "
+            "and val."
+        )
     return {
         "version": np.array(CACHE_VERSION),
         "classes": np.array(classes),
         "paths": np.concatenate(paths),
         "images_per_class": np.array(counts),
-        "folders": np.array(folders),
-        "times_ns": np.array(times_ns, dtype=np.int64),
+        "folders": np.array(list(times_ns)),
+        "times_ns": np.array(list(times_ns.values()), dtype=np.int64),
         "started_ns": np.array(started_ns),
     }
 
 
-def _scan_class(
-    root: bytes, name: bytes, above_root: frozenset[tuple[int, int]]
-) -> tuple[np.ndarray, dict[bytes, int]]:
+def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]:
     """The sorted images of one class, relative to `root`, and the time of each folder read."""
     images: list[bytes] = []
     times_ns: dict[bytes, int] = {}
-    # With each folder come the identities of those above it: a link to one of them would never end.
-    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(name, above_root)]
-    try:
-        while pending:
-            folder, above = pending.pop()
-            status = os.stat(os.path.join(root, folder))
-            if _identity(status) in above:
-                raise UserError(endless_link(Path(os.fsdecode(os.path.join(root, folder)))))
-            times_ns[folder] = status.st_mtime_ns
-            folders, images_here = _scan_folder(root, folder)
-            pending += [(inner, above | {_identity(status)}) for inner in folders]
-            images += images_here
-    except OSError as error:
-        where = os.fsdecode(error.filename or os.path.join(root, name))
-        raise UserError(
-            f"{where}: cannot be listed ({error.strerror}). Check its permissions."
-        ) from error
+    pending = [name]
+    while pending:
+        folder = pending.pop()
+        here = os.path.join(root, folder)
+        times_ns[folder] = os.stat(here).st_mtime_ns
+        for entry in os.scandir(here):
+            path = folder + b"/" + entry.name
+            suffix = entry.name[entry.name.rfind(b".") :].lower()
+            if entry.name.startswith(b"."):
+                continue
+            if entry.is_dir():
+                _refuse_link_upwards(entry, here)
+                pending.append(path)
+            elif suffix in SUFFIXES and entry.is_file():
+                images.append(path)
+            elif suffix in SUFFIXES:
+                os.stat(entry.path)  # an error if it is a link that leads nowhere
+                raise UserError(f"{os.fsdecode(entry.path)}: is no file to read. Remove it.")
     return np.sort(np.array(images, dtype=np.bytes_)), times_ns
 
 
-def _scan_folder(root: bytes, folder: bytes) -> tuple[list[bytes], list[bytes]]:
-    """The folders and the images in a folder, relative to `root` as it is itself."""
-    folders, images = [], []
-    with os.scandir(os.path.join(root, folder)) as entries:
-        for entry in entries:
-            if entry.name.startswith(b"."):
-                continue
-            path = folder + b"/" + entry.name
-            if _is_folder(entry):
-                folders.append(path)
-            elif suffix_of(entry.name) not in SUFFIXES:
-                continue
-            elif entry.is_file():
-                images.append(path)
-            else:
-                raise UserError(no_file(entry.path))
-    return folders, images
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _is_folder(entry: os.DirEntry) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        check_link(entry.path)  # says it better, if it is a link to itself
-        raise
+def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
+    """UserError if `entry` in `folder` is a link to a folder above: its images would never end."""
+    if not entry.is_symlink():
+        return
+    target = os.fsdecode(os.path.realpath(entry.path))
+    if Path(os.fsdecode(os.path.realpath(folder))).is_relative_to(target):
+        raise UserError(
+            f"{os.fsdecode(entry.path)}: a link to {target}, a folder above itself, so that its "
+            "images would never end. Remove the link."
+        )
 
 
 # ---- the cache ----

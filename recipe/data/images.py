@@ -13,16 +13,15 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import RawArray
 
 import numpy as np
 import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipe.config import Config
 from recipe.data.image_folder import Listing
@@ -66,10 +65,9 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
     JPEG with damaged data, which Pillow would silently fill with grey.
     """
     with _named(name, content):
-        size = _jpeg_size(content)
-        return (
-            (_decode_by_pillow(content), 0) if size is None else _decode_jpeg(content, *size, rows)
-        )
+        if size := _jpeg_size(content):
+            return _decode_jpeg(content, *size, rows)
+        return _decode_by_pillow(content), 0
 
 
 def suspect(name: str, left_over: int, note: str = "") -> UserError:
@@ -94,7 +92,13 @@ def _named(name: str, content: bytes) -> Iterator[None]:
     except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsing runs into
-        raise UserError(f"{name}: {_what_is_wrong(content, error)}") from error
+        # Pillow's own words on an unknown format speak of an object at an address.
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        # Its first bytes show a page of text, or a pointer of git-lfs.
+        raise UserError(
+            f"{name}: cannot be read as an image ({reason}). It has {len(content):,} bytes and "
+            f"begins with {content[:24]!r}. Replace the file by a good copy, or remove it."
+        ) from error
 
 
 def _jpeg_size(content: bytes) -> tuple[int, int] | None:
@@ -109,13 +113,9 @@ def _jpeg_size(content: bytes) -> tuple[int, int] | None:
     return None if color_space in ("CMYK", "YCCK") else (height, width)
 
 
-class _TooLarge(ValueError):
-    """An image of more than MAX_PIXELS."""
-
-
 def _check_size(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
-        raise _TooLarge(f"has {width:,} x {height:,} pixels, and {MAX_PIXELS:,} are the limit")
+        raise ValueError(f"{width:,} x {height:,} pixels, and {MAX_PIXELS:,} are the limit")
 
 
 def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np.ndarray, int]:
@@ -170,41 +170,20 @@ def _open_by_pillow(content: bytes) -> Image.Image:
     return image
 
 
-def _what_is_wrong(content: bytes, error: Exception) -> str:
-    head = content[:256].lstrip().lower()
-    if not content:
-        return "is empty. Copy it again, or remove it."
-    if head.startswith(b"version https://git-lfs"):
-        return "is a pointer of git-lfs, not the image. Fetch the images with: git lfs pull"
-    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "is a page of text (HTML, XML), no image. Download it again, or remove it."
-    if isinstance(error, _TooLarge):
-        return f"{error}. Make it smaller, or remove it."
-    # Pillow's own words on an unknown format speak of an object at an address.
-    reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
-    return f"cannot be read as an image ({reason}). Replace the file by a good copy, or remove it."
-
-
 class SuspectImages:
-    """The images of `listing` that had bytes left over when this rank decoded them, here or in its
-    loader processes.
-
-    One byte an image, in memory that these processes share: each sets it when it meets the image,
-    so that none waits for another. On its way into a worker it may only travel as part of what
-    starts the worker.
-    """
+    """The images of `listing` that had bytes left over when they were decoded for this rank."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing, self.allowed = listing, len(listing) // ONE_IN
-        self._is_suspect = RawArray("B", len(listing))
+        self.found: set[int] = set()
 
     def add(self, index: int, left_over: int) -> None:
         """Note image `index`, with a warning if it is new; UserError if there are too many."""
-        if self._is_suspect[index]:
+        if index in self.found:
             return
-        self._is_suspect[index] = 1
+        self.found.add(index)
         name = self.listing.name(index)
-        if self.count > self.allowed:
+        if len(self.found) > self.allowed:
             note = f" ({self.allowed:,} such files in {len(self.listing):,} are let pass)"
             raise suspect(name, left_over, note if self.allowed else "")
         print(
@@ -214,15 +193,9 @@ class SuspectImages:
         )
 
     @property
-    def count(self) -> int:
-        """How many there are so far."""
-        return bytes(self._is_suspect).count(1)
-
-    @property
     def names(self) -> list[str]:
         """The first MAX_NAMES of them."""
-        indices = np.flatnonzero(np.frombuffer(self._is_suspect, dtype=np.uint8))[:MAX_NAMES]
-        return [self.listing.name(index) for index in indices.tolist()]
+        return [self.listing.name(index) for index in sorted(self.found)[:MAX_NAMES]]
 
 
 # -- Training images -------------------------------------------------------------------------------
@@ -318,53 +291,45 @@ class TrainTransform:
         return left_over
 
 
-def _steps_after_crop(config: Config) -> Iterator[nn.Module]:
+def _steps_after_crop(config: Config) -> Iterator[Callable]:
     if config.auto_augment is None and not config.random_erase:
         return
-    from torchvision.transforms import v2  # takes two seconds of each loader's server
+    from torchvision.transforms import InterpolationMode, v2  # two seconds of each loader's server
 
-    if config.auto_augment is not None:
-        yield from (v2.ToPILImage(), _auto_augment(config.auto_augment, config), v2.PILToTensor())
+    if name := config.auto_augment:
+        kinds = {
+            "ra": v2.RandAugment,
+            "ta_wide": v2.TrivialAugmentWide,
+            "autoaugment": v2.AutoAugment,  # the policy learned on ImageNet
+            "augmix": v2.AugMix,
+        }
+        mode = InterpolationMode(config.interpolation)
+        if name == "augmix" and mode == InterpolationMode.BICUBIC:
+            mode = InterpolationMode.BILINEAR  # it turns tensors, which have no bicubic
+        kind = kinds.get(name)
+        augment = kind(interpolation=mode) if kind is not None else TimmRandAugment(name, config)
+        yield from (v2.ToPILImage(), augment, v2.PILToTensor())
     if config.random_erase:
         yield v2.RandomErasing(config.random_erase, value=list(MEAN_COLOR))
 
 
-def _auto_augment(name: str, config: Config) -> nn.Module:
-    from torchvision.transforms import InterpolationMode, v2
+class TimmRandAugment:
+    """timm's RandAugment, as `notation` (rand-m7-mstd0.5-inc1) says. It draws from the global
+    generators of Python and NumPy: these get a seed from torch's, and are put back to where they
+    were."""
 
-    mode = InterpolationMode(config.interpolation)
-    if name == "augmix":
-        # AugMix mixes tensors, which torchvision cannot turn with bicubic interpolation.
-        bicubic = mode == InterpolationMode.BICUBIC
-        return v2.AugMix(interpolation=InterpolationMode.BILINEAR if bicubic else mode)
-    torchvisions = {
-        "ra": v2.RandAugment,
-        "ta_wide": v2.TrivialAugmentWide,
-        "autoaugment": v2.AutoAugment,  # the policy learned on ImageNet
-    }
-    if name in torchvisions:
-        return torchvisions[name](interpolation=mode)
-    return TimmRandAugment(name, config.train_crop_size, config.interpolation)
-
-
-class TimmRandAugment(nn.Module):
-    """timm's RandAugment, as `notation` (rand-m7-mstd0.5-inc1) says, for Pillow images of `size`
-    pixels. It draws from the global generators of Python and NumPy: these get a seed from torch's,
-    and are put back to where they were."""
-
-    def __init__(self, notation: str, size: int, interpolation: str) -> None:
+    def __init__(self, notation: str, config: Config) -> None:
         from timm.data.auto_augment import rand_augment_transform
         from timm.data.transforms import str_to_pil_interp
 
-        super().__init__()
         settings = {  # those of timm's own transforms_imagenet_train
-            "translate_const": int(size * 0.45),
+            "translate_const": int(config.train_crop_size * 0.45),
             "img_mean": MEAN_COLOR,
-            "interpolation": str_to_pil_interp(interpolation),
+            "interpolation": str_to_pil_interp(config.interpolation),
         }
         self.augment = rand_augment_transform(notation, settings)
 
-    def forward(self, image: Image.Image) -> Image.Image:
+    def __call__(self, image: Image.Image) -> Image.Image:
         """Another image of the same size."""
         seed = int(torch.randint(2**32, ()))
         pythons, numpys = random.getstate(), np.random.get_state()

@@ -191,7 +191,7 @@ def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torc
         weights_sha256=weights_sha256(model, buffers=False),
         files=read.files if read is not None else math.nan,
         bytes=read.bytes if read is not None else math.nan,
-        suspect_images=sum(images.count for images in meter.data.suspects),
+        suspect_images=sum(len(images.found) for images in meter.data.suspects),
         network_bytes=meter.network_bytes,
     )
 

@@ -71,7 +71,6 @@ class StepMeter:
         device: torch.device,
         data: Data,
         progress: Progress,
-        workers: int,
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
@@ -81,7 +80,7 @@ class StepMeter:
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
-        self.input = None if data.is_synthetic else InputMeter(workers)
+        self.input = None if data.train is None else InputMeter()
         self.energy = EnergyMeter(device, world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.sends_for_host = world.local_rank == 0

@@ -105,7 +105,7 @@ def validate(
     synthetic data, whose labels are random, unless a flag asks for it."""
     model, ema = parts.model, parts.ema
     align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
-    if data.is_synthetic and not (config.evaluate or config.desired_acc):
+    if data.val is None and not (config.evaluate or config.desired_acc):
         return []
     if ema is not None:
         copy_buffers(model, ema.module)
