@@ -50,7 +50,7 @@ def test_weights_come_from_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "words"),
-    [("resnet5O", "did you mean resnet50"), ("zzzzz", "list_models"), ("fcn_resnet50", "no such")],
+    [("resnet5O", "closest is resnet50"), ("fcn_resnet50", "no such")],
 )
 def test_unknown_arch(arch: str, words: str) -> None:
     with pytest.raises(UserError, match=f"--arch {arch}: .*{words}"):
@@ -159,7 +159,7 @@ def test_vision_transformer_takes_the_image_size() -> None:
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         with pytest.raises(UserError, match="--train-crop-size 32 and --val-crop-size 24"):
             build_model(a_config(arch="vit_b_16", **sizes(32) | {"val_crop_size": 24}), 10, True)
-        with pytest.raises(UserError, match=r"cannot be built for images .* 33"):
+        with pytest.raises(UserError, match=r"cannot be built with --train-crop-size 33"):
             build_model(a_config(arch="vit_b_16", **sizes(33)), 10, download=True)
 
 
@@ -252,11 +252,10 @@ def test_parameter_groups(arch: str) -> None:
     assert norms
 
 
-def test_decay_of_norms_and_biases_is_that_of_weights_unless_told() -> None:
-    groups = parameter_groups(TinyNet(), a_config(wd=0.1))
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.1]
-    groups = parameter_groups(TinyNet(), a_config(wd=0.1, norm_weight_decay=0.0))
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1]
+@pytest.mark.parametrize(("norms", "expected"), [(None, [0.1] * 3), (0.0, [0.1, 0.0, 0.1])])
+def test_decay_is_that_of_weights_unless_told(norms: float | None, expected: list[float]) -> None:
+    groups = parameter_groups(TinyNet(), a_config(wd=0.1, norm_weight_decay=norms))
+    assert [group["weight_decay"] for group in groups] == expected
 
 
 def test_tied_and_frozen_parameters() -> None:
@@ -283,35 +282,20 @@ def test_number_formats(precision: str, dtype: torch.dtype, scales: bool) -> Non
     assert build_scaler(config, CPU).is_enabled() == scales
 
 
-def test_moving_average() -> None:
-    torch.manual_seed(0)
-    model = TinyNet()
-    assert build_ema(model, a_config()) is None
-    ema = build_ema(model, a_config(model_ema=True, model_ema_decay=0.75))
-    assert ema is not None
-    ema.update_parameters(model)
-    before = model.head.weight.detach().clone()
-    with torch.no_grad():
-        model.head.weight += 1
-        model.norm.running_mean += 5  # type: ignore[operator]
-    ema.update_parameters(model)
-    assert torch.allclose(ema.module.head.weight, before + 0.25)
-    with torch.no_grad():
-        model.norm.running_mean += 5  # type: ignore[operator]
-    copy_buffers(model, ema.module)
-    assert torch.equal(ema.module.norm.running_mean, torch.full((4,), 10.0))
-    assert ema.module.norm.running_mean is not model.norm.running_mean
-
-
 def test_moving_average_of_every_third_step() -> None:
     model, config = TinyNet(), a_config(model_ema=True, model_ema_decay=0.5, model_ema_steps=3)
+    assert build_ema(model, a_config()) is None
     ema = build_ema(model, config)
     assert ema is not None
     for step in range(1, 7):
         with torch.no_grad():
             model.head.bias.fill_(step)
+            model.norm.running_mean.fill_(step)  # type: ignore[operator]
         update_ema(ema, model, config, step)
     assert ema.module.head.bias.tolist() == [4.5] * 3, "the mean of those after steps 3 and 6"
+    copy_buffers(model, ema.module)
+    assert torch.equal(ema.module.norm.running_mean, torch.full((4,), 6.0))
+    assert ema.module.norm.running_mean is not model.norm.running_mean
     update_ema(None, model, config, 3)
 
 
@@ -461,14 +445,3 @@ def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.allclose(momentum, config.wd * parameter, atol=1e-6)
-
-
-def test_one_value_a_channel_is_refused_at_once() -> None:
-    """BatchNorm would end the first step by a traceback."""
-    small = a_config(arch="resnet18", batch_size=1, train_crop_size=32, val_crop_size=8)
-    with pytest.raises(UserError, match=r"--batch-size 1: .* an image of 32 pixels"):
-        build_model(small, 10, download=False)
-    for others in ({"train_crop_size": 33}, {"batch_size": 2}, {"evaluate": True}):
-        model = build_model(replace(small, **others), 10, download=False)
-        assert model.training
-        assert model.bn1.num_batches_tracked == 0  # type: ignore[union-attr]

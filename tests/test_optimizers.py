@@ -17,6 +17,7 @@ from recipe.config import check
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.record.checkpoint import contents_of
+from recipe.record.environment import weights_sha256
 from recipe.record.resume import restore
 from recipe.training.model import (
     build_model,
@@ -61,12 +62,12 @@ def test_each_engines_is_the_same(name: Any, precision: Any) -> None:
         with torch.no_grad():
             model.head.weight *= 100
         optimizer = remake(build_optimizer(model, config))
-        before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+        before = weights_sha256(model, buffers=False)
         for _ in range(3):
             step(model, optimizer)
-        models.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
-        assert not torch.equal(models[-1], before)
-    assert torch.equal(*models)
+        models.append(weights_sha256(model, buffers=False))
+        assert models[-1] != before
+    assert models[0] == models[1]
 
 
 @needs_timm
@@ -124,15 +125,14 @@ def test_a_resume_is_exact(name: Any) -> None:
     restore(contents, resumed, config, a_world(), DATA, "c.pt")
     for parts in (whole, resumed):
         step(parts.model, parts.optimizer)
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert weights_sha256(whole.model) == weights_sha256(resumed.model)
 
     if name == "adamw":
         contents["optimizer"]["state"][0]["exp_avg_sq"] = torch.zeros(2)
         with pytest.raises(UserError, match=r"--resume c.pt: .*exp_avg_sq of another shape"):
             restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
     contents["config"]["optimizer"] = "apex-sgd"
-    with pytest.raises(UserError, match=r"add --optimizer apex-sgd, or .* --weights"):
+    with pytest.raises(UserError, match=r"with --optimizer apex-sgd, .* --weights"):
         restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
 
 
@@ -157,11 +157,11 @@ class TestNetworks:
         config = a_config(arch="timm:resnet10t", train_crop_size=32, val_crop_size=32)
         first, second = (build_model(config, 7, download=True) for _ in range(2))
         assert first(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-        for one, other in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(one, other)
+        first, second = (weights_sha256(model, buffers=False) for model in (first, second))
+        assert first == second
 
     def test_unknown(self) -> None:
-        with pytest.raises(UserError, match=r"timm has no such .* did you mean resnet50d"):
+        with pytest.raises(UserError, match=r"timm has no such .* closest is resnet50d"):
             build_model(a_config(arch="timm:resnet5Od"), 7, download=True)
 
     def test_one_of_a_fixed_size_gets_the_images(self) -> None:
@@ -187,7 +187,7 @@ class TestNetworks:
             outputs.append(model(torch.ones(8, 3, 32, 32)))
         assert torch.equal(outputs[0], outputs[2])
         assert not torch.equal(outputs[0], outputs[1])
-        with pytest.raises(UserError, match=r"--drop-path 0.5: --arch timm:vgg11 has no stoch"):
+        with pytest.raises(UserError, match=r"timm:vgg11: .* --drop-path 0.5 .*drop_path_rate"):
             build_model(replace(config, arch="timm:vgg11"), 7, download=True)
 
 
@@ -250,15 +250,10 @@ def test_apex_is_missing_or_another_package(
     """PyPI has a package of that name that is not NVIDIA's."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "apex", raising=False)
-    config = a_config(optimizer="apex-adam")
-    if importlib.util.find_spec("apex") is None:
-        with pytest.raises(UserError, match=r"NVIDIA Apex is not installed here.* use adamw$"):
-            apex_optimizers(config, GPU)
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("from pyramid_of_another import session")
-    importlib.invalidate_caches()
-    with pytest.raises(UserError, match=rf"apex in {tmp_path}.* is not NVIDIA's.* pip uninstall"):
-        apex_optimizers(config, GPU)
+    with pytest.raises(UserError, match=r"cannot be imported .*pyramid.* pip uninstall.* adamw$"):
+        apex_optimizers(a_config(optimizer="apex-adam"), GPU)
 
 
 @pytest.mark.gpu

@@ -49,20 +49,14 @@ def test_steps() -> None:
     assert learning_rate(STEP, 90, 8) == pytest.approx(0.0008)
 
 
-def test_cosine() -> None:
-    assert learning_rate(COSINE, 15, 8) == pytest.approx((0.8 + 0.01) / 2)  # half way after warm-up
-    assert learning_rate(COSINE, 25, 8) == pytest.approx(0.01)
-    assert learning_rate(COSINE, 26, 8) == pytest.approx(0.01)  # the last batch may pass the end
-    quarter = 0.01 + 0.79 * 0.5 * (1 + math.cos(math.pi / 4))
-    assert learning_rate(COSINE, 10, 8) == pytest.approx(quarter)
-
-
-def test_linear() -> None:
-    config = a_config(**{**vars(COSINE), "lr_scheduler": "linear"})
-    assert learning_rate(config, 5, 8) == pytest.approx(0.8)
-    assert learning_rate(config, 10, 8) == pytest.approx(0.01 + 0.79 * 3 / 4)
-    assert learning_rate(config, 25, 8) == pytest.approx(0.01)
-    assert learning_rate(config, 26, 8) == pytest.approx(0.01)
+@pytest.mark.parametrize(
+    ("scheduler", "quarter"), [("cosine", 0.5 * (1 + math.cos(math.pi / 4))), ("linear", 3 / 4)]
+)
+def test_cosine_and_linear(scheduler: str, quarter: float) -> None:
+    config = a_config(**{**vars(COSINE), "lr_scheduler": scheduler})
+    left = {5: 1, 10: quarter, 15: 0.5, 25: 0, 26: 0}  # the last batch may pass the end
+    for epoch, share in left.items():
+        assert learning_rate(config, epoch, 8) == pytest.approx(0.01 + 0.79 * share)
 
 
 def test_a_cosine_with_restarts_is_several_cosines() -> None:

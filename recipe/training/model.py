@@ -58,10 +58,11 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     torch.manual_seed(config.seed)
     try:
         model = _new_network(config, num_classes)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise UserError(
-            f"--arch {config.arch}: cannot be built for images of --train-crop-size "
-            f"{config.train_crop_size} ({error})"
+            f"--arch {config.arch}: cannot be built with --train-crop-size "
+            f"{config.train_crop_size} and --drop-path {config.drop_path} ({error}); choose "
+            "another value, or another network"
         ) from None
     if config.batch_norm_momentum is not None:
         for module in model.modules():
@@ -86,18 +87,17 @@ def check_arch(arch: str) -> None:
     if arch.startswith("timm:"):
         import timm
 
-        library, listing, name = "timm", "timm.list_models()", arch.removeprefix("timm:")
-        names = timm.list_models()
-        if timm.is_model(name):  # also with the name of published weights, as in resnet50.a1_in1k
-            return
+        library, name, names = "timm", arch.removeprefix("timm:"), timm.list_models()
+        is_known = timm.is_model(name)  # also with published weights, as in resnet50.a1_in1k
     else:
-        library, listing, name = "torchvision", "torchvision.models.list_models()", arch
+        library, name = "torchvision", arch
         names = [RESNET10, *torchvision.models.list_models(module=torchvision.models)]
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=3)
+        is_known = name in names
+    if not is_known:
+        close = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0))
         raise UserError(
-            f"--arch {arch}: {library} has no such classification model; "
-            + (f"did you mean {', '.join(close)}?" if close else f"see {listing}")
+            f"--arch {arch}: {library} has no such classification model; what comes closest is "
+            f"{close}"
         )
 
 
@@ -114,15 +114,7 @@ def _new_network(config: Config, num_classes: int) -> nn.Module:
     if config.drop_path:
         settings["drop_path_rate"] = config.drop_path
     name = config.arch.removeprefix("timm:")
-    try:
-        return timm.create_model(name, num_classes=num_classes, **settings)
-    except TypeError as error:
-        if "drop_path_rate" not in str(error):
-            raise
-        raise UserError(
-            f"--drop-path {config.drop_path}: --arch {config.arch} has no stochastic depth; leave "
-            "it out, or take another network"
-        ) from None
+    return timm.create_model(name, num_classes=num_classes, **settings)
 
 
 def _load_published(
@@ -130,28 +122,20 @@ def _load_published(
 ) -> None:
     try:
         state = published.get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:  # the latter for a wrong checksum
-        raise UserError(
-            f"--pretrained: {published.url} could not be downloaded ({error}); give its file "
-            "with --weights"
-        ) from None
-    try:
         model.load_state_dict(without_auxiliary_heads(state))
-    except RuntimeError:
+    except (OSError, RuntimeError) as error:  # no network; a wrong checksum, or other shapes
+        reason = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"--pretrained: {config.arch}'s published weights are for images of another size "
-            f"than --train-crop-size {config.train_crop_size}"
+            f"--pretrained: {config.arch}'s weights of {published.url} could not be loaded "
+            f"({reason}); give their file with --weights, or train from scratch"
         ) from None
 
 
 def blur_before_strides(model: nn.Module, config: Config) -> None:
     """Have each convolution with a stride, of at least 16 channels, read its images blurred, as
     FFCV's ImageNet training does; UserError if there is none. The weights keep their names."""
-    strided = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d) and max(module.stride) > 1 and module.in_channels >= 16
-    ]
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    strided = [one for one in convolutions if max(one.stride) > 1 and one.in_channels >= 16]
     if not strided:
         raise UserError(
             f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
@@ -212,25 +196,21 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
 
     The forward passes are on the meta device: shapes without values, in milliseconds.
     """
-    state = {
-        name: tensor.detach().to("meta")
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+    state = {name: value.detach().to("meta") for name, value in model.named_parameters()}
+    state |= {name: value.to("meta") for name, value in model.named_buffers()}
+    sizes = {
+        "--train-crop-size": config.train_crop_size,
+        "--first-crop-size": config.first_crop_size or config.train_crop_size,
+        "--val-crop-size": config.val_crop_size,
     }
+    if config.evaluate:
+        sizes = {"--val-crop-size": config.val_crop_size}
     model.eval()  # BatchNorm's statistics stay as they are, and nothing is drawn
-    sizes = {"--val-crop-size": config.val_crop_size}
-    if not config.evaluate:
-        sizes = {"--train-crop-size": config.train_crop_size, **sizes}
-        if config.first_crop_size is not None:
-            sizes["--first-crop-size"] = config.first_crop_size
-
-    def forward(size: int) -> None:
-        with torch.no_grad(), suppress(NotImplementedError):  # of an operation without shapes alone
-            images = torch.empty(1, 3, size, size, device="meta")
-            torch.func.functional_call(model, state, (images,))
-
     for option, size in sizes.items():
+        images = torch.empty(1, 3, size, size, device="meta")
         try:
-            forward(size)
+            with torch.no_grad(), suppress(NotImplementedError):  # of operations without shapes
+                torch.func.functional_call(model, state, (images,))
         except (RuntimeError, AssertionError) as error:  # the latter from timm
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -238,15 +218,6 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
                 f"({reason}); choose a larger size, or another network"
             ) from None
     model.train()
-    if config.batch_size == 1 and config.batch_norm != "sync" and not config.evaluate:
-        try:
-            forward(config.train_crop_size)
-        except ValueError as error:  # from BatchNorm
-            raise UserError(
-                f"--batch-size 1: --arch {config.arch} leaves one value a channel of an image of "
-                f"{config.train_crop_size} pixels, which has no variance to normalise by; choose a "
-                "larger --batch-size or --train-crop-size"
-            ) from error
 
 
 def _settings(config: Config) -> dict[str, Any]:

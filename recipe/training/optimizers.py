@@ -6,7 +6,6 @@ weight's update by a trust ratio, of gradients that the engine has averaged; wei
 are left out (--norm-weight-decay 0 --bias-weight-decay 0).
 """
 
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +40,16 @@ def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, 
             from timm.optim.lamb import Lamb
 
             return with_default(Lamb, "max_grad_norm", None), {"betas": config.betas}
-    optimizers = apex_optimizers(config, device)
-    if config.optimizer == "apex-sgd":
-        return optimizers.FusedSGD, with_momentum
-    if config.optimizer == "apex-adam":
-        return optimizers.FusedAdam, {"betas": config.betas}
-    # Its kernel clips what is longer than this, and divides by it.
-    return with_default(optimizers.FusedLAMB, "max_grad_norm", math.inf), {"betas": config.betas}
+        case "apex-sgd":
+            return apex_optimizers(config, device).FusedSGD, with_momentum
+        case "apex-adam":
+            return apex_optimizers(config, device).FusedAdam, {"betas": config.betas}
+        case _:
+            # Its kernel clips what is longer than this, and divides by it.
+            lamb = with_default(
+                apex_optimizers(config, device).FusedLAMB, "max_grad_norm", math.inf
+            )
+            return lamb, {"betas": config.betas}
 
 
 def with_default(kind: type[torch.optim.Optimizer], name: str, default: Any) -> Optimizer:
@@ -74,15 +76,9 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
     try:
         from apex import optimizers
     except Exception as error:  # whatever another package of that name may raise
-        found = importlib.util.find_spec("apex")
-        if found is None:
-            raise UserError(
-                f"{flag}: NVIDIA Apex is not installed here; install it as docs/recipe.md says, or "
-                f"use {instead}"
-            ) from None
         raise UserError(
-            f"{flag}: the package apex in {found.origin} is not NVIDIA's, or is incomplete "
-            f"({type(error).__name__}: {error}); pip uninstall apex, then install NVIDIA's as "
-            f"docs/recipe.md says, or use {instead}"
+            f"{flag}: NVIDIA Apex cannot be imported ({type(error).__name__}: {error}); install it "
+            "as docs/recipe.md says (PyPI's package apex is another one: pip uninstall apex), or "
+            f"use {instead}"
         ) from None
     return optimizers

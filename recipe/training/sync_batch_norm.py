@@ -26,8 +26,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.sum_over_ranks = sum_over_ranks
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+        """Each number of dimensions will do."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float [N, C, ...], of `input`'s type."""
@@ -46,13 +45,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _keep_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = self.momentum
-        if share is None:  # a plain average
-            share = 1 / float(self.num_batches_tracked)
+        share, tracked = self.momentum, self.num_batches_tracked
+        assert share is not None and tracked is not None
+        assert self.running_mean is not None and self.running_var is not None
+        tracked += 1
         unbiased = variance * count / max(count - 1, 1)
         for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             kept.copy_((1 - share) * kept + share * new)
