@@ -15,8 +15,7 @@ bit-equal to single_process.py. With several they are not: each GPU normalises i
 batch in BatchNorm, and the parts' gradients are added up in another order.
 """
 
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import run, start
 
 ENGINE = "data_parallel"
 
@@ -47,5 +46,4 @@ class OneProcess(Rung):
 main = OneProcess.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

@@ -22,10 +22,8 @@ With two trainers the weights are bit-equal to those of ddp_train/train.py with 
 with one to single_process.py. With more, only the order of additions in the last layer is another.
 """
 
-from recipe.config import Config
-from recipe.errors import UserError, one_message
-from recipe.start import Hooks, start
-from recipe.world import World
+from recipe.errors import UserError
+from recipe.start import run, start
 
 ENGINE = "ddp_with_rpc"
 
@@ -109,10 +107,6 @@ class Trainer(Rung):
         "batches_per_allreduce", "compile",
     )  # fmt: skip
 
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
-        self.server, self.step = f"rank{self.world.size}", ExitStack()
-
     def distribute(self) -> None:
         """Send the last layer to the server; let DDP train the others."""
         model, state = self.model, self.optimizer.state
@@ -125,6 +119,7 @@ class Trainer(Rung):
             optimizer = build_optimizer(model.fc, self.config)
             optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)
             rpc.rpc_sync(self.server, begin, args=(model.fc, optimizer, self.world.size))
+        self.step = ExitStack()
         trunk = copy.copy(model)  # of the same layers
         trunk._modules = {**model._modules, "fc": nn.Identity()}
         self.weights = list(trunk.parameters())
@@ -169,5 +164,4 @@ class Trainer(Rung):
 main = Trainer.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

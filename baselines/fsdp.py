@@ -21,8 +21,8 @@ weights, and the plain one rounds more often (torch 2.14.1). Also, with more tha
 gradients may be added up in another order, and --clip-grad-norm adds up the norm in parts.
 """
 
-from recipe.errors import leave, one_message
-from recipe.start import Hooks, start
+from recipe.errors import leave
+from recipe.start import run, start
 
 ENGINE = "fsdp"
 
@@ -32,9 +32,14 @@ if __name__ == "__main__":  # before torch is loaded
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from recipe.loop import Rung
 from recipe.record.schema import RungFigures
@@ -42,13 +47,7 @@ from recipe.training.model import build_model, build_optimizer
 from recipe.training.state import Trainables
 
 
-def gathered(state: dict) -> dict:
-    """A state dict with all sharded tensors whole, on every rank."""
-    whole = {}
-    for key, value in state.items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        whole[key] = gathered(value) if isinstance(value, dict) else value
-    return whole
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class Sharded(Rung):
@@ -60,29 +59,26 @@ class Sharded(Rung):
 
     def distribute(self) -> None:
         """Shard the network, which becomes another one in place, and a checkpoint's momentum."""
-        kept = self.optimizer.state_dict()["state"]
+        kept = get_optimizer_state_dict(self.model, self.optimizer) if self.optimizer.state else {}
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for child in self.model.children():
             if isinstance(child, nn.Sequential):
                 fully_shard(child, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = build_optimizer(self.model, self.config)
+        if kept:
+            set_optimizer_state_dict(self.model, self.optimizer, kept, options=WHOLE)
         for group in self.optimizer.param_groups:
             group["fused"] = False  # it does not take sharded weights
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        for number, state in kept.items():
-            weight = weights[number]
-            for name, value in state.items():
-                shard = distribute_tensor(value, weight.device_mesh, weight.placements)
-                self.optimizer.state[weight][name] = shard
 
     def whole(self) -> Trainables:
         """A copy of network and optimizer, whole on every rank; the buffers are no copies."""
+        weights, state = get_state_dict(self.model, self.optimizer, options=WHOLE)
         with torch.device("meta"):  # no values: the gathered ones take their place
             model = build_model(self.config, self.data.num_classes, download=False)
-        model.load_state_dict(gathered(self.model.state_dict()), assign=True)
+        model.load_state_dict(weights, assign=True)
         optimizer = build_optimizer(model, self.config)
-        optimizer.load_state_dict(gathered(self.optimizer.state_dict()))
+        set_optimizer_state_dict(model, optimizer, state)
         return Trainables(model, optimizer, self.scaler, None)
 
     def measured(self) -> RungFigures:
@@ -93,8 +89,7 @@ class Sharded(Rung):
 main = Sharded.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)
     # Exchanges of sharded weights can outlive their process group, and Python's own end may then
     # abort (pytorch pull request 179291).
     leave(0)

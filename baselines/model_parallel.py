@@ -16,8 +16,8 @@ numbers, wherever they are.
 """
 
 from recipe.config import Config
-from recipe.errors import UserError, one_message
-from recipe.start import Hooks, start
+from recipe.errors import UserError
+from recipe.start import run, start
 from recipe.world import World
 
 ENGINE = "model_parallel"
@@ -86,5 +86,4 @@ class TwoDevices(Rung):
 main = TwoDevices.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

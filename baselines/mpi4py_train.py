@@ -7,8 +7,8 @@ behind computation. An engine that is not faster than this is not worth its inst
 """
 
 from recipe.config import Config
-from recipe.errors import UserError, one_message
-from recipe.start import Hooks, start
+from recipe.errors import UserError
+from recipe.start import run, start
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 ENGINE = "mpi4py"
@@ -69,5 +69,4 @@ class PlainMPI(Rung):
 main = PlainMPI.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

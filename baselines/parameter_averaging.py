@@ -18,8 +18,7 @@ an evaluation and a checkpoint the ranks average both, so that a run that goes o
 does what it would have done.
 """
 
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import run, start
 
 ENGINE = "parameter_averaging"
 PERIOD = 4  # steps from one average to the next
@@ -76,5 +75,4 @@ class LocalSGD(Rung):
 main = LocalSGD.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

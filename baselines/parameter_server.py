@@ -29,10 +29,7 @@ another one than DDP's. Without it they depend on who comes first, and differ fr
 
 import sys
 
-from recipe.config import Config
-from recipe.errors import one_message
-from recipe.start import Hooks, start
-from recipe.world import World
+from recipe.start import run, start
 
 ENGINE, SYNCHRONOUS = "parameter_server", "--synchronous"
 
@@ -127,10 +124,7 @@ class Trainer(Rung):
     name, transport, servers = ENGINE, "TensorPipe", 1
     has_remote_calls = is_for_cpu = True
     lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
-
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
-        self.server, self.version = f"rank{self.world.size}", 0
+    version = 0  # of the weights here
 
     def distribute(self) -> None:
         """Rank 0 sends the server all that it needs."""
@@ -175,5 +169,4 @@ class Trainer(Rung):
 main = Trainer.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

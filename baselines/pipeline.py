@@ -24,8 +24,8 @@ itself) only the order of additions differs.
 """
 
 from recipe.config import Config
-from recipe.errors import UserError, one_message
-from recipe.start import Hooks, start
+from recipe.errors import UserError
+from recipe.start import run, start
 from recipe.world import World
 
 ENGINE = "pipeline"
@@ -151,5 +151,4 @@ class Pipeline(Rung):
 main = Pipeline.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

@@ -27,8 +27,7 @@ nearly equal: micro-batches reach a piece in any order, and so do their gradient
 """
 
 from recipe.config import Config
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import run, start
 from recipe.world import World
 
 ENGINE = "rpc_pipeline"
@@ -162,5 +161,4 @@ class Driver(Rung):
 main = Driver.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

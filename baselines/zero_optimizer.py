@@ -14,8 +14,7 @@ checkpoint needs the whole state, so that all ranks send theirs to rank 0 (as pi
 The weights are bit-equal to those of ddp_train: each is updated once, by the same numbers.
 """
 
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import run, start
 
 ENGINE = "zero_optimizer"
 
@@ -59,5 +58,4 @@ class ShardedOptimizer(Rung):
 main = ShardedOptimizer.main
 
 if __name__ == "__main__":
-    with one_message(world):
-        main(config, world, Hooks())
+    run(main, config, world)

@@ -63,16 +63,12 @@ def _keep_gloo_off_loopback(first_host: str) -> None:
     UserError if there is none.
     """
     name = socket.gethostname()
-    own = _address_of(name)
+    own = "127.0.0.1"  # Gloo's address for a host without one
+    with suppress(OSError):
+        own = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
     if not ipaddress.ip_address(own).is_loopback:
         return
-    interfaces = {
-        address.address: interface
-        for interface, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-        and not ipaddress.ip_address(address.address).is_loopback
-    }
+    interfaces = _interfaces()
     # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
     # by an address that is nobody's (RFC 5737). Nothing is sent to either.
     found = []
@@ -92,12 +88,15 @@ def _keep_gloo_off_loopback(first_host: str) -> None:
     )
 
 
-def _address_of(name: str) -> str:
-    """Gloo's address for this host: the first of its name, and 127.0.0.1 if it has none."""
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
-    except OSError:
-        return "127.0.0.1"
+def _interfaces() -> dict[str, str]:
+    """The interface of each IPv4 address of this host that others may reach."""
+    return {
+        address.address: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+        and not ipaddress.ip_address(address.address).is_loopback
+    }
 
 
 def patience(config: Config) -> timedelta:
@@ -197,19 +196,17 @@ def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
     address: tuple[str, int] | None = None
     if world.is_first:
         host = "127.0.0.1" if world.local_size == world.size else _own_address()
-        if host == socket.gethostname():  # by which address of it others come is not known
-            store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
-        else:
-            # One of the store's own would be open to all networks.
-            listener = socket.create_server((host, 0))
-            store = dist.TCPStore(
-                host,
-                listener.getsockname()[1],
-                world.size,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+        # By which address the others come to a host's name is not known; else it listens at one
+        # alone, and a listener of the store's own would be open to all networks.
+        listener = socket.create_server(("" if host == socket.gethostname() else host, 0))
+        store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            world.size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         address = (host, store.port)
     host, port = comm.bcast(address, root=0)
     if not world.is_first:
@@ -223,9 +220,9 @@ def _own_address() -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     if interface is None:
         return socket.gethostname()
-    for address in psutil.net_if_addrs().get(interface, []):
-        if address.family == socket.AF_INET:
-            return address.address
+    for address, name in _interfaces().items():
+        if name == interface:
+            return address
     raise UserError(
         f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME={interface}: this host has no such interface "
         "with an IPv4 address; it has " + ", ".join(psutil.net_if_addrs())

@@ -32,7 +32,7 @@ VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = sorted((Path(__file__).parent / "patches").glob("*.patch"))
 CPU_PATCH = "cpu-only.patch"
-OLDEST_TORCH, NEWEST_KNOWN_TORCH = (2, 10), (2, 15)
+OLDEST_TORCH = (2, 10)
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PIP = [sys.executable, "-m", "pip"]
 HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import *; run_commandline()"]
@@ -79,22 +79,18 @@ def main() -> None:
         check(facts, places)
     except (BuildError, OSError) as error:
         sys.exit(f"build_horovod: {error}")
-    except KeyboardInterrupt:
-        sys.exit("build_horovod: interrupted; nothing half-built is left")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    nccl = parser.add_mutually_exclusive_group()
-    nccl.add_argument(
+    parser.add_argument(
         "--nccl",
-        action="store_true",
-        default=None,
-        help="build with CUDA and NCCL, as it does by itself where torch sees a GPU",
+        action=argparse.BooleanOptionalAction,
+        help="build with CUDA and NCCL, or for CPUs only; by default with them where torch sees "
+        "a GPU",
     )
-    nccl.add_argument("--no-nccl", action="store_false", dest="nccl", help="build for CPUs only")
     parser.add_argument(
         "--mpi",
         choices=["auto", "wheel", "system", "none"],
@@ -163,8 +159,6 @@ def import_torch() -> Any:
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if release < OLDEST_TORCH or torch.version.hip:
         raise BuildError(f"torch {version}: this builds for torch 2.10 and newer, CPUs and CUDA.")
-    if release > NEWEST_KNOWN_TORCH:
-        print(f"torch {version} is newer than any that this was tested with: trying all the same.")
     return torch
 
 
@@ -226,14 +220,12 @@ def find_nccl(
 
 def find_toolkit(cuda: str) -> Path | None:
     """Root of the site's CUDA toolkit, if its version is the one that torch was built with."""
-    for nvcc in (f"{os.environ.get('CUDA_HOME')}/bin/nvcc", "nvcc"):
-        if f"release {cuda}," in output_of([nvcc, "--version"]):
-            # nvcc on PATH may be a link or a script; only it knows where its toolkit is.
-            plan = output_of([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull])
-            top = re.search(r"TOP=(\S+)", plan)
-            if top and Path(top[1], "include", "cuda_runtime.h").exists():
-                return Path(top[1]).resolve()
-    return None
+    places = os.pathsep.join([f"{os.environ.get('CUDA_HOME')}/bin", *os.get_exec_path()])
+    nvcc = shutil.which("nvcc", path=places)
+    if nvcc is None or f"release {cuda}," not in output_of([nvcc, "--version"]):
+        return None
+    root = Path(nvcc).resolve().parents[1]
+    return root if (root / "include" / "cuda_runtime.h").exists() else None
 
 
 def of_torch(torch: Any, name: str) -> Path:
@@ -276,7 +268,13 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
         # From whichever registry or mirror pip is set up to use.
         words = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
         pip("download", *words, f"horovod=={VERSION}")
-        source = unpack(work / f"horovod-{VERSION}.tar.gz")
+        archive, source = work / f"horovod-{VERSION}.tar.gz", work / f"horovod-{VERSION}"
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if digest != SDIST_SHA256:
+            raise BuildError(
+                f"{archive.name}, of your registry or mirror, is not Horovod's: sha256 {digest}"
+            )
+        shutil.unpack_archive(archive, work)
         for patch in PATCHES:
             if patch.name != CPU_PATCH or not facts["gpu"]:
                 apply_patch(source, patch)
@@ -290,16 +288,6 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
             raise BuildError(f"Horovod's build failed.\n{pick_errors(log)}\nAll of it: {kept}")
         shutil.rmtree(cache, ignore_errors=True)
         (work / "result").rename(cache)
-
-
-def unpack(archive: Path) -> Path:
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != SDIST_SHA256:
-        raise BuildError(
-            f"{archive.name}, of your registry or mirror, is not Horovod's: its sha256 is {digest}"
-        )
-    shutil.unpack_archive(archive, archive.parent)
-    return archive.parent / f"horovod-{VERSION}"
 
 
 def apply_patch(source: Path, patch: Path) -> None:

