@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,34 +187,21 @@ def test_checking_sizes_changes_no_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(module.training for module in model.modules())
 
 
-class Published:
-    """Stands in for torchvision's published weights of squeezenet1_1."""
-
-    url = "https://example/weights.pth"
-
-    def __init__(self, state: dict[str, Any] | Exception) -> None:
-        self.meta, self.state = {"categories": ["cat"] * 10}, state
-
-    def get_state_dict(self, progress: bool, check_hash: bool) -> dict[str, Any]:
-        assert check_hash
-        if isinstance(self.state, Exception):
-            raise self.state
-        return self.state
-
-
-def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) -> None:
-    class Weights:
-        DEFAULT = Published(state)
-
-    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda arch: Weights)
+def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) -> Mock:
+    """What stands in for torchvision's published weights of squeezenet1_1."""
+    weights = Mock(url="https://example/weights.pth", meta={"categories": ["cat"] * 10})
+    weights.get_state_dict.side_effect = [state]
+    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda _: Mock(DEFAULT=weights))
+    return weights
 
 
 def test_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = build_model(a_config(**SMALL, seed=9), 10, download=True)
     heads = dict.fromkeys(("aux1.w", "aux2.w", "AuxLogits.w"), torch.zeros(1))
-    publish(monkeypatch, theirs.state_dict() | heads)
+    published = publish(monkeypatch, theirs.state_dict() | heads)
     config = a_config(**SMALL, pretrained=True)
     assert weights_sha256(build_model(config, 10, download=True)) == weights_sha256(theirs)
+    published.get_state_dict.assert_called_once_with(progress=False, check_hash=True)
     # The other ranks hold a model of the same shape, and do not touch the network.
     publish(monkeypatch, AssertionError("downloaded"))
     assert weights_sha256(build_model(config, 10, download=False)) != weights_sha256(theirs)

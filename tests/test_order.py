@@ -23,31 +23,6 @@ def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> 
 
 
 @quick
-@given(images, small, small, st.integers(0, 2**40))
-def test_each_image_once_an_epoch(num_images: int, batch: int, size: int, seed: int) -> None:
-    stream = SampleStream(num_images, seed)
-    seen = Counter(read(stream, 0, 3 * num_images, batch, size))
-    assert set(seen.values()) == {1}
-    whole = [sample for sample in seen if sample[0] < 3]
-    assert sorted(whole) == [(e, i) for e in range(3) for i in range(num_images)]
-    assert len(seen) - len(whole) < batch * size  # what the last batch takes from the next epoch
-
-
-@quick
-@given(images, small, small, small, small, st.integers(0, 20))
-def test_resume_at_another_world_size(
-    num_images: int, batch: int, size: int, new_batch: int, new_size: int, steps: int
-) -> None:
-    stream = SampleStream(num_images, 7)
-    position = steps * batch * size  # in the middle of an epoch, as a rule
-    before = read(stream, 0, position, batch, size) if steps else []
-    end = (position // num_images + 2) * num_images
-    seen = Counter(before + read(stream, position, end, new_batch, new_size))
-    assert set(seen.values()) == {1}
-    assert {(e, i) for e in range(end // num_images) for i in range(num_images)} <= seen.keys()
-
-
-@quick
 @given(images, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
 def test_a_step_is_the_same_set_for_any_split(
     num_images: int, start: int, step: int, data: st.DataObject
@@ -65,11 +40,12 @@ def test_a_step_is_the_same_set_for_any_split(
 
 
 @quick
-@given(images, small, small, st.integers(2, 5), small, small, st.integers(0, 20))
+@given(images, small, small, st.integers(1, 5), small, small, st.integers(0, 20))
 def test_each_image_of_an_epoch_so_many_times(
     num_images: int, batch: int, size: int, repeats: int, new_batch: int, new_size: int, steps: int
 ) -> None:
-    """One after the other, each time in another pass; also over a resume at another world size."""
+    """Once, or as often as it repeats: one after the other, each time in another pass; also over a
+    resume at another world size."""
     stream, position = SampleStream(num_images, 7, repeats=repeats), steps * batch * size
     before = read(stream, 0, position, batch, size) if steps else []
     end = (position // num_images + 2) * num_images
