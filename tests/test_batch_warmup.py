@@ -1,6 +1,5 @@
 """Batches that grow from epoch to epoch: sizes, order, rates and the end of training."""
 
-from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -16,9 +15,7 @@ from recipe.data.batches import (
     training_end,
 )
 from recipe.data.order import Sample, SampleStream
-from recipe.record.resume import _progress_in
 from recipe.training.schedule import learning_rate
-from recipe.training.state import Progress
 
 small = st.integers(1, 4)
 
@@ -93,17 +90,6 @@ def test_a_resumed_run_goes_on_exactly(
 def test_training_ends(max_steps: int | None, step: int, seen: int, end: tuple[int, int]) -> None:
     config = a_config(batch_size=8, batch_size_warmup_epochs=1, epochs=3, max_steps=max_steps)
     assert training_end(config, a_world(), images(20), step, seen) == end
-
-
-def test_a_last_step_that_goes_far_beyond_the_end_is_no_damage() -> None:
-    """In a checkpoint: of 167, 334 and 1,000 images, where there are 100."""
-    config = a_config(batch_size=1000, batch_size_warmup_epochs=5, epochs=6)
-    step, seen = training_end(config, a_world(), images(100), 0, 0)
-    assert (step, seen) == (3, 1501)
-    written = {"config": vars(config), "data": {"num_train": 100}}
-    assert _progress_in({**written, "progress": asdict(Progress(step, seen))}).step == 3
-    with pytest.raises(ValueError, match="no training comes to"):
-        _progress_in({**written, "progress": asdict(Progress(50, 2000))})
 
 
 def test_what_is_only_evaluated_has_ended() -> None:
