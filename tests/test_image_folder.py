@@ -238,17 +238,17 @@ def refused(root: Path, cache: Path) -> str:
         (
             "imagenet/train/a",
             "imagnet/train",
-            "{} has no imagnet; what comes closest in it is i",
+            "{} has no imagnet; the closest names in it are i",
         ),
         (
             "imagenet/train/a",
             "imagenet/val",
-            "has no val; what comes closest in it is train",
+            "has no val; the closest names in it are t",
         ),
         ("imagenet/train/a", "imagenet/train/train", "--data wants a folder that holds train/ and"),
-        ("valid/a", "val", "closest in it is valid"),
-        ("Val/a", "val", "closest in it is Val"),
-        ("ILSVRC/Data/CLS-LOC/train/a", "train", "closest in it is ILSVRC"),
+        ("valid/a", "val", "in it are valid"),
+        ("Val/a", "val", "in it are Val"),
+        ("ILSVRC/Data/CLS-LOC/train/a", "train", "in it are ILSVRC"),
         ("empty/.keep", "none/../empty/train", "{}/empty has no train; what"),
     ],
 )
@@ -263,7 +263,7 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "images only": ("train/1.jpg train/2.jpg", {}, ["holds no class folders"]),
     "a file": ("train", {}, ["{train}: a file, not a folder.", "unpack it first"]),
     "archives beside": (
-        "ILSVRC2012_img_train.tar", {}, ["it is ILSVRC2012_img_train.tar", "prepare_imagenet"]
+        "ILSVRC2012_img_train.tar", {}, ["in it are ILSVRC2012_img_train.tar", "prepare_imagenet"]
     ),
     "empty classes": (
         "train/a/1.jpg train/bare/.keep train/c/sub/.keep train/other/1.txt",

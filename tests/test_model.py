@@ -51,7 +51,7 @@ def test_weights_come_from_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "words"),
-    [("resnet5O", "closest is resnet50"), ("fcn_resnet50", "no such")],
+    [("resnet5O", "closest names are resnet50"), ("fcn_resnet50", "no such")],
 )
 def test_unknown_arch(arch: str, words: str) -> None:
     with pytest.raises(UserError, match=f"--arch {arch}: .*{words}"):

@@ -161,7 +161,7 @@ class TestNetworks:
         assert first == second
 
     def test_unknown(self) -> None:
-        with pytest.raises(UserError, match=r"timm has no such .* closest is resnet50d"):
+        with pytest.raises(UserError, match=r"timm has no such .* closest names are resnet50d"):
             build_model(a_config(arch="timm:resnet5Od"), 7, download=True)
 
     def test_one_of_a_fixed_size_gets_the_images(self) -> None:

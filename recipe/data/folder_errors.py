@@ -63,7 +63,7 @@ def missing_folder(root: Path) -> str:
         )
     missing = root.relative_to(there).parts[0]
     nearest = difflib.get_close_matches(missing, os.listdir(there), n=3, cutoff=0)
-    found = f"what comes closest in it is {', '.join(nearest)}" if nearest else "it is empty"
+    found = f"the closest names in it are {', '.join(nearest)}" if nearest else "it is empty"
     return (
         f"{root}: no such folder. {there} has no {missing}; {found}. --data wants a folder that "
         "holds train/ and val/, which python -m recipe.prepare_imagenet makes of ImageNet's "

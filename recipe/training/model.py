@@ -96,7 +96,7 @@ def check_arch(arch: str) -> None:
     if not is_known:
         close = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0))
         raise UserError(
-            f"--arch {arch}: {library} has no such classification model; what comes closest is "
+            f"--arch {arch}: {library} has no such classification model; the closest names are "
             f"{close}"
         )
 
