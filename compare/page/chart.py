@@ -16,6 +16,7 @@ from html import escape
 WIDTH = 360  # units: about a phone's width in pixels, so that letters need not shrink there
 FONT_SIZE = 11
 LINE = 15  # height of a line of text
+BORDER = 10  # around a picture that stands alone
 ROW_HEIGHT = 40  # of a plot with a row for each series
 MAX_HITS = 120  # points that tell their value, a plot: a page must stay below a megabyte
 
@@ -256,9 +257,13 @@ class Plot:
 def standalone(svg: str) -> str:
     """Return a plot as a file of its own: colours in place of variables, and a background."""
     head, body = svg.split(">", 1)
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}"'
+    sizes = re.findall(r'viewBox="0 0 (\S+) (\S+)"', head)[0]
+    width, height = (float(size) + 2 * BORDER for size in sizes)
+    box = f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}"'
+    head = re.sub('viewBox="[^"]*"', box, head)
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width:g}"'
     frame += ' font-family="Helvetica, Arial, sans-serif"'
-    paper = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+    paper = f'<rect x="-{BORDER}" y="-{BORDER}" width="100%" height="100%" fill="{PAPER}"/>'
     text = f"{head.replace('<svg', frame)}>{paper}{body}\n"
     return re.sub(r"var\(--([\w-]+)\)", lambda found: PALETTE[found[1]][0], text)
 
