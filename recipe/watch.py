@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.errors import RESUME_HINT, fail, leave
+from recipe.errors import RESUME_HINT, fail, job_on_host, leave
 from recipe.world import LAUNCHERS, World
 
 POLL_S = 1.0
@@ -132,12 +132,7 @@ def _watch(
         silent = silent + POLL_S if _signs_of_life == seen else 0.0
         seen = _signs_of_life
         if seen and stall_timeout and silent > stall_timeout:
-            fail(
-                world,
-                f"error: no batch for {stall_timeout} s (--stall-timeout): another rank is "
-                "stopped, late or cut off, or a disk hangs; `py-spy dump --pid PID` shows where a "
-                f"rank waits. {RESUME_HINT}",
-            )
+            fail(world, _stall_message(stall_timeout, world))
 
 
 def _end_by_signal(world: World, number: signal.Signals) -> None:
@@ -162,3 +157,24 @@ def _remove_shared_memory() -> None:
     for path in paths:
         with suppress(OSError):  # another rank was first
             os.unlink(path)
+
+
+def _stall_message(seconds: int, world: World) -> str:
+    stopped = ", ".join(_stopped_ranks(world)) or "look for it by `py-spy dump --pid PID`"
+    return (
+        f"error: no batch for {seconds} s (--stall-timeout): another rank is frozen, late or cut "
+        f"off, or a disk hangs ({stopped}). {RESUME_HINT}"
+    )
+
+
+def _stopped_ranks(world: World) -> list[str]:
+    """The ranks of this job on this host that are stopped, or wait for a disk that hangs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environ = process.environ()
+            rank = environ.get(world.started_by.variables[0])
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP)
+            if rank and stopped and job_on_host(environ) == job_on_host():
+                found.append(f"rank {rank} on {world.host}, process {process.pid}, is stopped")
+    return found

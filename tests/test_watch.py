@@ -4,6 +4,7 @@ that is being written then is finished."""
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,8 +135,14 @@ def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) ->
 
 
 def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
+    """Another rank of the job is stopped: the message names it."""
+    stopped = subprocess.Popen(["sleep", "60"], env=RANK_VARIABLES["torchrun"] | {"RANK": "1"})
+    stopped.send_signal(signal.SIGSTOP)
     said = start("torchrun", stall_timeout=2).wait()
+    stopped.kill()
+    stopped.wait()
     assert said.startswith("error: no batch for 2 s (--stall-timeout): another rank")
+    assert f"rank 1 on {socket.gethostname()}, process {stopped.pid}, is stopped" in said
     assert said.count("\n") == 1
 
 

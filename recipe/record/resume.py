@@ -276,6 +276,11 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
             f"holds the momentum of each of {len(momenta)} workers under --use-adasum; go on with "
             "as many and with that flag, or start from its weights with --weights"
         )
+    if saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta:
+        return (
+            "was trained with --use-adasum and holds one worker's momentum only, from which "
+            "others cannot go on exactly; start from its weights with --weights"
+        )
     return None
 
 
