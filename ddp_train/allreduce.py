@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from ddp_train.rendezvous import meeting_point
 from ddp_train.transport import choose_transport
-from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
+from recipe.allreduce import Backend, run
 from recipe.config import Config
-from recipe.errors import one_message
-from recipe.watch import start_watchdog
+from recipe.device import choose_device
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
-from recipe.world import World, read_world
+from recipe.world import World
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
@@ -40,36 +39,22 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
     return reduce
 
 
-def main(options: argparse.Namespace, world: World) -> None:
-    """Measure as `options` says. Every rank calls this."""
-    device = pick_device(options, world)
+def connect(options: argparse.Namespace, world: World) -> Backend:
+    """Let the ranks meet as DDP's do."""
     config = Config(cuda=options.cuda, transport=options.transport)
+    device = choose_device(config, world)
     transport, backend = choose_transport(config, world, device)
     dist.init_process_group(backend, **meeting_point(world, backend))
-
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values := values.to(device))
-        return values.cpu()
-
-    measure(
-        Backend(
-            name="torch-mpi" if transport == "MPI" else "torch.distributed",
-            transport=transport,
-            device=device,
-            versions={"torch": torch.__version__},
-            wires=WIRES,
-            prepare=prepare,
-            barrier=dist.barrier,
-            sum_over_ranks=sum_over_ranks,
-        ),
-        world,
-        options,
+    return Backend(
+        name="torch-mpi" if transport == "MPI" else "torch.distributed",
+        transport=transport,
+        device=device,
+        versions={"torch": torch.__version__},
+        prepare=prepare,
+        barrier=dist.barrier,
+        close=dist.destroy_process_group,
     )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    world = read_world()
-    start_watchdog(world)
-    with one_message(world):
-        main(parse_options(__doc__, ("auto", "mpi")), world)
+    run(__doc__, connect, ("auto", "mpi"))

@@ -12,11 +12,11 @@ from importlib import metadata
 import torch
 
 from horovod_train.engine import COMPRESSION, hvd, refuse_lone_copies
-from recipe.allreduce import WIRES, Backend, measure, parse_options, pick_device
-from recipe.errors import one_message
-from recipe.watch import start_watchdog
+from recipe.allreduce import Backend, run
+from recipe.config import Config
+from recipe.device import choose_device
 from recipe.wire_formats import WireFormat
-from recipe.world import World, prepare_mpi, read_world
+from recipe.world import World, prepare_mpi
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
@@ -37,36 +37,23 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
     return reduce
 
 
-def main(options: argparse.Namespace, world: World) -> None:
-    """Measure as `options` says. Every rank calls this."""
-    device = pick_device(options, world)
+def connect(options: argparse.Namespace, world: World) -> Backend:
+    """Let the ranks meet as in a training."""
+    device = choose_device(Config(cuda=options.cuda), world)
     prepare_mpi(world)
     hvd.init()
     refuse_lone_copies(world)
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
-
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        return hvd.allreduce(values.to(device), op=hvd.Sum, name="figures").cpu()
-
-    measure(
-        Backend(
-            name=f"horovod-{controller.lower()}",
-            transport="NCCL" if device.type == "cuda" and hvd.nccl_built() else controller,
-            device=device,
-            versions={"torch": torch.__version__, "horovod": metadata.version("horovod")},
-            wires=WIRES,
-            prepare=prepare,
-            barrier=hvd.barrier,
-            sum_over_ranks=sum_over_ranks,
-        ),
-        world,
-        options,
+    return Backend(
+        name=f"horovod-{controller.lower()}",
+        transport="NCCL" if device.type == "cuda" and hvd.nccl_built() else controller,
+        device=device,
+        versions={"torch": torch.__version__, "horovod": metadata.version("horovod")},
+        prepare=prepare,
+        barrier=hvd.barrier,
+        close=hvd.shutdown,
     )
-    hvd.shutdown()
 
 
 if __name__ == "__main__":
-    world = read_world()
-    start_watchdog(world)
-    with one_message(world):
-        main(parse_options(__doc__), world)
+    run(__doc__, connect)

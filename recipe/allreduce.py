@@ -1,8 +1,8 @@
 """How long an allreduce takes: the loop that all engines are measured by. It knows none of them.
 
 An engine's script (horovod_train/allreduce.py, ddp_train/allreduce.py, baselines/mpi_allreduce.py)
-says how it sums tensors over the ranks, and hands that to `measure`. compare/collectives.py starts
-the scripts and puts their figures side by side.
+says how it sums tensors over the ranks, and calls `run`. compare/collectives.py starts the scripts
+and puts their figures side by side.
 """
 
 import argparse
@@ -12,38 +12,25 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from recipe.config import Config
-from recipe.device import choose_device, gather, own_row
-from recipe.errors import UserError
+from recipe.device import gather, own_row
+from recipe.errors import UserError, one_message
 from recipe.files import replace_file
+from recipe.watch import start_watchdog
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
-from recipe.world import World
+from recipe.world import World, read_world
 
 FP32_BYTES = 4
 WIRES = tuple(WIRE_FORMATS)
 MIN_REPETITIONS = 3
 MAX_REPETITIONS = 200
-COPY_REPETITIONS = 3
 EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 CHUNK_ELEMENTS = PATTERN_LENGTH << 17  # of filling and checking: 3.7 MB
-
-
-@dataclass(frozen=True)
-class Message:
-    """What one allreduce sums: tensors of fp32, in the order in which they are handed over."""
-
-    name: str
-    elements: tuple[int, ...]  # of each tensor
-
-    @property
-    def bytes(self) -> int:
-        """The payload as the user sees it, whatever the wire makes of it."""
-        return FP32_BYTES * sum(self.elements)
 
 
 @dataclass(frozen=True)
@@ -54,23 +41,43 @@ class Backend:
     transport: str  # what carries the messages
     device: torch.device  # where the tensors are
     versions: dict[str, str]
-    wires: tuple[str, ...]  # that it has
     # Returns what sums these tensors over the ranks, in place, and returns when they are summed.
     # More than one tensor: all are handed over before the first is waited for.
     prepare: Callable[[Sequence[torch.Tensor], WireFormat], Callable[[], object]]
     barrier: Callable[[], object]
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]  # for figures; CPU tensors
+    close: Callable[[], object]
+    wires: tuple[str, ...] = WIRES  # that it has
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """The ranks' values added up, in fp32, which is enough for figures."""
+        sums = values.to(self.device, torch.float32, copy=True)
+        self.prepare([sums], "fp32")()
+        return sums.to("cpu", values.dtype)
 
 
-def parse_options(
-    description: str | None, transports: Sequence[str] = ("auto",)
-) -> argparse.Namespace:
+def run(
+    description: str | None,
+    connect: Callable[[argparse.Namespace, World], Backend],
+    transports: Sequence[str] = ("auto",),
+) -> None:
+    """Be an engine's script: read the flags, let the ranks `connect`, and measure."""
+    world = read_world()
+    start_watchdog(world)
+    with one_message(world):
+        options = parse_options(description, transports)
+        torch.set_num_threads(options.threads)
+        backend = connect(options, world)
+        measure(backend, world, options)
+        backend.close()
+
+
+def parse_options(description: str | None, transports: Sequence[str]) -> argparse.Namespace:
     """Read the flags of an engine's script, which has these transports to choose from."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sizes", type=fp32_size, nargs="*", default=[4096, 1 << 20, 64 << 20], metavar="BYTES",
+    add("--sizes", type=int, nargs="*", default=[4096, 1 << 20, 64 << 20], metavar="BYTES",
         help="message sizes: bytes of fp32 (default: 4096 1048576 67108864)")  # fmt: skip
     add("--wires", nargs="+", choices=WIRES, default=list(WIRES),
         help=f"number formats on the wire (default: {' '.join(WIRES)})")  # fmt: skip
@@ -89,22 +96,9 @@ def parse_options(
     return parser.parse_args()
 
 
-def fp32_size(text: str) -> int:
-    """Bytes of whole fp32 numbers."""
-    if not text.isdecimal() or int(text) < FP32_BYTES or int(text) % FP32_BYTES:
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive multiple of {FP32_BYTES}")
-    return int(text)
-
-
-def pick_device(options: argparse.Namespace, world: World) -> torch.device:
-    """The device by the trainers' rule; also sets this rank's threads."""
-    torch.set_num_threads(options.threads)
-    return choose_device(Config(cuda=options.cuda), world)
-
-
-def model_messages(name: str) -> list[Message]:
-    """The gradients of a torchvision model as one message, and as backward hands them over: tensor
-    by tensor, the last layer's first."""
+def model_messages(name: str) -> dict[str, list[int]]:
+    """The elements of a torchvision model's gradients: as one message, and as backward hands them
+    over, tensor by tensor, the last layer's first."""
     from torchvision.models import get_model  # takes a second, and only this needs it
 
     try:
@@ -115,70 +109,72 @@ def model_messages(name: str) -> list[Message]:
             f"--model {name}: torchvision has no such model; `python -c 'import "
             "torchvision.models as m; print(*m.list_models(m))'` lists them"
         ) from None
-    layers = tuple(parameter.numel() for parameter in model.parameters())[::-1]
-    return [Message("model fused", (sum(layers),)), Message("model layers", layers)]
+    layers = [parameter.numel() for parameter in model.parameters()][::-1]
+    return {"model fused": [sum(layers)], "model layers": layers}
 
 
 def measure(backend: Backend, world: World, options: argparse.Namespace) -> None:
-    """Measure every message on every wire, and the rate of copying memory; rank 0 writes.
+    """Measure every message on every wire; rank 0 writes.
 
     Raises UserError where a sum is wrong, naming backend, message, wire and rank.
     """
-    messages = [Message(str(size), (size // FP32_BYTES,)) for size in options.sizes]
+    from recipe.record.environment import cpu_model  # slow to import, for one line
+
+    messages = {str(size): [max(1, size // FP32_BYTES)] for size in options.sizes}
     if options.model != "none":
-        messages += model_messages(options.model)
-    hosts = gather(world.host, world, backend.sum_over_ranks)
+        messages |= model_messages(options.model)
+    wires = [wire for wire in options.wires if wire in backend.wires]
+    gpu = backend.device.type == "cuda"
     lines: list[dict[str, Any]] = [{
         "kind": "world",
         "backend": backend.name,
         "transport": backend.transport,
         "device": backend.device.type,
+        "device_name": torch.cuda.get_device_name(backend.device) if gpu else cpu_model(),
         "ranks": world.size,
-        "hosts": hosts,
+        "hosts": gather(world.host, world, backend.sum_over_ranks),
         "launcher": world.launcher,
         "threads": torch.get_num_threads(),
-        "wires": [wire for wire in options.wires if wire in backend.wires],
+        "wires": wires,
         "model": options.model,
         "python": platform.python_version(),
         "versions": backend.versions,
     }]  # fmt: skip
-    for message in messages:
-        for wire in options.wires:
-            if wire in backend.wires:
-                lines.append(time_message(backend, world, message, wire, options.seconds))
-    copied_bytes = max((message.bytes for message in messages), default=0)
-    lines.append(time_copies(backend, world, copied_bytes))
-    if world.is_first:
-        from recipe.record.environment import (
-            cpu_model,  # slow to import, and nothing waits for it here
-        )
-
-        gpu = backend.device.type == "cuda"
-        lines[0]["device_name"] = torch.cuda.get_device_name(backend.device) if gpu else cpu_model()
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        if options.out is None:
-            print(text, end="", flush=True)
-        else:
-            replace_file(options.out, text)
+    for name, elements in messages.items():
+        for wire in wires:
+            timed = time_message(backend, world, elements, wire, options.seconds)
+            if timed["wrong_elements"]:
+                raise UserError(
+                    f"{backend.name}: the allreduce of {name} ({timed['bytes']} bytes, {wire} "
+                    f"wire) is wrong on rank {world.rank}, in {timed['wrong_elements']} elements. "
+                    "Nothing measured with this build can be trusted: rebuild it, or leave it out"
+                )
+            lines.append({"kind": "allreduce", "message": name, "wire": wire, **timed})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if world.is_first and options.out is not None:
+        replace_file(options.out, text)
+    elif world.is_first:
+        print(text, end="", flush=True)
 
 
 def time_message(
-    backend: Backend, world: World, message: Message, wire: WireFormat, seconds: float
+    backend: Backend, world: World, elements: Sequence[int], wire: WireFormat, seconds: float
 ) -> dict[str, Any]:
-    """Time the allreduce of one message; as many repetitions as fit into `seconds`.
+    """Time the allreduce of fp32 tensors with so many elements; as many repetitions as fit into
+    `seconds`. Also counts what is wrong in the last sums.
 
     The ranks start each repetition together, from a barrier, with fresh values, which lie in the
     cache as far as they fit, as gradients do. A repetition takes as long as its slowest rank.
     """
-    tensors = [torch.empty(n, dtype=torch.float32, device=backend.device) for n in message.elements]
+    tensors = [torch.empty(n, dtype=torch.float32, device=backend.device) for n in elements]
     own = pattern_of(world, [world.rank]).to(backend.device)
     expected = pattern_of(world, range(world.size)).to(backend.device)
     reduce = backend.prepare(tensors, wire)
 
-    def repeat(times: int) -> torch.Tensor:
-        """Seconds of each repetition: float64 [ranks, times]."""
-        spent = torch.zeros(times, dtype=torch.float64)
-        for repetition in range(times):
+    def repeat(times: int) -> list[float]:
+        """Seconds of each repetition, on its slowest rank."""
+        spent = []
+        for _ in range(times):
             for tensor in tensors:
                 fill(tensor, own)
             synchronize(backend.device)
@@ -186,61 +182,23 @@ def time_message(
             began = time.perf_counter()
             reduce()
             synchronize(backend.device)
-            spent[repetition] = time.perf_counter() - began
-        return backend.sum_over_ranks(own_row(world, spent))
+            spent.append(time.perf_counter() - began)
+        row = own_row(world, torch.tensor(spent, dtype=torch.float64))
+        slowest: list[float] = backend.sum_over_ranks(row).amax(dim=0).tolist()
+        return slowest
 
-    warm = repeat(1).amax().item()  # pays for connections and page faults
+    (warm,) = repeat(1)  # pays for connections and page faults
     if warm < seconds:
-        warm = repeat(1).amax().item()
+        (warm,) = repeat(1)
     repetitions = min(max(int(seconds / warm), MIN_REPETITIONS), MAX_REPETITIONS)
-    times = repeat(repetitions).amax(dim=0)
-    for index, tensor in enumerate(tensors):
-        if wrong := first_difference(tensor, expected):
-            element, value, right = wrong
-            raise UserError(
-                f"{backend.name}: the allreduce of {message.name} ({message.bytes} bytes, {wire} "
-                f"wire) is wrong on rank {world.rank}: element {element} of tensor {index} is "
-                f"{value:g} and must be {right:g}. Nothing measured with this build can be "
-                "trusted: rebuild it, or leave it out"
-            )
+    times = repeat(repetitions)
     return {
-        "kind": "allreduce",
-        "message": message.name,
-        "bytes": message.bytes,
-        "tensors": len(message.elements),
-        "wire": wire,
+        "bytes": FP32_BYTES * sum(elements),  # as the user sees it, whatever the wire makes of it
+        "tensors": len(elements),
         "repetitions": repetitions,
-        "seconds_median": times.median().item(),
-        "seconds": [float(f"{value:.4g}") for value in times.tolist()],
-    }
-
-
-def time_copies(backend: Backend, world: World, size: int) -> dict[str, Any]:
-    """Time copies of `size` bytes on the tensors' device: rank 0 alone, then all ranks at once.
-
-    A copy counts twice, as bytes read and as bytes written, the way STREAM counts (McCalpin,
-    "Memory bandwidth and machine balance in current high performance computers", 1995).
-    """
-    source = torch.ones(size, dtype=torch.uint8, device=backend.device)
-    destination = torch.zeros_like(source)
-    rates = []
-    for alone in (True, False):
-        spent = torch.full((COPY_REPETITIONS,), float("inf"), dtype=torch.float64)
-        for repetition in range(COPY_REPETITIONS + 1):
-            backend.barrier()
-            if world.is_first or not alone:
-                began = time.perf_counter()
-                destination.copy_(source)
-                synchronize(backend.device)
-                spent[repetition - 1] = time.perf_counter() - began  # the first is overwritten
-        rate = 2 * size / spent.median(dim=0, keepdim=True).values
-        rates.append(backend.sum_over_ranks(own_row(world, rate))[:, 0].tolist())
-    return {
-        "kind": "copy",
-        "bytes": size,
-        "counted": "bytes read + bytes written",
-        "alone_bytes_per_second": rates[0][0],
-        "together_bytes_per_second": rates[1],
+        "seconds_median": median(times),
+        "seconds": [float(f"{value:.4g}") for value in times],
+        "wrong_elements": sum(wrong_elements(tensor, expected) for tensor in tensors),
     }
 
 
@@ -274,14 +232,7 @@ def fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
         piece.copy_(pattern[: len(piece)])
 
 
-def first_difference(
-    tensor: torch.Tensor, pattern: torch.Tensor
-) -> tuple[int, float, float] | None:
-    """Where a tensor first differs from the pattern along it: position, value, right value."""
-    for number, piece in enumerate(tensor.split(len(pattern))):
-        right = pattern[: len(piece)]
-        if not torch.equal(piece, right):
-            position = int((piece != right).nonzero()[0])
-            element = number * len(pattern) + position
-            return element, piece[position].item(), right[position].item()
-    return None
+def wrong_elements(tensor: torch.Tensor, pattern: torch.Tensor) -> int:
+    """How many elements of a tensor are not as `fill` with this pattern makes them."""
+    pieces = tensor.split(len(pattern))
+    return sum(int((piece != pattern[: len(piece)]).sum()) for piece in pieces)

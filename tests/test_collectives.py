@@ -2,32 +2,24 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from launching import LAUNCHERS, marked, run, wait_until
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
-from compare.evidence.paired import Estimate, estimate_ratio
-from compare.page.collectives import (
-    read_measurement,
-    sentences,
-    size_text,
-    table,
-    time_text,
-    verdict,
-)
+from compare.evidence.collectives import read_measurement
+from compare.page.collectives import size_text, table, text_report
 from recipe import allreduce
-from recipe.allreduce import Backend, Message, fill, first_difference, pattern_of
+from recipe.allreduce import Backend, fill, pattern_of, wrong_elements
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -62,8 +54,8 @@ def test_a_missing_or_doubled_rank_changes_the_sum():
     expected = pattern_of(world_of(0, 4), range(4))
     for rank in range(4):
         own = pattern_of(world_of(rank, 4), [rank])
-        assert first_difference(expected - own, expected) is not None
-        assert first_difference(expected + own, expected) is not None
+        assert wrong_elements(expected - own, expected) > 0
+        assert wrong_elements(expected + own, expected) > 0
 
 
 def test_too_many_ranks_for_an_exact_sum_are_refused():
@@ -76,114 +68,76 @@ def test_every_wrong_element_is_found(length):
     pattern = pattern_of(world_of(0, 2), range(2))
     tensor = torch.full((length,), -1.0)
     fill(tensor, pattern)
-    assert first_difference(tensor, pattern) is None
-    for element in {0, length // 2, length - 1}:
-        wrong = tensor.clone()
-        wrong[element] += 1
-        found = first_difference(wrong, pattern)
-        assert found == (element, wrong[element].item(), tensor[element].item())
+    assert wrong_elements(tensor, pattern) == 0
+    wrong = {0, length // 2, length - 1}
+    for element in wrong:
+        tensor[element] += 1
+    assert wrong_elements(tensor, pattern) == len(wrong)
 
 
 def test_halves_that_changed_places_are_found():
     pattern = pattern_of(world_of(0, 2), range(2))
     tensor = torch.empty(1 << 16)
     fill(tensor, pattern)
-    assert first_difference(tensor.roll(1 << 15), pattern) is not None
+    assert wrong_elements(tensor.roll(1 << 15), pattern) > 0
 
 
-def pair_of_ranks(prepare, slower_by: float = 0.0) -> Backend:
+class PairOfRanks(Backend):
     """Rank 0 of two, of which the other exists only in what the sums bring in."""
 
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        values = values.clone()
-        values[1] = values[0] + slower_by
-        return values
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values[0], values[0] + 100.0])
 
-    return Backend(
+
+def timed(reduce, elements: tuple[int, ...], seconds: float = 0.01) -> dict:
+    """What is measured of an engine that sums by `reduce(tensors)`."""
+    backend = PairOfRanks(
         name="made-up",
         transport="thin air",
         device=torch.device("cpu"),
         versions={},
-        wires=("fp32", "fp16"),
-        prepare=prepare,
+        prepare=lambda tensors, wire: lambda: reduce(tensors),
         barrier=lambda: None,
-        sum_over_ranks=sum_over_ranks,
+        close=lambda: None,
     )
+    return allreduce.time_message(backend, world_of(0, 2), elements, "fp32", seconds)
 
 
-def adding_the_other(tensors, wire):
+def add_the_other(tensors) -> None:
     other = pattern_of(world_of(1, 2), [1])
-
-    def reduce() -> None:
-        for tensor in tensors:
-            tensor += other[: len(tensor)]
-
-    return reduce
+    for tensor in tensors:
+        tensor += other[: len(tensor)]
 
 
 def test_a_repetition_takes_as_long_as_its_slowest_rank():
-    backend = pair_of_ranks(adding_the_other, slower_by=100.0)
-    line = allreduce.time_message(backend, world_of(0, 2), Message("44", (11,)), "fp32", 0.01)
-    assert line["bytes"] == 44
+    line = timed(add_the_other, (11,))
+    assert line["bytes"] == 44 and line["wrong_elements"] == 0
     assert line["repetitions"] == len(line["seconds"]) == allreduce.MIN_REPETITIONS
-    assert all(seconds >= 100 for seconds in line["seconds"])
-    assert line["seconds_median"] >= 100
+    assert all(seconds >= 100 for seconds in [*line["seconds"], line["seconds_median"]])
 
 
 def test_short_messages_get_more_repetitions_within_a_limit():
-    backend = pair_of_ranks(adding_the_other)
-    line = allreduce.time_message(backend, world_of(0, 2), Message("4", (1,)), "fp32", 10.0)
-    assert line["repetitions"] == allreduce.MAX_REPETITIONS
-
-
-def test_a_wrong_sum_is_an_error_that_names_backend_size_wire_and_rank():
-    def wrong(tensors, wire):
-        reduce = adding_the_other(tensors, wire)
-
-        def reduce_but_forget_one() -> None:
-            reduce()
-            tensors[1][5] -= 1
-
-        return reduce_but_forget_one
-
-    message = Message("model layers", (10, 20))
-    with pytest.raises(UserError) as caught:
-        allreduce.time_message(pair_of_ranks(wrong), world_of(0, 2), message, "fp16", 0.01)
-    told = str(caught.value)
-    for part in ("made-up", "model layers", "120 bytes", "fp16", "rank 0", "element 5 of tensor 1"):
-        assert part in told
+    assert timed(add_the_other, (1,), 1e9)["repetitions"] == allreduce.MAX_REPETITIONS
 
 
 def test_sums_are_checked_afresh_after_the_last_repetition():
     """An engine that is right at first, and then hands back what it had, must not pass."""
     calls = []
 
-    def right_once(tensors, wire):
-        reduce = adding_the_other(tensors, wire)
-        return lambda: reduce() if not calls and not calls.append(1) else None
+    def right_once(tensors):
+        if not calls:
+            add_the_other(tensors)
+        calls.append(1)
 
-    with pytest.raises(UserError, match="wrong on rank 0"):
-        allreduce.time_message(
-            pair_of_ranks(right_once), world_of(0, 2), Message("4096", (1024,)), "fp32", 0.01
-        )
-
-
-def test_a_copied_byte_counts_as_read_and_as_written(monkeypatch):
-    now = iter(range(1000))
-    monkeypatch.setattr(allreduce.time, "perf_counter", lambda: next(now))  # a copy takes 1 s
-    line = allreduce.time_copies(pair_of_ranks(adding_the_other), world_of(0, 2), 4096)
-    assert line["alone_bytes_per_second"] == 2 * 4096
-    assert line["together_bytes_per_second"] == [2 * 4096, 2 * 4096]
+    assert timed(right_once, (10, 20))["wrong_elements"] > 0
 
 
 def test_a_model_s_gradients_come_last_layer_first():
     from torchvision.models import squeezenet1_1
 
-    fused, layers = allreduce.model_messages("squeezenet1_1")
     sizes = [parameter.numel() for parameter in squeezenet1_1().parameters()]
-    assert layers.elements == tuple(reversed(sizes))
-    assert fused.elements == (sum(sizes),)
-    assert fused.bytes == layers.bytes == 4 * sum(sizes)
+    messages = allreduce.model_messages("squeezenet1_1")
+    assert messages == {"model fused": [sum(sizes)], "model layers": sizes[::-1]}
     with pytest.raises(UserError, match="--model resnet51"):
         allreduce.model_messages("resnet51")
 
@@ -192,49 +146,39 @@ def test_a_model_s_gradients_come_last_layer_first():
 
 
 def write_folder(
-    folder: Path,
-    times: dict[str, list[float]],
-    workers: int = 4,
-    sizes: tuple[int, ...] = (4096, 1 << 28),
-    status: dict[tuple[int, str], str] | None = None,
-    load: float = 0.1,
+    folder: Path, times: dict[str, list[float]], failed: str = "", load: float = 0.1
 ) -> Path:
     """Write a folder as a measurement leaves it. `times`: each block's seconds of the smallest
-    message; others take longer in proportion, the fp16 wire twice as long."""
+    message; others take longer in proportion, the fp16 wire twice as long. In the last block the
+    launch of `failed` does."""
     blocks = max(map(len, times.values()))
     plan = {
-        "backends": list(times), "workers": workers, "blocks": blocks, "wires": ["fp32", "fp16"],
-        "sizes": sizes, "model": "resnet50", "cores": 8, "warnings": ["the machine is busy"],
+        "backends": list(times), "workers": 4, "blocks": blocks, "wires": ["fp32", "fp16"],
+        "model": "resnet50", "cores": 8, "warnings": ["the machine is busy"],
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "collectives.json").write_text(json.dumps(plan))
+    messages = {"4096": 4096, str(1 << 28): 1 << 28, "model layers": 1 << 26}
     for name, of_blocks in times.items():
         for block, seconds in enumerate(of_blocks, start=1):
-            wires = ["fp32"] if name == "mpi4py" else ["fp32", "fp16"]
             lines = [{
                 "kind": "world", "backend": name, "transport": "MPI", "device": "cpu",
                 "device_name": "A processor", "hosts": ["a", "b"], "versions": {"x": "1"},
             }]  # fmt: skip
-            messages = [(str(size), size, 1) for size in sizes]
-            for message, size, tensors in [*messages, ("model layers", 1 << 26, 161)]:
-                for wire in wires:
-                    value = seconds * size / sizes[0] * (2 if wire == "fp16" else 1)
+            for (message, size), wire in product(messages.items(), ("fp32", "fp16")):
+                if (name, wire) != ("mpi4py", "fp16"):
+                    value = seconds * size / 4096 * (2 if wire == "fp16" else 1)
                     lines.append({
                         "kind": "allreduce", "message": message, "bytes": size, "wire": wire,
-                        "tensors": tensors, "repetitions": 3, "seconds_median": value,
-                        "seconds": [value, value, value * (9 if name == "horovod-gloo" else 1)],
+                        "tensors": 1, "seconds_median": value,
                     })  # fmt: skip
-            lines.append({
-                "kind": "copy", "bytes": 1 << 28, "alone_bytes_per_second": 10e9,
-                "together_bytes_per_second": [4e9] * workers,
-            })  # fmt: skip
+            lines.append({"kind": "copy", "bytes": 1 << 28})  # as earlier versions wrote
             place = folder / f"block-{block}" / name
             place.mkdir(parents=True)
-            ended = (status or {}).get((block, name), "completed")
-            (place / "outcome.json").write_text(json.dumps({"status": ended, "other_load": load}))
-            if ended == "completed":
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                (place / "measurements.jsonl").write_text(text)
+            status = "failed" if (name, block) == (failed, blocks) else "completed"
+            (place / "outcome.json").write_text(json.dumps({"status": status, "other_load": load}))
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (place / "measurements.jsonl").write_text(text)
     return folder
 
 
@@ -246,84 +190,63 @@ TIMES = {
 }
 
 
-def test_bandwidths_are_those_of_nccl_tests(tmp_path):
+def test_figures(tmp_path):
+    """Bandwidths are those of nccl-tests. Times drift fourfold from block to block; ratios, paired
+    by block, hardly do."""
     measurement = read_measurement(write_folder(tmp_path / "m", TIMES))
-    cell = measurement.figures["torch.distributed", "4096", "fp32"]
-    assert cell.median_seconds == 2.0e-3
-    assert cell.algbw == pytest.approx(4096 / 2.0e-3)
-    assert cell.busbw == pytest.approx(4096 / 2.0e-3 * 2 * 3 / 4)
-    half = measurement.figures["torch.distributed", "4096", "fp16"]
+    first = measurement.figures["torch.distributed", "4096", "fp32"]
+    assert first.seconds == 2.0e-3 and measurement.rivals(first) == []
+    assert first.algbw == pytest.approx(4096 / 2.0e-3)
+    assert first.busbw == pytest.approx(4096 / 2.0e-3 * 2 * 3 / 4)
+    mine, half = (measurement.figures["horovod-mpi", "4096", wire] for wire in ("fp32", "fp16"))
     assert half.bytes == 4096  # the payload as the user sees it
-    assert half.algbw == pytest.approx(cell.algbw / 2)
-
-
-def test_ratios_are_paired_by_block(tmp_path):
-    """Times drift fourfold from block to block; the ratio hardly does."""
-    figures = read_measurement(write_folder(tmp_path / "m", TIMES)).figures
-    first = figures["torch.distributed", "4096", "fp32"]
-    mine = figures["horovod-mpi", "4096", "fp32"]
+    assert half.algbw == pytest.approx(mine.algbw / 2)
+    assert measurement.rivals(mine) == [first]
+    assert [other.wire for other in measurement.rivals(half)] == ["fp16", "fp32"]
     speed = mine.speed_against(first)
-    assert speed.ratios == pytest.approx((1 / 2, 1 / 2.1, 1 / 2.025))
-    assert speed.high < 0.6
-    assert first.speed_against(first) is None
-    assert figures["horovod-mpi", "4096", "fp16"].speed_against(mine).ratio == pytest.approx(0.5)
+    assert speed.ratios == pytest.approx((1 / 2, 1 / 2.1, 1 / 2.025)) and speed.high < 0.6
+    assert half.speed_against(mine).ratio == pytest.approx(0.5)
 
 
 def test_what_is_said_is_narrow_and_names_what_is_not_available(tmp_path):
     measurement = read_measurement(write_folder(tmp_path / "m", TIMES))
-    lines = sentences(measurement)
-    assert max(map(len, lines)) <= 100
-    assert (
-        sum(line.endswith(" -") for line in table(measurement).splitlines()) == 3
-    )  # mpi4py on the fp16 wire: a message each
-    text = "\n".join(lines)
-    assert "horovod-mpi is 0.49 times as fast (0.4" in text
-    assert "not decided for horovod-gloo" in text
-    assert "warning: the machine is busy" in text
-    assert "10.0 GB/s by one rank alone, 4.0 GB/s by each of 4 at once" in text.replace("\n ", "")
-
-
-def test_figures_that_jump_are_told(tmp_path):
-    times = {"torch.distributed": [1e-3] * 3, "horovod-gloo": [1e-3] * 3, "mpi4py": [1e-3, 9e-3]}
-    times["mpi4py"].append(1e-3)  # steady within a launch, and not from launch to launch
-    lines = sentences(read_measurement(write_folder(tmp_path / "m", times)))
-    told = " ".join(line for line in lines[lines.index("", -12) :])
-    assert "repetitions on torch.distributed" not in told
-    assert "on horovod-gloo" in told  # within each launch
-    assert "on mpi4py" in told
+    report = text_report(measurement)
+    assert max(map(len, report.splitlines())) <= 100
+    # mpi4py on the fp16 wire, of each message
+    assert sum(line.endswith(" -") for line in table(measurement).splitlines()) == 3
+    speeds = {tuple(re.split("  +", line.strip())) for line in report.splitlines()}
+    against = "torch.distributed fp32"
+    assert ("4 KiB", "horovod-mpi fp32", against, "0.49", "0.46 to 0.52", "decided") in speeds
+    assert ("4 KiB", "horovod-gloo fp32", against, "1.003", "0.782 to 1.287") in speeds
+    assert "warning: the machine is busy" in report and "kept cores busy" not in report
 
 
 def test_other_load_during_the_launches_is_told(tmp_path):
-    quiet, busy = (write_folder(tmp_path / str(load), TIMES, load=load) for load in (0.3, 1.5))
-    assert "kept cores busy" not in " ".join(sentences(read_measurement(quiet)))
-    told = " ".join(sentences(read_measurement(busy)))
-    assert "in 12 of 12 launches other processes kept cores busy, 1.5 of 8 at worst" in told
+    report = text_report(read_measurement(write_folder(tmp_path / "m", TIMES, load=1.5)))
+    assert "in 12 of 12 launches other processes kept cores busy, 1.5 of 8 at worst" in report
 
 
 def test_a_backend_of_which_a_launch_failed_has_no_figures(tmp_path, capsys):
-    status = {(3, "horovod-mpi"): "failed"}
-    folder = write_folder(tmp_path / "m", TIMES, status=status)
+    folder = write_folder(tmp_path / "m", TIMES, failed="horovod-mpi")
     assert main(["--show", str(folder)]) == 1
     shown = capsys.readouterr().out
-    assert "horovod-mpi: FAILED" in shown
-    assert "mpi4py is" in shown
+    assert "horovod-mpi: FAILED" in shown and "horovod-mpi fp32" not in shown
+    assert "mpi4py fp32" in shown
 
 
 def test_an_interrupted_measurement_shows_its_complete_blocks(tmp_path):
     times = {name: values[: 3 if name == "mpi4py" else 2] for name, values in TIMES.items()}
     measurement = read_measurement(write_folder(tmp_path / "m", times))
     assert measurement.complete_blocks == 2
-    assert all(len(one.seconds) == 2 for one in measurement.figures.values())
-    told = "\n".join(sentences(measurement))
-    assert "no interval below 3 blocks" in told
-    assert "2 of 3 blocks are complete" in told
+    assert all(len(one.seconds_of_blocks) == 2 for one in measurement.figures.values())
+    report = text_report(measurement)
+    assert "too few blocks" in report and "2 of 3 blocks are complete" in report
 
 
 def test_a_folder_without_figures_is_refused(tmp_path, capsys):
     assert main(["--show", str(tmp_path)]) == 2
     assert "holds no measurement" in capsys.readouterr().err
-    status = {(1, "mpi4py"): "timed out"}
-    folder = write_folder(tmp_path / "m", {"mpi4py": [1e-3]}, status=status)
+    folder = write_folder(tmp_path / "m", {"mpi4py": [1e-3]}, failed="mpi4py")
     with pytest.raises(UserError, match=r"output\.log"):
         read_measurement(folder)
 
@@ -334,22 +257,20 @@ def test_files_hold_the_figures_of_the_table(tmp_path):
     assert main(["--show", str(folder), *words]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert len(figures) == 3 * 2 * 3 + 3
-    assert figures[0]["speed_against_first"] is None
-    assert {"low", "high", "ratio"} <= figures[-1]["speed_against_first"].keys()
+    assert figures[0]["speeds"] == []
+    assert {"against", "low", "high", "ratio"} <= figures[-1]["speeds"][0].keys()
     svg = ElementTree.parse(tmp_path / "figures.svg").getroot()
     text = " ".join(svg.itertext())
-    for name in (*TIMES, "fp16 wire", "memory copy", "4 KiB", "256 MiB"):
+    for name in (*TIMES, "fp16 wire", "4 KiB", "256 MiB"):
         assert name in text
     assert "var(--" not in (tmp_path / "figures.svg").read_text()
 
 
-@given(st.floats(min_value=1e-7, max_value=999))
-def test_times_fit_their_column(seconds):
-    text = time_text(seconds)
-    assert len(text) <= 7
-    number, unit = text.split()
-    factor = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
-    assert float(number) * factor == pytest.approx(seconds, rel=0.01, abs=1e-8)
+def test_the_recorded_result_still_shows(capsys):
+    assert main(["--show", str(ROOT / "results/xeon-2-cores/2026-11-21-allreduce")]) == 0
+    shown = capsys.readouterr().out
+    for row in (r"256 MiB  fp32 +349  0\.768 +192  1\.398", "model layers .* 3.53 .* decided"):
+        assert re.search(row, shown)
 
 
 def test_sizes_are_read_as_they_are_written():
@@ -357,17 +278,6 @@ def test_sizes_are_read_as_they_are_written():
         4096, 4096, 256 << 20, 1 << 30,
     ]  # fmt: skip
     assert [size_text(size) for size in (512, 4096, 256 << 20)] == ["512 B", "4 KiB", "256 MiB"]
-
-
-def test_verdicts_say_which_is_faster():
-    fast = estimate_ratio([2.0, 2.1, 2.2], [1.0, 1.0, 1.1])
-    assert verdict("x", fast, True).startswith("x is 2.0")
-    assert "times as fast (" in verdict("x", fast, True)
-    assert "x is 0.4" in verdict("x", fast.inverse(), True)
-    assert verdict("x", fast, False).startswith("not decided for x (2.0")
-    barely = Estimate(1.02, 1.0004, 1.045, ())
-    assert verdict("x", barely, True) == "x is 1.0200 times as fast (1.0004 to 1.0450)"
-    assert verdict("x", estimate_ratio([2.0], [1.0]), False) == "x is 2.00 times as fast"
 
 
 @pytest.mark.parametrize(
@@ -387,24 +297,26 @@ def test_mistakes_are_told_before_anything_is_started(words, told, tmp_path, cap
 
 
 def test_what_is_not_installed_is_told_and_never_left_out_in_silence(monkeypatch, capsys):
-    monkeypatch.setitem(BACKENDS, "horovod-mpi", replace(BACKENDS["horovod-mpi"], module="nowhere"))
+    monkeypatch.setattr("compare.running.tools.has_horovod", lambda: False)
     assert main(["--backends", "horovod-mpi", "--dry-run"]) == 2
     assert "horovod_train/build_horovod.py" in capsys.readouterr().err
-    able, missing = collectives.installed(None)
-    assert "horovod-mpi" not in able
-    assert any(line.startswith("horovod-mpi: not available") for line in missing)
+    options = collectives.parse_options([])
+    horovod, other = collectives.missing_lines(options)
+    assert horovod.startswith("horovod-mpi: not available") and "horovod-gloo" in other
+    assert options.backends == ["torch.distributed", "torch-mpi", "mpi4py"]
 
 
-def test_hosts_are_reached_by_launchers_that_can(capsys):
-    assert main(["--hosts", "a:1,b:1", "--backends", "torch.distributed", "--dry-run"]) == 0
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert command.startswith("mpirun -np 2 -H a:1,b:1")
-
-
-def test_ddp_over_mpi_is_ddp_s_script_on_the_cpu(capsys):
-    assert main(["--backends", "torch-mpi", "--dry-run"]) == 0
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert "ddp_train/allreduce.py" in command and "--no-cuda --transport mpi" in command
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--hosts", "a:1,b:1", "--backends", "torch.distributed"], "mpirun -np 2 -H a:1,b:1"),
+        (["--backends", "torch-mpi"], "ddp_train/allreduce.py"),
+        (["--backends", "torch-mpi"], "--transport mpi --no-cuda"),
+    ],
+)
+def test_commands(words, told, capsys):
+    assert main([*words, "--dry-run"]) == 0
+    assert told in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_it_starts_without_torch():
@@ -429,7 +341,7 @@ if os.environ["DEED"] == "fail":
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 time.sleep(300)
 '''
-collectives.Backend.command = lambda *_: [sys.executable, "-c", LAUNCHER]
+collectives.command = lambda *_: [sys.executable, "-c", LAUNCHER]
 launch.GRACE_SECONDS = 1.0
 sys.exit(collectives.main(sys.argv[1:]))
 """
@@ -449,18 +361,11 @@ def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path):
     driver = start_driver(tmp_path, "fail", "--backends", "torch.distributed", "--blocks", "3")
     out, err = driver.communicate(timeout=60)
     assert driver.returncode == 2
-    assert "FAILED: no more launches of torch.distributed" in out
+    assert re.search("torch.distributed .* failed", out)
     assert "| the wire is cut" in out
-    assert "no launch has ended well" in err
+    assert "no block is complete" in err
     assert "Traceback" not in out + err
     assert not (tmp_path / "out" / "block-2").exists()
-
-
-def test_a_launch_that_hangs_is_ended_with_all_its_processes(tmp_path):
-    driver = start_driver(tmp_path, "hang", "--backends", "torch.distributed", "--timeout", "2")
-    out, _ = driver.communicate(timeout=60)
-    assert "TIMED OUT" in out
-    wait_until(lambda: marked(str(tmp_path)) == [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -505,38 +410,34 @@ def test_every_engine_sums_right(launcher, engine, name, transport, wires, tmp_p
         "--sizes", "4", "4096", "4194308", "--model", "squeezenet1_1",
         "--transport", "mpi" if name == "torch-mpi" else "auto",
     )  # fmt: skip
-    world, copy = lines[0], lines[-1]
+    world, *lines = lines
     assert (world["backend"], world["transport"]) == (name, transport)
     assert (world["ranks"], world["threads"], world["wires"]) == (2, 1, wires)
-    cells = [(line["message"], line["wire"]) for line in lines[1:-1]]
+    cells = [(line["message"], line["wire"]) for line in lines]
     messages = ["4", "4096", "4194308", "model fused", "model layers"]
     assert cells == [(message, wire) for message in messages for wire in wires]
-    assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines[1:-1])
-    assert all(value > 0 for line in lines[1:-1] for value in line["seconds"])
-    assert copy["bytes"] == max(line["bytes"] for line in lines[1:-1])
-    assert len(copy["together_bytes_per_second"]) == 2
-    assert all(rate > 0 for rate in copy["together_bytes_per_second"])
+    assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines)
+    assert all(value > 0 for line in lines for value in line["seconds"])
 
 
 # Rank 1 throws its sum away, as a build with a broken copy would.
 SABOTAGE = """
 import sys
 sys.path.insert(0, {root!r})
-from {module} import main, prepare, read_world
-import {module} as module
-from recipe.errors import one_message
-from recipe.allreduce import parse_options
-world = read_world()
-def broken(tensors, wire):
-    reduce = prepare(tensors, wire)
-    def sabotaged():
-        reduce()
-        if world.rank == 1 and wire == "fp16":
-            tensors[0][3] = 99.0
-    return sabotaged
-module.prepare = broken
-with one_message(world):
-    main(parse_options(""), world)
+from dataclasses import replace
+from recipe import allreduce
+from {module} import connect
+def connect_badly(options, world):
+    backend = connect(options, world)
+    def prepare(tensors, wire):
+        reduce = backend.prepare(tensors, wire)
+        def sabotaged():
+            reduce()
+            if world.rank == 1 and wire == "fp16":
+                tensors[0][3] = 99.0
+        return sabotaged
+    return replace(backend, prepare=prepare)
+allreduce.run("", connect_badly)
 """
 
 
@@ -556,7 +457,7 @@ def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_pa
     out = tmp_path / "lines.jsonl"
     done = run([*command, "--sizes", "4096", "--seconds", "0.01", "--no-cuda", "--out", str(out)])
     assert done.returncode != 0
-    for part in (name, "4096 bytes", "fp16 wire", "wrong on rank 1", "element 3", "is 99"):
+    for part in (name, "4096 bytes", "fp16 wire", "wrong on rank 1, in 1 elements"):
         assert part in done.output
     assert not out.exists()
 

@@ -2,8 +2,8 @@
 comparison.
 
 A check is one function: it finds something out, says what it means, and has the remedy.
-`HOST_CHECKS` need nothing but the host they run on; `comparison_findings` looks at this host with
-the eyes of a plan.
+`HOST_CHECKS` need nothing but the host they run on; `find_warnings` makes those that a plan asks
+for.
 """
 
 import contextlib
@@ -38,9 +38,7 @@ from recipe.errors import UserError
 from recipe.flags import last_value
 
 GIB = 2**30
-LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
-LEAST_DISK = GIB
 MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models
 BUSIEST_SHOWN = 3
 OWN_NAME = "own name"  # in place of an interface
@@ -61,7 +59,7 @@ class Finding:
     status: str  # "ok", "warning", "failed"
     found: str
     remedy: str = ""
-    host: str = "all"  # it is between the hosts
+    host: str = "all"  # the default: it is between the hosts
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ def check_shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     remedy = "input workers pass images through it: docker run --shm-size 8g, or --workers 0"
     found = f"/dev/shm has {free / GIB:,.1f} GiB free"
-    return judged("shared memory", free >= LEAST_SHARED_MEMORY, found, remedy)
+    return judged("shared memory", free >= GIB, found, remedy)
 
 
 def check_open_files() -> Finding:
@@ -358,7 +356,7 @@ def check_disk(folder: Path) -> Finding:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs"
-    return judged("disk", free >= LEAST_DISK, found, "Free some, or take --out DIR elsewhere")
+    return judged("disk", free >= GIB, found, "Free some, or take --out DIR elsewhere")
 
 
 def check_memory(workers: int) -> Finding:
