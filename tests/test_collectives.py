@@ -69,17 +69,12 @@ def test_every_wrong_element_is_found(length):
     tensor = torch.full((length,), -1.0)
     fill(tensor, pattern)
     assert wrong_elements(tensor, pattern) == 0
+    halves_swapped = wrong_elements(tensor.roll(1 << 15), pattern)
+    assert halves_swapped > 0 or length < 1 << 16
     wrong = {0, length // 2, length - 1}
     for element in wrong:
         tensor[element] += 1
     assert wrong_elements(tensor, pattern) == len(wrong)
-
-
-def test_halves_that_changed_places_are_found():
-    pattern = pattern_of(world_of(0, 2), range(2))
-    tensor = torch.empty(1 << 16)
-    fill(tensor, pattern)
-    assert wrong_elements(tensor.roll(1 << 15), pattern) > 0
 
 
 class PairOfRanks(Backend):
@@ -368,17 +363,14 @@ def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path):
     assert not (tmp_path / "out" / "block-2").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_an_interruption(tmp_path, number):
+def test_no_process_outlives_an_interruption(tmp_path):
     driver = start_driver(tmp_path, "hang", "--backends", "torch.distributed")
     wait_until(lambda: len(marked(str(tmp_path))) >= 4)  # driver, watchdog, launcher, worker
-    driver.send_signal(number)
+    driver.send_signal(signal.SIGINT)
     _, err = driver.communicate(timeout=60)
     wait_until(lambda: marked(str(tmp_path)) == [])
-    if number == signal.SIGINT:
-        assert driver.returncode == 130
-        assert "interrupted" in err
-        assert "Traceback" not in err
+    assert driver.returncode == 130
+    assert "interrupted" in err and "Traceback" not in err
 
 
 # -- Real launchers --------------------------------------------------------------------------------
