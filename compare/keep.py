@@ -17,8 +17,9 @@ from pathlib import Path
 
 from compare.errors import run_main
 from compare.evidence import packed
+from compare.evidence.collectives import read_measurement
 from compare.evidence.records import load_comparison
-from compare.page.collectives import plot, read_measurement, text_report
+from compare.page.collectives import plot, text_report
 from compare.page.html import render_page
 from compare.page.report import Report
 from compare.page.text import as_text

@@ -20,7 +20,7 @@ from compare.page.chart import (
     MUTED,
     Layer,
     Plot,
-    at_ticks,
+    Scale,
     logarithmic,
     standalone,
 )
@@ -165,7 +165,9 @@ def plot(measurement: Measurement) -> str:
         width, dash, key = (1.6, "", name) if wire == "fp32" else (1.1, "3 2.4", "")
         layers.append(Layer("line", line, colour, width, dash, key=key))
         layers.append(Layer(marker, line, colour, 2.6, hollow=not key, texts=texts, key=key))
-    x = at_ticks([(one.bytes, label_of(one)) for one in figures], "message, bytes of fp32", True)
+    sizes = sorted({one.bytes for one in figures})
+    ticks = [(float(size), size_text(size)) for size in sizes[:: -(-len(sizes) // 5)]]
+    x = Scale(sizes[0] / 1.4, sizes[-1] * 1.4, ticks, "message, bytes of fp32", logarithmic=True)
     y = logarithmic([one.busbw / 1e9 for one in figures], "bus bandwidth, GB/s")
     title = f"Allreduce over {measurement.plan['workers']} workers: bus bandwidth over message size"
     return standalone(Plot("allreduce", title, "", x, y, layers).svg)
