@@ -201,7 +201,6 @@ def training_batches(
     batches = stream.batches(places(), world.rank, world.size)
     if num_files < data.num_train:  # no first pass, whose files are decoded whole to find damage
         batches = ([(number + 1, index) for number, index in keys] for keys in batches)
-    ready: Iterator[Batch]
     if data.train is None:
         ready = _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
