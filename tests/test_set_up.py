@@ -1,26 +1,34 @@
 """tools/set_up.py: what it refuses, what it remembers, and that a second call does nothing."""
 
 import ast
-import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from making import write_program
+from msgspec import toml
+from packaging.requirements import Requirement
+
+import tools.set_up
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def set_up(monkeypatch):
-    spec = importlib.util.spec_from_file_location("set_up", ROOT / "tools" / "set_up.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def set_up():
     for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    return module
+        os.environ.pop(name, None)
+    return tools.set_up
+
+
+def main(set_up, venv: Path, **variables: str) -> int:
+    """The exit code of a set-up."""
+    with mock.patch.dict(os.environ, VENV=str(venv), **variables):
+        return set_up.main()
 
 
 def finish(set_up, venv: Path, python: str = "exit 0", **stamps: str) -> dict[str, str]:
@@ -105,12 +113,11 @@ def tree(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(set_up, venv: Path, monkeypatch, capsys) -> str:
+def refused(set_up, venv: Path, monkeypatch, capsys, **variables: str) -> str:
     """What a set-up says that ends without a change in the folder."""
     before = tree(venv)
-    monkeypatch.setenv("VENV", str(venv))
     monkeypatch.setattr(set_up, "run", lambda *_: pytest.fail("a step was run"))
-    assert set_up.main() == 1
+    assert main(set_up, venv, **variables) == 1
     assert tree(venv) == before
     return capsys.readouterr().err
 
@@ -120,83 +127,62 @@ def test_environment_that_cannot_work_is_refused(set_up, tmp_path, monkeypatch, 
     (tmp_path / "a").rename(tmp_path / "b")
     text = refused(set_up, tmp_path / "b", monkeypatch, capsys)
     assert f"was made as {tmp_path / 'a'}" in text and "VENV=path" in text
+    python = tmp_path / "gone/bin/python"
     finish(set_up, tmp_path / "gone")  # another host may have that Python
-    (tmp_path / "gone/bin/python").unlink()
-    (tmp_path / "gone/bin/python").symlink_to(tmp_path / "python")
+    python.unlink()
+    python.symlink_to(tmp_path / "python")
     text = refused(set_up, tmp_path / "gone", monkeypatch, capsys)
     assert f"{tmp_path / 'python'}, which is not on this machine" in text and "delete it" in text
 
 
-def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypatch, capsys):
+def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypatch):
     """As on clusters, where .venv leads to a scratch disk: what is there is kept, and used."""
-    scratch, link = tmp_path / "scratch" / "env", tmp_path / ".venv"
+    scratch, link, steps = tmp_path / "scratch" / "env", tmp_path / ".venv", []
     link.symlink_to(scratch)
-    monkeypatch.setenv("VENV", str(link))
-    steps = []
-    for name in list(set_up.STEPS):
+    for name in set_up.STEPS:
         monkeypatch.setitem(set_up.STEPS, name, lambda venv, *_: steps.append(venv))
-    assert set_up.main() == 0
+    assert main(set_up, link) == 0
     assert steps == [scratch] * 4  # though the folder was not there yet
     finish(set_up, scratch)
     before = tree(scratch)
-    for path in (link, scratch, tmp_path / "scratch" / ".." / "scratch" / "env"):
-        monkeypatch.setenv("VENV", str(path))
-        assert set_up.main() == 0
-        assert "nothing to do" in capsys.readouterr().out
-    # A disk that has two paths.
-    (tmp_path / "mount").symlink_to(tmp_path / "scratch")
-    monkeypatch.setenv("VENV", str(tmp_path / "mount" / "env"))
-    assert set_up.main() == 0
+    (tmp_path / "mount").symlink_to(tmp_path / "scratch")  # a disk that has two paths
+    for path in (link, scratch, tmp_path / "scratch/../scratch/env", tmp_path / "mount/env"):
+        assert main(set_up, path) == 0
     assert (len(steps), tree(scratch)) == (4, before)
 
 
+@pytest.mark.parametrize(
+    ("changed", "redone"),
+    [("LOCK", ["packages", "project", "horovod"]), ("PATCHES", ["horovod"])],
+)
 def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
-    set_up, tmp_path, monkeypatch
+    changed, redone, set_up, tmp_path, monkeypatch
 ):
     finish(set_up, tmp_path)
-    (tmp_path / "patches").mkdir()
-    with monkeypatch.context() as patched:
-        patched.setattr(set_up, "PATCHES", tmp_path / "patches")
-        keys = set_up.step_keys("auto", True)
-    assert set_up.unfinished(tmp_path, keys) == ["horovod"]
-    other = tmp_path / "other.lock"
-    other.write_text("torch==99\n")
-    monkeypatch.setattr(set_up, "LOCK", other)
-    keys = set_up.step_keys("auto", True)
-    assert set_up.unfinished(tmp_path, keys) == ["packages", "project", "horovod"]
+    (tmp_path / "PATCHES").mkdir()
+    (tmp_path / "LOCK").write_text("torch==99\n")
+    monkeypatch.setattr(set_up, changed, tmp_path / changed)
+    assert set_up.unfinished(tmp_path, set_up.step_keys("auto", True)) == redone
 
 
-def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, monkeypatch, capsys):
+def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, capsys):
     """A login node: asked once, and remembered."""
-    said = tmp_path / "said"
-    finish(set_up, tmp_path / "venv", f'echo "$@" >> {said}')
-    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
-    monkeypatch.setenv("NCCL", "1")
-    assert set_up.main() == 0
-    assert said.read_text().split()[-1] == "--nccl"
-    monkeypatch.delenv("NCCL")
-    assert set_up.main() == 0
-    assert "nothing to do" in capsys.readouterr().out
-    monkeypatch.setenv("NCCL", "0")
-    assert set_up.main() == 0
-    assert said.read_text().split()[-1] == "--no-nccl"
-    monkeypatch.setenv("NCCL", "yes")
-    assert set_up.main() == 1
+    said, venv = tmp_path / "said", tmp_path / "venv"
+    finish(set_up, venv, f'echo "$@" >> {said}')
+    asked = [{"NCCL": "1"}, {}, {"NCCL": "0"}, {"NCCL": "yes"}]
+    assert [main(set_up, venv, **variables) for variables in asked] == [0, 0, 0, 1]
+    assert [line.split()[-1] for line in said.read_text().splitlines()] == ["--nccl", "--no-nccl"]
     assert "NCCL=yes is neither 1" in capsys.readouterr().err
 
 
-def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, monkeypatch, capsys):
-    keys = finish(set_up, tmp_path / "venv", "exit 1", horovod="an older build")
-    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
-    assert set_up.main() == 1
+def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, capsys):
+    keys = finish(set_up, tmp_path, "exit 1", horovod="an older build")
+    assert main(set_up, tmp_path) == 1
     assert "DDP, the recipe and compare are installed" in capsys.readouterr().err
-    assert set_up.unfinished(tmp_path / "venv", keys) == ["horovod"]
-    # WITHOUT_HOROVOD=1 once is remembered.
-    monkeypatch.setenv("WITHOUT_HOROVOD", "1")
-    finish(set_up, tmp_path / "venv", project="an older one")
-    assert set_up.main() == 0
-    monkeypatch.delenv("WITHOUT_HOROVOD")
-    assert set_up.main() == 0
+    assert set_up.unfinished(tmp_path, keys) == ["horovod"]
+    finish(set_up, tmp_path, project="an older one")
+    assert main(set_up, tmp_path, WITHOUT_HOROVOD="1") == 0
+    assert main(set_up, tmp_path) == 0  # once is remembered
     assert "without Horovod" in capsys.readouterr().out
 
 
@@ -217,9 +203,9 @@ def test_environment_of_another_python_is_not_mixed(set_up, tmp_path, monkeypatc
     assert "PYTHON=python3.2" in refused(set_up, tmp_path, monkeypatch, capsys)
     # A finished one may be of another Python than `python3`, but not of another than was asked for.
     finish(set_up, tmp_path)
-    assert set_up.main() == 0
-    monkeypatch.setenv("PYTHON", "python3.99")
-    assert "was made by python3.2" in refused(set_up, tmp_path, monkeypatch, capsys)
+    assert main(set_up, tmp_path) == 0
+    text = refused(set_up, tmp_path, monkeypatch, capsys, PYTHON="python3.99")
+    assert "was made by python3.2" in text
 
 
 @pytest.mark.parametrize(
@@ -270,22 +256,17 @@ def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):
 
 
 def test_lock_pins_everything_that_pyproject_asks_for_and_names_no_index():
-    from msgspec import toml
-    from packaging.requirements import Requirement
-
     text = (ROOT / "requirements.lock").read_text()
-    for word in ("://", "--index", "--extra-index", "--find-links", "--trusted-host", " @ "):
-        assert word not in text
-    locked: dict[str, list[str]] = {}
-    for pin in map(Requirement, text.splitlines()):
-        assert {spec.operator for spec in pin.specifier} == {"=="}, pin
-        locked.setdefault(pin.name, []).extend(spec.version for spec in pin.specifier)
+    assert not re.search("://|--index|--extra-index|--find-links|--trusted-host| @ ", text)
+    pins = [Requirement(line) for line in text.splitlines()]
+    versions = {(pin.name, str(pin.specifier).removeprefix("==")) for pin in pins}
+    assert all(re.fullmatch("[^=<>~!,]+", version) for _, version in versions)
     project = toml.decode((ROOT / "pyproject.toml").read_text())["project"]
     # The extras are large, and only for who decodes on GPUs, or for timm's networks alone.
     extras = [v for k, v in project["optional-dependencies"].items() if k not in ("dali", "timm")]
     wanted = [Requirement(text) for group in (project["dependencies"], *extras) for text in group]
     for requirement in wanted:
         if requirement.name != project["name"]:
-            versions = locked.get(requirement.name.lower(), [])
-            assert versions, f"{requirement} is not in the lock: make lock"
-            assert all(requirement.specifier.contains(version) for version in versions), requirement
+            locked = [version for name, version in versions if name == requirement.name.lower()]
+            assert locked, f"{requirement} is not in the lock: make lock"
+            assert all(requirement.specifier.contains(version) for version in locked), requirement
