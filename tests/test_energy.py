@@ -3,11 +3,10 @@
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +58,12 @@ def use_everywhere(powercap: Path, joules: int) -> None:
         file.write_text(str((int(file.read_text()) + joules * 1_000_000) % RANGE_UJ))
 
 
+@pytest.fixture
+def meter(powercap: Path) -> EnergyMeter:
+    """Of a host's first rank, on CPUs."""
+    return EnergyMeter(CPU, 0)
+
+
 def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Path) -> None:
     meters = [EnergyMeter(CPU, local_rank) for local_rank in range(3)]
     for meter in meters:
@@ -71,128 +76,100 @@ def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Pat
 
 
 def test_a_gap_in_which_a_counter_may_have_wrapped_is_not_measured(
-    powercap: Path, clock: SimpleNamespace
+    meter: EnergyMeter, clock: SimpleNamespace
 ) -> None:
-    meter = EnergyMeter(CPU, 0)
     meter.start()
     clock.now += 262
     meter.sample()
     assert meter.use().cpu_joules == 0
     clock.now += 263  # 1 kW would have filled the range
-    meter.sample()
     meter.stop()
     assert math.isnan(meter.use().cpu_joules)
 
 
 def test_only_stretches_between_start_and_stop_count(
-    powercap: Path, clock: SimpleNamespace
+    meter: EnergyMeter, powercap: Path, clock: SimpleNamespace
 ) -> None:
-    meter = EnergyMeter(CPU, 0)
     meter.sample()
     for _ in range(2):
-        use_everywhere(powercap, 1000)
-        clock.now += 1000
-        for _ in range(2):
-            meter.start()
-            use_everywhere(powercap, 3)
-            clock.now += 2
-        for _ in range(2):
-            meter.stop()
-            use_everywhere(powercap, 500)
+        for call, joules, seconds in ((meter.start, 3, 2), (meter.stop, 500, 1000)):
+            for _ in range(2):  # a second call changes nothing
+                call()
+                use_everywhere(powercap, joules)
+                clock.now += seconds
     assert meter.use().cpu_joules == pytest.approx(2 * 2 * 6)
     assert meter.use().seconds == pytest.approx(2 * 4)
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [("max_energy_range_uj", None), ("energy_uj", "\n"), ("energy_uj", None), ("name", "none\n")],
+    ("file", "content", "packages"),
+    [
+        ("max_energy_range_uj", None, 1),
+        ("energy_uj", "\n", 1),
+        ("energy_uj", None, 1),
+        ("name", "none\n", 2),
+    ],
 )
-def test_processors_that_cannot_be_read(file: str, content: str | None, powercap: Path) -> None:
+def test_processors_that_cannot_be_read(
+    file: str, content: str | None, packages: int, powercap: Path
+) -> None:
     """Half of a host is no figure either, nor is one with a reading that failed."""
-    counters = sorted(powercap.glob("intel-rapl:?/energy_uj"))
-    kept = [counter.read_text() for counter in counters]
-    for package in ("intel-rapl:0", "intel-rapl:1")[: 2 if file == "name" else 1]:
-        path = powercap / package / file
+    files = [powercap / f"intel-rapl:{package}" / file for package in range(packages)]
+    before = [path.read_text() for path in files]
+    for path in files:
         path.unlink() if content is None else path.write_text(content)
     meter = EnergyMeter(CPU, 0)
     meter.start()
-    for counter, text in zip(counters, kept, strict=True):
-        counter.write_text(text)
+    for path, text in zip(files, before, strict=True):
+        path.write_text(text)
     meter.stop()
     assert math.isnan(meter.use().cpu_joules)
+
+
+def fake_nvml(broken: str = "nothing") -> mock.Mock:
+    """Stands in for the module pynvml: a host on which torch's GPU takes 400 W."""
+    nvml = mock.Mock()
+    gpu = {f"GPU-{UUID}": "mine"}
+    percents = iter([40, 90, 80])
+    nvml.nvmlDeviceGetHandleByUUID.side_effect = gpu.__getitem__
+    nvml.nvmlDeviceGetTotalEnergyConsumption.side_effect = lambda _: 400_000 * time.monotonic()
+    nvml.nvmlDeviceGetUtilizationRates.side_effect = lambda _: mock.Mock(gpu=next(percents))
+    getattr(nvml, broken).side_effect = RuntimeError("Not Supported")
+    return nvml
 
 
 # ---- GPUs ----
 
 
-class FakeNvml:
-    """Stands in for the module pynvml: a host whose second GPU is the one that torch uses."""
-
-    def __init__(self, broken: str | None = None) -> None:
-        self.broken = broken
-        self.millijoules = {"other": 10**12, "mine": 9_000_000}
-        self.percents = {"other": 1, "mine": 0}
-
-    def _answer(self, name: str, value: Any) -> Any:
-        if name == self.broken:
-            raise RuntimeError("Not Supported")
-        return value
-
-    def nvmlInit(self) -> None:
-        self._answer("nvmlInit", None)
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != f"GPU-{UUID}":
-            raise RuntimeError("Not Found")
-        return self._answer("nvmlDeviceGetHandleByUUID", "mine")
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
-        return self._answer("nvmlDeviceGetTotalEnergyConsumption", self.millijoules[handle])
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
-        rates = SimpleNamespace(gpu=self.percents[handle], memory=99)
-        return self._answer("nvmlDeviceGetUtilizationRates", rates)
-
-
-@pytest.fixture
-def gpu_row(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Callable[..., list]:
-    """The figures of a run of 4 seconds on a GPU that uses 300 J a second."""
-
-    def measure(nvml: FakeNvml | None, uuid: str = UUID) -> list:
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: import fails
-        properties = SimpleNamespace(uuid=uuid)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        meter = EnergyMeter(CUDA, 1)
-        meter.start()
-        for percent, read in ((40, meter.sample), (90, meter.sample), (80, meter.stop)):
-            clock.now += 4 / 3
-            if nvml is not None:
-                nvml.millijoules["mine"] += 400_000
-                nvml.percents["mine"] = percent
-            read()
-        return list(astuple(meter.use()))
-
-    return measure
-
-
 @pytest.mark.parametrize(
-    ("broken", "row"),
+    ("nvml", "uuid", "row"),
     [
-        (None, [1200, 70, 0, 4]),
-        ("nvmlDeviceGetTotalEnergyConsumption", [math.nan, 70, 0, 4]),  # older than Volta
-        ("nvmlDeviceGetUtilizationRates", [1200, math.nan, 0, 4]),
-        ("nvmlInit", [math.nan, math.nan, 0, 4]),
-        ("nvmlDeviceGetHandleByUUID", [math.nan, math.nan, 0, 4]),
+        (fake_nvml(), UUID, [1200, 70, 0, 3]),
+        # Older than Volta.
+        (fake_nvml("nvmlDeviceGetTotalEnergyConsumption"), UUID, [math.nan, 70, 0, 3]),
+        (fake_nvml("nvmlDeviceGetUtilizationRates"), UUID, [1200, math.nan, 0, 3]),
+        (fake_nvml("nvmlInit"), UUID, [math.nan, math.nan, 0, 3]),
+        (fake_nvml("nvmlDeviceGetHandleByUUID"), UUID, [math.nan, math.nan, 0, 3]),
+        (None, UUID, [math.nan, math.nan, 0, 3]),  # import fails
+        (fake_nvml(), UUID.replace("0", "f"), [math.nan, math.nan, 0, 3]),  # never another GPU
     ],
 )
-def test_gpu(broken: str | None, row: list[float], gpu_row: Callable[..., list]) -> None:
-    assert gpu_row(FakeNvml(broken)) == pytest.approx(row, nan_ok=True)
-
-
-def test_no_nvml_and_never_another_gpu(gpu_row: Callable[..., list]) -> None:
-    nothing = pytest.approx([math.nan, math.nan, 0, 4], nan_ok=True)
-    assert gpu_row(None) == nothing
-    assert gpu_row(FakeNvml(), uuid=UUID.replace("0", "f")) == nothing
+def test_gpu(
+    nvml: mock.Mock | None,
+    uuid: str,
+    row: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    properties = mock.Mock(return_value=mock.Mock(uuid=uuid))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    meter = EnergyMeter(CUDA, 1)
+    meter.start()
+    for read in (meter.sample, meter.sample, meter.stop):
+        clock.now += 1
+        read()
+    assert list(astuple(meter.use())) == pytest.approx(row, nan_ok=True)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,10 @@
 """Tensors of the first steps, and the profile."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from launching import read_json
 from making import TinyNet, a_config, a_world
 
 from recipe.record.probes import StepProfiler, write_trace
@@ -31,44 +31,37 @@ def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
     assert np.array_equal(arrays["weight/head.weight"], model.head.weight.detach().numpy())
 
 
-def profiled(tmp_path: Path, steps: int, ended: int) -> tuple[StepProfiler, list[str]]:
+def profiled(folder: Path, steps: int, ended: int) -> list[str]:
+    """What the engine's timeline was asked for, and what was said at the end."""
     calls: list[str] = []
     model = TinyNet()
     begin, end = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
     config, timeline = a_config(profile_steps=steps), ("engine", begin, end)
-    profiler = StepProfiler(config, a_world(), tmp_path, 0, model, timeline)
+    profiler = StepProfiler(config, a_world(), folder, 0, model, timeline)
     for step in range(1, ended + 1):
         for _ in range(2):  # passes of accumulation
             model(torch.rand(2, 3, 8, 8)).square().mean().backward()
         profiler.end_step(step)
-    return profiler, calls
+    profiler.close(calls.append)
+    return calls
 
 
 def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
-    profiler, calls = profiled(tmp_path, 2, WARM_UP_STEPS + 5)
-    profiler.close(calls.append)
-    assert calls == ["engine-timeline.json", "end"]
-    trace = json.loads((tmp_path / "profile/rank-0.json").read_text())
+    assert profiled(tmp_path, 2, WARM_UP_STEPS + 5) == ["engine-timeline.json", "end"]
+    trace = read_json(tmp_path / "profile/rank-0.json")
     marks = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
-    assert len(marks) == 2
-    times = json.loads((tmp_path / "profile/gradients-rank-0.json").read_text())
+    times = read_json(tmp_path / "profile/gradients-rank-0.json")
+    assert (len(marks), len(times["steps"])) == (2, 2)
     assert times["elements"] == {n: p.numel() for n, p in TinyNet().named_parameters()}
-    assert len(times["steps"]) == 2
     for step in times["steps"]:
         assert step["ready"].keys() == times["elements"].keys()
         assert all(step["backward"] <= ready <= step["end"] for ready in step["ready"].values())
 
 
 def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
-    profiler, calls = profiled(tmp_path, 9, WARM_UP_STEPS + 2)
-    profiler.close(calls.append)
-    assert calls[-2] == "end"
-    assert "the profile is shorter" in calls[-1]
-    assert (tmp_path / "profile/rank-0.json").exists()
-    profiler, calls = profiled(tmp_path / "none", 9, 2)
-    profiler.close(calls.append)
-    assert len(calls) == 1 and "no profile" in calls[0]
-    StepProfiler(a_config(), a_world(), tmp_path, 0, TinyNet(), ("", print, print)).close(
-        calls.append
-    )
-    assert len(calls) == 1
+    *_, end, said = profiled(tmp_path / "short", 9, WARM_UP_STEPS + 2)
+    assert end == "end" and "the profile is shorter" in said
+    assert (tmp_path / "short/profile/rank-0.json").exists()
+    (said,) = profiled(tmp_path / "none", 9, 2)
+    assert "no profile" in said
+    assert profiled(tmp_path / "not asked for", 0, 2) == []

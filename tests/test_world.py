@@ -23,17 +23,6 @@ def environ(launcher: str, rank: int, size: int, local_rank: int, local_size: in
     return dict(zip(LAUNCHERS[launcher].variables, values, strict=True))
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_each_launcher(launcher: str) -> None:
-    assert facts(read_world(environ(launcher, 5, 8, 1, 4))) == (launcher, 5, 8, 1, 4)
-
-
-def test_no_launcher() -> None:
-    assert facts(read_world({})) == ("none", 0, 1, 0, 1)
-    assert read_world({}).is_first
-    assert facts(read_world({"RANK": "3"}))[0] == "none"  # anyone may have such a variable
-
-
 @pytest.mark.parametrize(
     ("launcher", "names"),
     [
@@ -54,28 +43,6 @@ def test_the_variables_are_those_that_launchers_set(launcher: str, names: str) -
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer"),
-    [("torchrun", "srun"), ("torchrun", "mpirun"), ("mpirun", "srun"), ("mpich", "srun")],
-)
-def test_the_innermost_launcher_counts(inner: str, outer: str) -> None:
-    both = environ(outer, 1, 2, 0, 1) | environ(inner, 5, 8, 1, 4)
-    assert facts(read_world(both)) == (inner, 5, 8, 1, 4)
-
-
-def test_an_allocation_alone_starts_nothing() -> None:
-    """A script under sbatch has Slurm's variables of the job, but is no task of a step."""
-    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
-    assert facts(read_world(batch)) == ("none", 0, 1, 0, 1)
-
-
-def test_srun_with_pmi2_is_slurm() -> None:
-    """Slurm's PMI plugin sets MPICH's global variables, but not its local ones."""
-    both = environ("srun", 3, 4, 1, "2(x2)") | {"PMI_RANK": "3", "PMI_SIZE": "4"}
-    assert facts(read_world(both)) == ("srun", 3, 4, 1, 2)
-    assert facts(read_world({"PMI_RANK": "3", "PMI_SIZE": "4"})) == ("mpich", 3, 4, 3, 4)
-
-
-@pytest.mark.parametrize(
     ("tasks", "sizes"),
     [
         ("4", [4]),
@@ -91,12 +58,46 @@ def test_slurm_task_counts(tasks: str, sizes: list[int]) -> None:
         assert read_world(variables).local_size == size
 
 
+MPICH_OF_SLURM = {"PMI_RANK": "3", "PMI_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("none", 0, 1, 0, 1)),
+        ({"RANK": "3"}, ("none", 0, 1, 0, 1)),  # anyone may have such a variable
+        # An allocation alone starts nothing: a script under sbatch has Slurm's variables of the
+        # job, but is no task of a step.
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"},
+            ("none", 0, 1, 0, 1),
+        ),
+        # Slurm's PMI plugin sets MPICH's global variables, but not its local ones.
+        (environ("srun", 3, 4, 1, "2(x2)") | MPICH_OF_SLURM, ("srun", 3, 4, 1, 2)),
+        (MPICH_OF_SLURM, ("mpich", 3, 4, 3, 4)),
+        # The innermost launcher counts.
+        *(
+            (environ(outer, 1, 2, 0, 1) | environ(inner, 5, 8, 1, 4), (inner, 5, 8, 1, 4))
+            for inner, outer in (
+                ("torchrun", "srun"),
+                ("torchrun", "mpirun"),
+                ("mpirun", "srun"),
+                ("mpich", "srun"),
+            )
+        ),
+        *((environ(name, 5, 8, 1, 4), (name, 5, 8, 1, 4)) for name in LAUNCHERS),
+    ],
+)
+def test_launchers_and_none(variables: dict, expected: tuple) -> None:
+    assert facts(read_world(variables)) == expected
+
+
 def test_lone_copies() -> None:
     assert lone_copy_message(a_world(1, 4), 4, "Use mpirun") is None
     assert lone_copy_message(a_world(), 1, "Use mpirun") is None
-    message = lone_copy_message(a_world(1, 4), 1, "Use mpirun")
-    for words in ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun"):
-        assert words in str(message)
+    message = str(lone_copy_message(a_world(1, 4), 1, "Use mpirun"))
+    words = ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun")
+    assert [word for word in words if word not in message] == []
     unknown = str(lone_copy_message(a_world(), 4, "Use mpirun"))
     assert "world of 4" in unknown and "copies" not in unknown
 
