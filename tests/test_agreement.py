@@ -1,9 +1,7 @@
 """Whether the ranks train the same thing, and what they say if not."""
 
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launching import SMALL, TRAINERS, change_on_rank, launch, rarely, run
-from making import CPU, TinyNet, a_config, a_world, folder_config, write_images
+from making import CPU, TinyNet, a_config, a_world, folder_config, in_ranks, write_images
 
 from recipe import watch
 from recipe.data.batches import Data, open_data
@@ -26,27 +24,15 @@ SYNTHETIC = Data(None, None, 100, 10, 1000)
 
 def messages(act: Callable[[Any, SumOverRanks], None]) -> list[str]:
     """What three ranks raise, each a thread that acts as `act`; "" where nothing is wrong."""
-    barrier = threading.Barrier(3, timeout=20)
-    sent: list[torch.Tensor] = [torch.empty(0)] * 3
 
-    def as_rank(rank: int) -> str:
-        def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-            sent[rank] = values
-            barrier.wait()
-            assert len({(row.shape, row.dtype) for row in sent}) == 1, "engines hang, or worse"
-            assert values.dtype == torch.int64, "Horovod adds up no bytes"
-            total = torch.stack(sent).sum(dim=0, dtype=values.dtype)
-            barrier.wait()
-            return total
-
+    def as_rank(rank: int, sum_over_ranks: SumOverRanks) -> str:
         try:
             act(a_world(rank, 3, host=HOSTS[rank]), sum_over_ranks)
         except UserError as error:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(3) as ranks:
-        return list(ranks.map(as_rank, range(3)))
+    return in_ranks(3, as_rank)
 
 
 def disagreement(*facts: dict[str, str]) -> str:

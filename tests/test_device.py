@@ -3,16 +3,13 @@
 import math
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
-from making import CPU, a_config, a_world
+from making import CPU, a_config, a_world, in_ranks
 
 from recipe import device
 from recipe.device import (
@@ -28,38 +25,34 @@ from recipe.device import (
 )
 from recipe.errors import UserError
 
-
-@pytest.fixture
-def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_quota_cores", lambda: float("inf"))
+EIGHT = ("a", range(8))  # all of a host's cores
+BACKENDS = (torch.backends.cuda.matmul, torch.backends.cudnn)
 
 
-def shares(*places: tuple[str, Sequence[int]]) -> list[int]:
-    return [share_of_cores(places, rank) for rank in range(len(places))]
-
-
-@pytest.mark.usefixtures("no_quota")
-def test_shares_of_cores() -> None:
-    eight = range(8)
-    assert shares(("a", eight)) == [8]
-    assert shares(("a", eight), ("a", eight)) == [4, 4]  # torchrun, horovodrun: not bound
-    assert shares(("a", [0]), ("a", [1])) == [1, 1]  # mpirun with two ranks: bound to a core
-    assert shares(*[("a", range(4))] * 2, *[("a", range(4, 8))] * 2) == [2, 2, 2, 2]  # to sockets
-    assert shares(("a", eight), ("b", range(4))) == [8, 4]  # other hosts take nothing away
-    assert shares(("a", eight), ("b", range(4)), ("a", eight), ("b", range(4))) == [4, 2, 4, 2]
-    assert shares(*[("a", range(2))] * 5) == [1] * 5  # never none
-    assert shares(*[("a", eight)] * 3) == [2, 2, 2]  # rounded down, for all alike
-    assert shares(("a", range(6)), ("a", range(4, 8))) == [5, 3]  # they share two cores
-    for size in (3, 7, 11, 49):  # no rounding error
-        assert shares(*[("a", range(size * 3))] * size) == [3] * size
-
-
-def test_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may be granted less CPU time than its affinity mask shows."""
-    monkeypatch.setattr(device, "cpu_quota_cores", lambda: 4.0)
-    assert shares(("a", range(64))) == [4]
-    assert shares(("a", range(64)), ("a", range(64))) == [2, 2]
-    assert shares(("a", [0]), ("a", [1])) == [1, 1]
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([EIGHT], [8]),
+        ([EIGHT] * 2, [4, 4]),  # torchrun, horovodrun: not bound
+        ([("a", [0]), ("a", [1])], [1, 1]),  # mpirun with two ranks: bound to a core
+        ([("a", range(4))] * 2 + [("a", range(4, 8))] * 2, [2, 2, 2, 2]),  # to sockets
+        ([EIGHT, ("b", range(4))], [8, 4]),  # other hosts take nothing away
+        ([EIGHT, ("b", range(4))] * 2, [4, 2, 4, 2]),
+        ([("a", range(2))] * 5, [1] * 5),  # never none
+        ([EIGHT] * 3, [2, 2, 2]),  # rounded down, for all alike
+        ([("a", range(6)), ("a", range(4, 8))], [5, 3]),  # they share two cores
+        *(([("a", range(size * 3))] * size, [3] * size) for size in (3, 7, 11, 49)),  # exactly
+        # A container may be granted less CPU time than its affinity mask shows.
+        ([("a", range(64))], [40]),
+        ([("a", range(64))] * 2, [20, 20]),
+    ],
+)
+def test_shares_of_cores(
+    places: list[tuple[str, Sequence[int]]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota = 40.0 if places[0][1] == range(64) else math.inf
+    monkeypatch.setattr(device, "cpu_quota_cores", lambda: quota)
+    assert [share_of_cores(places, rank) for rank in range(len(places))] == expected
 
 
 V2 = "0::/slice/job/step\n"
@@ -101,21 +94,8 @@ def test_ranges_of_cores() -> None:
 def test_all_ranks_get_what_each_has_to_say() -> None:
     """Of any length, under collectives that add up."""
     values = [("a", [1, 5], 1.5), ("b" * 300, [], None), ("ü", [0], math.inf)]
-    barrier, sent = threading.Barrier(3, timeout=20), [torch.empty(0)] * 3
-
-    def as_rank(rank: int) -> list[Any]:
-        def sum_over_ranks(row: torch.Tensor) -> torch.Tensor:
-            sent[rank] = row
-            barrier.wait()
-            assert {one.dtype for one in sent} == {torch.int64}, "Horovod adds up no bytes"
-            total = torch.stack(sent).sum(dim=0)
-            barrier.wait()
-            return total
-
-        return gather(values[rank], a_world(rank, 3), sum_over_ranks)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(as_rank, range(3))) == [[list(value) for value in values]] * 3
+    told = in_ranks(3, lambda rank, total: gather(values[rank], a_world(rank, 3), total))
+    assert told == [[list(value) for value in values]] * 3
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -138,13 +118,12 @@ def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment in which torch's settings may be changed; they are put back."""
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
+    before = [backend.allow_tf32 for backend in BACKENDS]
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(device.os, "environ", environ := dict[str, str]())
     yield environ
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.benchmark = False
-    for backend, value in zip(backends, before, strict=True):
+    for backend, value in zip(BACKENDS, before, strict=True):
         backend.allow_tf32 = value
 
 
@@ -153,11 +132,10 @@ def test_tf32_is_what_was_asked_for(
     precision: str, switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(monkeypatch, 1)
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    for backend in backends:
+    for backend in BACKENDS:
         backend.allow_tf32 = precision != "tf32"
     choose_device(a_config(precision=precision), a_world())
-    assert [backend.allow_tf32 for backend in backends] == [precision == "tf32"] * 2
+    assert [backend.allow_tf32 for backend in BACKENDS] == [precision == "tf32"] * 2
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -221,13 +199,10 @@ def test_peak_memory_is_in_bytes() -> None:
 
 def test_cpu_seconds_counts_children() -> None:
     started = cpu_seconds()
-    burn = "import time\nwhile time.process_time() < 0.3: pass"
-    child = subprocess.Popen([sys.executable, "-c", burn + "\nprint(1, flush=True)\ninput()"],
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert child.stdout is not None
-    child.stdout.readline()
-    alive = cpu_seconds() - started
+    child.stdout.readline()  # type: ignore[union-attr]
+    assert cpu_seconds() - started >= 0.28
     child.communicate(b"\n")
-    ended = cpu_seconds() - started
-    assert alive >= 0.28
-    assert ended >= 0.28  # still counted after its end
+    assert cpu_seconds() - started >= 0.28  # still counted after its end

@@ -52,56 +52,52 @@ def print_of(config: Config = CONFIG, size: int = 2, rank: int = 0, threads: int
 def test_equal_for_both_engines_and_all_ranks() -> None:
     """It is made from nothing that an engine could change."""
     first = print_of()
-    torch.rand(7)
     assert print_of(rank=1) == first
     words = set(re.findall("[a-z]+", json.dumps(first).lower()))  # it goes into summary.json
     assert not words & {"horovod", "ddp", "engine", "gloo", "mpi"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "differs"),
+    ("changes", "others", "differs"),
     [
-        ({"seed": 1}, {"data_order_sha256", "initial_weights_sha256", "seed"}),
-        ({"base_lr": 0.5}, {"learning_rates_sha256", "base_lr"}),
-        ({"warmup_epochs": 0.0}, {"learning_rates_sha256", "warmup_epochs"}),
-        ({"epochs": 9}, {"learning_rates_sha256", "epochs"}),
-        ({"batch_size": 5}, {"batch_size"}),
-        ({"arch": "squeezenet1_0"}, {"arch", "initial_weights_sha256"}),
-        ({"synthetic_images": 41}, {"data_order_sha256", "num_images", "num_val_images"}),
+        ({"seed": 1}, {}, {"data_order_sha256", "initial_weights_sha256", "seed"}),
+        ({"base_lr": 0.5}, {}, {"learning_rates_sha256", "base_lr"}),
+        ({"warmup_epochs": 0.0}, {}, {"learning_rates_sha256", "warmup_epochs"}),
+        ({"epochs": 9}, {}, {"learning_rates_sha256", "epochs"}),
+        ({"batch_size": 5}, {}, {"batch_size"}),
+        ({"arch": "squeezenet1_0"}, {}, {"arch", "initial_weights_sha256"}),
+        ({"synthetic_images": 41}, {}, {"data_order_sha256", "num_images", "num_val_images"}),
+        ({}, {"size": 4, "threads": 2}, {"world_size", "learning_rates_sha256", "threads"}),
     ],
 )
-def test_differs_where_the_work_differs(changes: dict[str, Any], differs: set[str]) -> None:
-    first, second = print_of(), print_of(replace(CONFIG, **changes))
+def test_differs_where_the_work_differs(
+    changes: dict[str, Any], others: dict[str, int], differs: set[str]
+) -> None:
+    first, second = print_of(), print_of(replace(CONFIG, **changes), **others)
     found = {key for key in first if first[key] != second[key]}
     assert found == differs | (set(changes) & first.keys())
 
 
-def test_differs_in_what_is_no_setting() -> None:
-    first, two = print_of(), print_of(size=4, threads=2)
-    differing = {key for key in first if first[key] != two[key]}
-    assert differing == {"world_size", "learning_rates_sha256", "threads"}
-
-
 def test_every_setting_of_the_work_is_in_it() -> None:
     """Whether a flag counts as work follows from its scope."""
-    with_entries_of_their_own = {"max_steps", "threads"}
+    own_entries = {"max_steps", "threads"}
     work = {name for name, flag in FLAGS.items() if flag.scope in ("work", "measurement")}
-    assert print_of().keys() & FLAGS.keys() == work | with_entries_of_their_own
+    assert print_of().keys() & FLAGS.keys() == work | own_entries
     assert {item.name for item in fields(RunFlags)} <= environment.NOT_WORK
 
 
 def test_places_make_no_difference(tmp_path: Path) -> None:
-    prints = []
-    for name in ("here", "there"):
+    def print_at(name: str) -> dict[str, Any]:
         root = tmp_path / name
         write_images(root / "train", 2)
         write_images(root / "val", 1)
-        others = vars(CONFIG) | {"log_dir": name, "name": name, "weights": f"{name}.pth"}
         own = vars(folder_config(root))
         places = {key: own[key] for key in ("data", "train_dir", "val_dir", "cache_dir")}
-        prints.append(print_of(Config(**others | places)))
-    assert prints[0] == prints[1]
-    assert prints[0]["data_order_sha256"] != print_of()["data_order_sha256"]
+        return print_of(replace(CONFIG, log_dir=name, name=name, weights=f"{name}.pth", **places))
+
+    first = print_at("here")
+    assert print_at("there") == first
+    assert first["data_order_sha256"] != print_of()["data_order_sha256"]
 
 
 def test_weights_sha256() -> None:
@@ -109,6 +105,7 @@ def test_weights_sha256() -> None:
     model = TinyNet()
     first, parameters = weights_sha256(model), weights_sha256(model, buffers=False)
     assert re.fullmatch(r"[0-9a-f]{64}", first)
+    assert weights_sha256(model.to(memory_format=torch.channels_last)) == first
     model.norm.running_mean += 1  # type: ignore[operator]
     assert weights_sha256(model) != first
     assert weights_sha256(model, buffers=False) == parameters
@@ -117,9 +114,7 @@ def test_weights_sha256() -> None:
         bits[1] ^= 1 << shift
         assert weights_sha256(model, buffers=False) != parameters
         bits[1] ^= 1 << shift
-    first = weights_sha256(model)
-    assert weights_sha256(model.to(memory_format=torch.channels_last)) == first
-    assert weights_sha256(model.bfloat16()) != first
+    assert weights_sha256(model.bfloat16(), buffers=False) != parameters
 
 
 # What `summarize` and `usage_row` ask a StepMeter for.
@@ -188,7 +183,7 @@ def test_summary() -> None:
         "energy": asdict(Energy()),
         "suspect_images": {"count": 4, "names": []},
     }
-    assert {name: summary[name] for name in expected} == expected
+    assert summary.items() >= expected.items()
     assert json.loads(json.dumps(summary)) == summary
     assert summary_of(*used, figures={**FIGURES, "top1": 30.0})["best_top1"] == 40.0
     not_evaluated = summary_of(*used, figures={})
@@ -204,8 +199,8 @@ def test_ranks_that_drifted_apart() -> None:
 
 def test_usage_travels_as_json() -> None:
     usage = measure_usage(METER, a_world(1, 2, host="there"), TinyNet(), CPU)
-    assert usage.rank.cpu_seconds > 0 and usage.rank.peak_memory_bytes > 1e6
     assert (usage.rank.rank, usage.rank.host) == (1, "there")
+    assert usage.rank.cpu_seconds > 0 and usage.rank.peak_memory_bytes > 1e6
     received = convert(json.loads(json.dumps(asdict(usage))), Usage)
     assert received.rank == usage.rank and math.isnan(received.files)
 
@@ -229,7 +224,7 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         "device_name": cpu_model(),
         "cpu_model": cpu_model(),
     }
-    assert {name: facts[name] for name in expected} == expected and cpu_model()
+    assert facts.items() >= expected.items() and cpu_model()
     assert facts["allocator"] in ("C library", *environment.ALLOCATORS)
     assert facts["command"][1:] == ["ddp_train/train.py", "--epochs", "3"]
     assert json.loads(json.dumps(facts)) == facts

@@ -1,34 +1,15 @@
 """BatchNorm over several ranks on the CPU is that of a single process with the whole batch."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from making import in_ranks
 from torch import nn
 
 from recipe.training.sync_batch_norm import SyncBatchNorm
 
 CHANNELS = 5
-
-
-def in_ranks(size: int, run: Callable[[int, Callable], object]) -> list:
-    """run(rank, sum_over_ranks) in as many threads as there are ranks; what each returned."""
-    meeting, given = threading.Barrier(size, timeout=30), dict[int, torch.Tensor]()
-
-    def of(rank: int) -> object:
-        def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-            given[rank] = values
-            meeting.wait()
-            total = torch.stack([given[rank] for rank in range(size)]).sum(dim=0)
-            meeting.wait()  # before anybody gives the next ones
-            return total
-
-        return run(rank, sum_over_ranks)
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(of, range(size)))
 
 
 @pytest.mark.parametrize("shares", [(4, 4), (2, 3, 7)])
