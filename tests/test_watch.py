@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
