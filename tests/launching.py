@@ -61,6 +61,11 @@ class Finished:
     output: str
     seconds: float
 
+    def checked(self) -> "Finished":
+        """Itself, if it has ended well; else the test fails with its output."""
+        assert self.returncode == 0, self.output
+        return self
+
 
 def launch(
     launcher: str, engine: str, arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
@@ -77,8 +82,7 @@ def train(
 ) -> dict[str, Any]:
     """The summary of a training of the small kind that is to end well, in this run folder."""
     place = f"--log-dir {folder.parent} --name {folder.name}"
-    finished = launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, **environ)
-    assert finished.returncode == 0, finished.output
+    launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, **environ).checked()
     return read_json(folder / "summary.json")
 
 
@@ -114,7 +118,10 @@ def run(
             raise AssertionError(f"{command} hung for {timeout} s:\n{output.read()}") from None
         finally:
             seconds = time.monotonic() - started
-            left = _wait_for_end(mark, 0 if process.poll() is None else 10)
+            if process.poll() is not None:  # what it leaves may take its time to end
+                with suppress(AssertionError):
+                    wait_until(lambda: not marked(mark), 10, pause=0.1)
+            left = marked(mark)
             for survivor in left:
                 survivor.kill()
             process.wait()
@@ -124,20 +131,12 @@ def run(
     return Finished(process.returncode, text, seconds)
 
 
-def wait_until(is_so: Callable[[], Any], seconds: float = 120) -> None:
+def wait_until(is_so: Callable[[], Any], seconds: float = 120, pause: float = 0.05) -> None:
     """Wait; fail if it never is so."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.05)
-
-
-def _wait_for_end(mark: str, seconds: float) -> list[psutil.Process]:
-    """Processes that still carry `mark` after at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+        time.sleep(pause)
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -2,8 +2,10 @@
 
 import argparse
 import errno
+import functools
 import itertools
 import math
+import operator
 import os
 import pickle
 import resource
@@ -128,11 +130,8 @@ def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
     assert everything(fresh) != everything(parts)
     assert restore(contents, fresh, CONFIG, a_world(), DATA, "c.pt") == PROGRESS
     assert everything(fresh) == everything(parts)
-    momentum = [state["momentum_buffer"] for state in fresh.optimizer.state.values()]
-    assert any(buffer.abs().sum() > 0 for buffer in momentum)
-    assert fresh.scaler.get_scale() == 1234.0
-    train(parts, 4)
-    train(fresh, 4)
+    for one in (parts, fresh):
+        train(one, 4)
     assert everything(fresh) == everything(parts)
 
 
@@ -464,11 +463,10 @@ def test_changed_data(data: dict[str, Any], words: str) -> None:
     vars(now)["identity"] = {**DATA.identity, **data}
     with pytest.raises(UserError, match=f"{words}.*; .* add --allow-changed-data"):
         restore(contents, trainables(), CONFIG, a_world(), now, "c.pt")
-    allowed, evaluating = replace(CONFIG, allow_changed_data=True), replace(CONFIG, evaluate=True)
-    for config in (allowed, evaluating):
-        assert restore(contents, trainables(), config, a_world(), now, "c.pt") == PROGRESS
     old = {key: value for key, value in contents.items() if key not in ("data", "momenta")}
-    assert restore(old, trainables(), CONFIG, a_world(), now, "c.pt") == PROGRESS
+    allowed, evaluating = replace(CONFIG, allow_changed_data=True), replace(CONFIG, evaluate=True)
+    for config, saved in ((allowed, contents), (evaluating, contents), (CONFIG, old)):
+        assert restore(saved, trainables(), config, a_world(), now, "c.pt") == PROGRESS
 
 
 MISSING = object()
@@ -509,15 +507,12 @@ MALFORMED: dict[str, tuple[tuple[str, ...], Any]] = {
 def test_malformed_values_are_one_sentence(name: str) -> None:
     contents = contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA)
     (*path, last), value = MALFORMED[name]
-    inner: Any = contents
-    for key in path:
-        inner = inner[key]
+    inner: Any = functools.reduce(operator.getitem, path, contents)
     inner[last] = value
     if value is MISSING:
         del inner[last]
-    with pytest.raises(UserError, match=r"^--resume c.pt: ") as raised:
+    with pytest.raises(UserError, match=r"^--resume c.pt: [^\n]*$"):
         restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt")
-    assert "\n" not in str(raised.value)
 
 
 def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
@@ -549,15 +544,6 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
     for other, size in ((config, 4), (replace(config, use_adasum=False), 2)):
         with pytest.raises(UserError, match="of each of 2 workers under --use-adasum"):
             restore(contents, trainables(other), other, a_world(0, size), DATA, "c.pt")
-
-
-def test_what_is_of_another_network(tmp_path: Path) -> None:
-    parts = trainables()
-    parts.model = TinyNet(7)
-    with pytest.raises(UserError, match=r"head.weight is \[3, 4\], not \[7, 4\].*classes"):
-        restore(saved(tmp_path / "c.pt"), parts, CONFIG, a_world(), DATA, "c.pt")
-    with pytest.raises(UserError, match="use --weights"):
-        restore({"state_dict": STATE}, trainables(), CONFIG, a_world(), DATA, "c.pt")
 
 
 def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
@@ -598,6 +584,20 @@ FORMATS: dict[str, Any] = {
         "epoch": np.int64(3),
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("parts", "contents", "words"),
+    [
+        (TinyNet(7), None, r"head.weight is \[3, 4\], not \[7, 4\].*classes"),
+        (TinyNet(), {"state_dict": STATE}, "use --weights"),
+    ],
+)
+def test_what_is_of_another_network(parts: Any, contents: Any, words: str) -> None:
+    here, contents = trainables(), contents or contents_of(trainables(), PROGRESS, CONFIG, DATA)
+    here.model = parts
+    with pytest.raises(UserError, match=words):
+        restore(contents, here, CONFIG, a_world(), DATA, "c.pt")
 
 
 def loaded(file: Path) -> bool:

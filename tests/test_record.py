@@ -428,12 +428,6 @@ def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: SimpleNa
     assert len(lines(new, "eval")) == 1
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path, clock: SimpleNamespace) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
-        Training(tmp_path / "file" / "run", clock)
-
-
 @pytest.fixture
 def boards(tmp_path: Path, clock: SimpleNamespace) -> tuple[EventAccumulator, EventAccumulator]:
     """What TensorBoard reads of a run that was resumed after it had drawn epoch 2: of its epochs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import a_config, a_world
+from making import a_config, a_world, same
 
 from recipe.config import Config
 from recipe.errors import UserError
@@ -24,7 +24,7 @@ from recipe.record.run_folder import open_run_folder
 
 def opened(config: Config, host: str = "here") -> Path:
     """As rank 0 of one, in this process, which then holds the lock until the test run's end."""
-    return open_run_folder(config, a_world(host=host), "ddp", lambda values: values)
+    return open_run_folder(config, a_world(host=host), "ddp", same)
 
 
 @contextmanager

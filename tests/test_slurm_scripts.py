@@ -47,16 +47,20 @@ def test_a_job_outlives_a_lost_node_only_if_asked() -> None:
         assert "#SBATCH --no-kill" not in script.read_text(), script.name
 
 
+def run_in_job(folder: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code as a job of Slurm does, with programs of `folder` before others."""
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "ddp", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environ |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        env=os.environ | environ, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
 def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
     write_program(tmp_path / "scontrol", "printf 'a\\nb\\n'\n")
-    variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
-    variables |= {"JOB_NODELIST": "[a-b]", "TASKS_PER_NODE": "4(x2)"}
-    environment = {f"SLURM_{name}": value for name, value in variables.items()}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", ". slurm/job.sh; allocated_hosts; free_port"],
-        env=os.environ | environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    variables = {"SLURM_JOB_NODELIST": "[a-b]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    done = run_in_job(tmp_path, ". slurm/job.sh; allocated_hosts; free_port", **variables)
     assert done.returncode == 0, done.stderr
     hosts, port = done.stdout.split()
     assert hosts == "a:4,b:4" and port.isdecimal()
@@ -81,13 +85,7 @@ def test_a_warned_job_is_queued_again(
         f'if [ "$1" = show ]; then printf "Run=1 {limit}\\n {preempted}\\n"; '
         f'else echo "$@" > {tmp_path}/asked; fi\n',
     )
-    variables = {"JOB_ID": "7", "JOB_NAME": "ddp", "SUBMIT_DIR": str(ROOT)}
-    environment = {f"SLURM_{name}": value for name, value in variables.items()}
-    environment |= {"RUNS": str(tmp_path / "runs"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"set -- {seconds}\n{WARNED}"],
-        env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_in_job(tmp_path, f"set -- {seconds}\n{WARNED}", RUNS=str(tmp_path / "runs"))
     asked = tmp_path / "asked"
     assert (done.returncode == 0, asked.exists()) == (is_queued_again,) * 2, done.stderr
     if is_queued_again:

@@ -94,25 +94,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         one.launcher.communicate()
 
 
-def test_a_rank_ends_with_its_launcher(start: Callable[..., Started]) -> None:
-    started = start("torchrun")
-    started.launcher.kill()
-    assert started.wait().startswith("the launcher is gone: `--resume auto`")
-
-
 @pytest.mark.parametrize(
     ("launcher", "number", "said"),
     [
         ("none", signal.SIGINT, "interrupted: `--resume auto`"),
         ("torchrun", signal.SIGTERM, "asked to end by SIGTERM: `--resume auto`"),
+        ("torchrun", None, "the launcher is gone: `--resume auto`"),
     ],
 )
-def test_a_signal_ends_a_rank(
-    launcher: str, number: signal.Signals, said: str, start: Callable[..., Started]
+def test_a_rank_ends_by_a_signal_and_with_its_launcher(
+    launcher: str, number: signal.Signals | None, said: str, start: Callable[..., Started]
 ) -> None:
-    started = start(launcher)
-    started.rank.send_signal(number)
-    assert started.wait().startswith(said)
+    one = start(launcher)
+    one.launcher.kill() if number is None else one.rank.send_signal(number)
+    assert one.wait().startswith(said)
 
 
 def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> None:

@@ -4,14 +4,13 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hosts import Host
-from launching import Finished
+from launching import Finished, wait_until
 
 CORES = 2  # that Slurm believes each host to have, and as many GPUs
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -66,9 +65,7 @@ class Slurm:
         return self.hosts[0].run(command, timeout, **self.variables, **environ)
 
     def ask(self, *command: str) -> str:
-        finished = self.run(list(command), 60)
-        assert finished.returncode == 0, finished.output
-        return finished.output.strip()
+        return self.run(list(command), 60).checked().output.strip()
 
     def state(self, job: str) -> str:
         """Return a job's state, such as RUNNING."""
@@ -99,8 +96,7 @@ class Slurm:
 @contextlib.contextmanager
 def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
     """Start Slurm on the hosts, and end it."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"Slurm is missing: {', '.join(missing)}")
     for inner in ("state", *(f"spool-{host.name}" for host in hosts)):
         (folder / inner).mkdir(parents=True)
@@ -144,10 +140,9 @@ def idle_nodes(cluster: Slurm) -> set[str]:
 
 def wait_for(is_so, cluster: Slurm, seconds: float = 60) -> None:
     """Wait until something is so; fail with the daemons' logs if it never is."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        if time.monotonic() > deadline:
-            logs = sorted([*cluster.folder.glob("*.log"), *cluster.folder.glob("*.out")])
-            tails = [f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
-            raise AssertionError("Slurm did not get there:\n" + "\n".join(tails))
-        time.sleep(0.3)
+    try:
+        wait_until(is_so, seconds, pause=0.3)
+    except AssertionError as error:
+        logs = sorted([*cluster.folder.glob("*.log"), *cluster.folder.glob("*.out")])
+        tails = [f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        raise AssertionError("Slurm did not get there:\n" + "\n".join(tails)) from error

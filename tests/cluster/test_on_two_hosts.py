@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts import SEARCH_PATH, Host, hosts
-from launching import ROOT, SMALL, rarely, read_json, wait_until
+from launching import SMALL, read_json, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -18,18 +18,18 @@ TRAINING = f"{SMALL} --max-steps 12"
 # Two ranks on each of two hosts, by the README's lines; and the transport that adds them up, each
 # in an order of its own.
 STARTS = {
-    "horovodrun --gloo -np 4 -H node0:2,node1:2 python horovod_train/train.py": "Horovod, Gloo",
-    "horovodrun -np 4 -H node0:2,node1:2 python horovod_train/train.py": "Horovod, MPI",
+    "horovodrun --gloo -np 4 -H node0:2,node1:2 python horovod_train/train.py": "horovod-gloo",
+    "horovodrun -np 4 -H node0:2,node1:2 python horovod_train/train.py": "horovod-mpi",
     "mpirun -np 4 --hostfile HOSTFILE -x HOROVOD_FUSION_THRESHOLD python horovod_train/train.py": (
-        "Horovod, MPI"
+        "horovod-mpi"
     ),
-    "mpirun -np 4 --hostfile HOSTFILE python ddp_train/train.py": "DDP, Gloo",
+    "mpirun -np 4 --hostfile HOSTFILE python ddp_train/train.py": "ddp-gloo",
 }
 # The same four ranks on one host.
 ON_ONE_HOST = {
-    "Horovod, Gloo": "horovodrun --gloo -np 4 python horovod_train/train.py",
-    "Horovod, MPI": "horovodrun -np 4 python horovod_train/train.py",
-    "DDP, Gloo": "torchrun --nproc-per-node 4 ddp_train/train.py",
+    "horovod-gloo": "horovodrun --gloo -np 4 python horovod_train/train.py",
+    "horovod-mpi": "horovodrun -np 4 python horovod_train/train.py",
+    "ddp-gloo": "torchrun --nproc-per-node 4 ddp_train/train.py",
 }
 TWO_AND_TWO = ["node0", "node0", "node1", "node1"]
 ENVIRONMENT = {
@@ -53,13 +53,10 @@ def one_host_weights(
 ) -> dict[str, str]:
     """The digest of the weights after the training on one host, by who moves the gradients."""
     folder = tmp_path_factory.mktemp("one-host")
-    digests = {}
     for name, line in ON_ONE_HOST.items():
-        run = f"{line} {TRAINING} --log-dir {folder} --name {name.replace(', ', '-')}".split()
-        finished = two_hosts[0].run(run, **ENVIRONMENT)
-        assert finished.returncode == 0, finished.output
-        digests[name] = weights(folder / name.replace(", ", "-"), ["node0"] * 4)
-    return digests
+        command = f"{line} {TRAINING} --log-dir {folder} --name {name}"
+        two_hosts[0].run(command.split(), **ENVIRONMENT).checked()
+    return {name: weights(folder / name, ["node0"] * 4) for name in ON_ONE_HOST}
 
 
 def weights(folder: Path, rank_hosts: list[str]) -> str:
@@ -76,8 +73,7 @@ def test_two_hosts_train_what_one_does(
 ) -> None:  # fmt: skip
     command = line.replace("HOSTFILE", str(hostfile)).split()
     command += f"{TRAINING} --log-dir {tmp_path} --name run".split()
-    finished = two_hosts[0].run(command, **ENVIRONMENT)
-    assert finished.returncode == 0, finished.output
+    two_hosts[0].run(command, **ENVIRONMENT).checked()
     assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
     assert weights(tmp_path / "run", TWO_AND_TWO) == one_host_weights[STARTS[line]]
 
@@ -93,19 +89,16 @@ def test_torchrun_on_each_host(
         f"ddp_train/train.py {TRAINING} --log-dir {tmp_path} --name torchrun"
     ).split()
     away = subprocess.Popen(
-        ["nsenter", f"--target={two_hosts[1].sshd.pid}", "--net", "--uts", "--mount", "env",
-         f"--chdir={ROOT}", *line],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        two_hosts[1].inside(*line), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PATH": SEARCH_PATH},
     )  # fmt: skip
     try:
-        finished = two_hosts[0].run(line)
-        assert finished.returncode == 0, finished.output
+        two_hosts[0].run(line).checked()
         assert away.wait(60) == 0
     finally:
         away.kill()
         away.wait()
-    assert weights(tmp_path / "torchrun", TWO_AND_TWO) == one_host_weights["DDP, Gloo"]
+    assert weights(tmp_path / "torchrun", TWO_AND_TWO) == one_host_weights["ddp-gloo"]
 
 
 @pytest.mark.full
@@ -137,33 +130,25 @@ def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path
     assert {(job, rank) for job, _, rank in places} == {(j, r) for j in "ab" for r in "01"}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        rarely("ddp-torchrun ddp-mpirun horovod-mpi horovod-gloo horovod-mpirun"),
-    ],
-)
-def test_a_comparison_over_two_hosts(
-    names: str, two_hosts: list[Host], hostfile: Path, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_path: Path) -> None:
     """From one place, each engine by its launchers."""
+    names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo", "horovod-mpirun")
     command = [
         "python", "compare/run.py", "--hostfile", str(hostfile), "--network-interface", "eth0",
-        "--configurations", *names.split(), "--workers", "4", "--measure", "runs",
+        "--configurations", *names, "--workers", "4", "--measure", "runs",
         "--blocks", "1", "--no-phases", "--no-warm-up", "--out", str(tmp_path / "comparison"),
         "--", *TRAINING.split(),
     ]  # fmt: skip
-    finished = two_hosts[0].run(command, 500, **ENVIRONMENT)
-    assert finished.returncode == 0, finished.output
+    two_hosts[0].run(command, 500, **ENVIRONMENT).checked()
     assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
     runs = sorted((tmp_path / "comparison/block-1").iterdir())
     digests = {run.name.removesuffix("-4"): weights(run, TWO_AND_TWO) for run in runs}
-    assert digests.keys() == set(names.split())
-    for first, second in (("ddp-torchrun", "ddp-mpirun"), ("horovod-mpi", "horovod-mpirun")):
-        assert digests.get(second, digests[first]) == digests[first]
-    report = two_hosts[0].run(["python", "compare/report.py", str(tmp_path / "comparison")])
-    assert report.returncode == 0, report.output
-    assert "4 workers" in report.output
+    assert digests.keys() == set(names)
+    assert digests["ddp-torchrun"] == digests["ddp-mpirun"]
+    assert digests["horovod-mpi"] == digests["horovod-mpirun"]
+    report = ["python", "compare/report.py", str(tmp_path / "comparison")]
+    assert "4 workers" in two_hosts[0].run(report).checked().output
 
 
 def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
@@ -182,12 +167,9 @@ def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
 def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
     def names() -> set[str]:
         """Of network interfaces and namespaces."""
-        words = (["ip", "-o", "link"], ["ip", "netns", "list"])
-        texts = [
-            subprocess.run(w, capture_output=True, text=True, check=True).stdout for w in words
-        ]
-        links = {line.split()[1] for line in texts[0].splitlines()}
-        return links | {line.split()[0] for line in texts[1].splitlines()}
+        links = subprocess.check_output(["ip", "-o", "link"], text=True).splitlines()
+        namespaces = subprocess.check_output(["ip", "netns", "list"], text=True).splitlines()
+        return {line.split()[1] for line in links} | {line.split()[0] for line in namespaces}
 
     before = names()
     with pytest.raises(KeyboardInterrupt), hosts(tmp_path / "hosts", ("left0", "left1")) as made:

@@ -92,8 +92,7 @@ def open_up(place: Path) -> str:
 def test_an_ordinary_user_trains_on_two_hosts(line: str, user: User) -> None:
     name = line.split()[0]
     training = f"{SMALL.replace('--max-steps 70', '--max-steps 4')} --log-dir {user.home}/runs"
-    finished = user.run(f"{line} {training} --name {name}".split())
-    assert finished.returncode == 0, finished.output
+    user.run(f"{line} {training} --name {name}".split()).checked()
     folder = user.home / "runs" / name
     assert read_json(folder / "environment.json")["rank_hosts"] == ["node0", "node1"]
     assert (folder / "summary.json").stat().st_uid == UID

@@ -36,6 +36,12 @@ def cluster(two_hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> 
         yield up
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a job's run."""
+    return tmp_path / "job"
+
+
 def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str) -> str:
     """Submit one of slurm/, whose run and log are to be in `folder`; return the job's number."""
     tasks, variables = SCRIPTS[script]
@@ -43,9 +49,8 @@ def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str
     place = {"RUNS": str(folder.parent), "NAME": folder.name}
     flags = ["--ntasks-per-node", tasks, "--gpus-per-node", "2", "--output", f"{folder}.log"]
     command = ["sbatch", "--parsable", *flags, *words, f"slurm/{script.split()[0]}"]
-    finished = cluster.run([*command, *training.split()], 60, **ENVIRONMENT, **variables, **place)
-    assert finished.returncode == 0, finished.output
-    return finished.output.strip()
+    environ = {**ENVIRONMENT, **variables, **place}
+    return cluster.run([*command, *training.split()], 60, **environ).checked().output.strip()
 
 
 def wait_for_requeue(cluster: Slurm, job: str) -> None:
@@ -89,8 +94,7 @@ def leftovers(hosts: list[Host]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "script", [s if s == "horovod_srun.sbatch" else rarely(s) for s in SCRIPTS]
 )
-def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "job"
+def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, folder: Path) -> None:
     job = submit(cluster, script, folder, f"{SMALL} --max-steps 12")
     wait_for_end(cluster, job, folder)
     environment = read_json(folder / "environment.json")
@@ -109,13 +113,12 @@ def test_a_script_trains_on_two_nodes(script: str, cluster: Slurm, tmp_path: Pat
     ],
 )
 def test_a_job_that_is_ended_early_goes_on(
-    how: str, events: list[str], trained: Callable[..., Path], cluster: Slurm, tmp_path: Path
+    how: str, events: list[str], trained: Callable[..., Path], cluster: Slurm, folder: Path
 ) -> None:
     """By `scontrol requeue` in mid-training, without a warning; or by a job that may preempt it,
     with the warning that --signal asks for. Both end with the weights of a training on one host
     that nobody disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also
     after a resume, and a ring of more ranks then adds in another order.)"""
-    folder = tmp_path / "job"
     job = submit(cluster, "ddp_srun.sbatch", folder, CHECKPOINTED, "--ntasks-per-node", "1")
     wait_for_steps(cluster, folder, 12)
     if how == "requeued":
@@ -132,8 +135,7 @@ def test_a_job_that_is_ended_early_goes_on(
 
 
 @pytest.mark.full
-def test_horovod_is_warned_too(cluster: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "job"
+def test_horovod_is_warned_too(cluster: Slurm, folder: Path) -> None:
     training = f"{SMALL} --epochs 4 --max-steps 100 --log-interval 2"
     job = submit(cluster, "horovodrun.sbatch over Gloo", folder, training)
     wait_for_steps(cluster, folder)
@@ -146,9 +148,8 @@ def test_horovod_is_warned_too(cluster: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, tmp_path: Path) -> None:
+def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, folder: Path) -> None:
     """One node's torchrun and its workers vanish at once: the other goes on at half the size."""
-    folder = tmp_path / "job"
     training = f"{SMALL} --epochs 3 --max-steps 90 --checkpoint-steps 2"
     words = ("--no-kill", "--export=ALL,MIN_NODES=1")
     job = submit(cluster, "ddp_torchrun.sbatch", folder, training, *words)
@@ -186,8 +187,7 @@ def test_no_rank_passes_a_fence_before_all_have_come(cluster: Slurm, tmp_path: P
     """Else MPI_Init of Horovod's ranks crashes at times: see slurm/horovod_srun.sbatch."""
     flags = CONFIGURATIONS["horovod-srun"].srun_words(4, None)
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", *flags, "python", "-c", FENCES]
-    finished = cluster.run([*command, str(tmp_path)], 120)
-    assert finished.returncode == 0, finished.output
+    cluster.run([*command, str(tmp_path)], 120).checked()
     ranks = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
     for fence in zip(*ranks, strict=True):
         last_came = max(came for came, _ in fence)
@@ -195,9 +195,8 @@ def test_no_rank_passes_a_fence_before_all_have_come(cluster: Slurm, tmp_path: P
 
 
 @pytest.mark.full
-def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, folder: Path) -> None:
     """Without MIN_NODES: nobody waits for what is gone."""
-    folder = tmp_path / "job"
     job = submit(cluster, "ddp_torchrun.sbatch", folder, LONG)
     wait_for_steps(cluster, folder)
     cluster.ask("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")
@@ -211,9 +210,8 @@ def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_rank_0_that_cannot_start_ends_its_job(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_rank_0_that_cannot_start_ends_its_job(cluster: Slurm, folder: Path) -> None:
     """Its port is taken, here by sshd, and the others would wait for it there."""
-    folder = tmp_path / "job"
     taken = "--export=ALL,MASTER_ADDR=node0,MASTER_PORT=22"
     job = submit(cluster, "ddp_srun.sbatch", folder, LONG, taken)
     wait_for_end(cluster, job, folder, "FAILED")
@@ -264,24 +262,21 @@ def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> Non
         environment = read_json(folder / f"block-2/{name}-4/environment.json")
         assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
     assert read_json(folder / "plan.json")["hosts"] == "slurm"
-    report = cluster.run(["python", "compare/report.py", str(folder), "--json", "-"], 60)
-    assert report.returncode == 0, report.output
+    report = cluster.run(["python", "compare/report.py", str(folder), "--json", "-"], 60).checked()
     verdicts = json.loads(report.output)["verdicts"]
     assert [verdict["differences"] for verdict in verdicts] == [[]]
 
 
 def test_flags_that_the_scripts_need_for_themselves_are_refused(
-    cluster: Slurm, tmp_path: Path
+    cluster: Slurm, folder: Path
 ) -> None:
-    folder = tmp_path / "job"
     job = submit(cluster, "ddp_srun.sbatch", folder, f"{SMALL} --name other")
     wait_for_end(cluster, job, folder, "FAILED")
     assert "--name: set NAME or RUNS before sbatch" in Path(f"{folder}.log").read_text()
 
 
 @pytest.mark.parametrize("script", ["horovod_mpirun.sbatch", rarely("ddp_srun.sbatch")])
-def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "job"
+def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, folder: Path) -> None:
     job = submit(cluster, script, folder, LONG)
     wait_for_steps(cluster, folder)
     assert leftovers(cluster.hosts)

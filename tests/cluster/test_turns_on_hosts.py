@@ -41,8 +41,7 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
 def test_turns_over_two_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
     names = ("ddp-torchrun", "horovod-gloo")
     folder = tmp_path / "block-1"
-    finished = two_hosts[0].run(["python", "-c", BLOCK, str(folder), *names])
-    assert finished.returncode == 0, finished.output
+    two_hosts[0].run(["python", "-c", BLOCK, str(folder), *names]).checked()
     check(folder, names)
     assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
 
@@ -59,6 +58,5 @@ def test_turns_inside_an_allocation(cluster: Slurm, tmp_path: Path) -> None:
     names = ("ddp-srun", "horovod-srun", "ddp-mpirun")
     folder = tmp_path / "block-1"
     allocate = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2"]
-    finished = cluster.run([*allocate, "python", "-c", BLOCK, str(folder), *names])
-    assert finished.returncode == 0, finished.output
+    cluster.run([*allocate, "python", "-c", BLOCK, str(folder), *names]).checked()
     check(folder, names)
