@@ -266,10 +266,8 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
     ],
 )
 def test_what_cannot_be_meant(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=rf"\A(?=--)[^\n]*{re.escape(words)}[^\n]*\Z"):  # one line
         parsed(settings, "ddp", 1)
-    assert re.fullmatch(r"--[^\n]+", str(refused.value)), "one line, which names the flag"
-    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -96,9 +97,7 @@ def test_a_lost_host_is_waited_for(
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_locks(file: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
+    no_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     partial = tmp_path / "run/checkpoints/.step-000000010.pt.elsewhere-7.partial"
     partial.parent.mkdir(parents=True)
     partial.touch()
