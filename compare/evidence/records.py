@@ -21,15 +21,14 @@ from compare.evidence.run_folder import (
     read_record,
 )
 from compare.evidence.turns import Block, Turn
-from compare.plan.configurations import Configuration
+from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Run
 from compare.plan.record import PlanRecord, read_plan
 from recipe.errors import UserError
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
-# What one process trains, whatever --workers: on all its GPUs, or by calls to other ranks.
-ONE_WORKER = {"data_parallel", "rpc_pipeline"}
+ONE_WORKER = {one.engine for one in CONFIGURATIONS.values() if one.is_one_worker}
 FAILED = re.compile(r".+?\.failed-\d+")
 CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
 

@@ -41,6 +41,9 @@ class Configuration:
     controller: str = ""  # horovodrun only: what it passes the messages with
     transport: str = ""  # what its trainer is told to send gradients over; "": its own choice
     servers: int = 0  # ranks beside the workers, which do not train
+    has_one_replica: bool = False  # over all ranks: not each of them trains a batch of its own
+    is_one_worker: bool = False  # by its record, whatever --workers: one process trains, on all
+    # its GPUs or by calls to other ranks
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
@@ -181,14 +184,18 @@ CONFIGURATIONS = {
         Configuration("horovod-srun", "horovod", "srun"),
         Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
         # The rungs of docs/ladder.md; what starts no launcher is one process, whatever --workers.
-        Configuration("data-parallel", "data_parallel", "python"),
+        Configuration(
+            "data-parallel", "data_parallel", "python", has_one_replica=True, is_one_worker=True
+        ),
         Configuration("parameter-averaging", "parameter_averaging", "torchrun"),
         Configuration("zero-optimizer", "zero_optimizer", "torchrun"),
         Configuration("fsdp", "fsdp", "torchrun"),
         Configuration("model-parallel", "model_parallel", "torchrun"),
-        Configuration("pipeline", "pipeline", "torchrun"),
+        Configuration("pipeline", "pipeline", "torchrun", has_one_replica=True),
         Configuration("parameter-server", "parameter_server", "torchrun", servers=1),
-        Configuration("rpc-pipeline", "rpc_pipeline", "torchrun"),
+        Configuration(
+            "rpc-pipeline", "rpc_pipeline", "torchrun", has_one_replica=True, is_one_worker=True
+        ),
         Configuration("ddp-with-rpc", "ddp_with_rpc", "torchrun", servers=1),
     )
 }

@@ -15,7 +15,6 @@ from recipe.config import read_flags
 from recipe.errors import UserError
 
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
-ONE_REPLICA = {"data_parallel", "pipeline", "rpc_pipeline"}  # over all ranks, or in one process
 
 
 class MeasurementError(UserError):
@@ -76,7 +75,7 @@ def training_side(run: Run, folder: Path, **others: Any) -> Side:
     configuration is. Its training never comes to an epoch's end, nor to --max-steps (take_turns.py
     sees to that). NoTurns where steps are not those of ranks that train a batch each."""
     configuration = run.configuration
-    if configuration.servers or configuration.engine in ONE_REPLICA:
+    if configuration.servers or configuration.has_one_replica:
         raise NoTurns(f"not each rank of {configuration.name} trains a batch of its own")
     place = folder.resolve() / configuration.name
     job = hashlib.sha256(str(place).encode()).hexdigest()[:12]
