@@ -22,11 +22,9 @@ def test_figures() -> None:
     outputs = torch.tensor([[9.0, 8, 7, 6, 5, 4], [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
     targets = torch.tensor([0, 0, 4])  # the best guess; the last of six; the fifth
     sums = sums_of(outputs, targets)
-    assert sums.dtype == torch.float64
     loss = nn.functional.cross_entropy(outputs, targets, reduction="sum").item()
     assert sums.tolist() == pytest.approx([loss, 1, 2, 3], rel=1e-6)
-    figures = means(sums)
-    assert figures == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
+    assert means(sums) == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
 
 
 def test_the_label_of_a_mixed_image_is_its_largest_share() -> None:

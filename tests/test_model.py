@@ -1,6 +1,6 @@
 """Networks, parameter groups, number formats, moving averages, and seeds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from making import CPU, TinyNet, a_config
+from making import CPU, TinyNet, a_config, in_ranks
+from test_optimizers import needs_timm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,12 +51,45 @@ def test_weights_come_from_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "words"),
-    [("resnet5O", "closest names are resnet50"), ("fcn_resnet50", "no such")],
+    ("settings", "message"),
+    [
+        ({"arch": "resnet5O"}, "--arch resnet5O: .*closest names are resnet50"),
+        ({"arch": "fcn_resnet50"}, "--arch fcn_resnet50: .*no such"),
+        pytest.param(
+            {"arch": "timm:resnet5Od"}, "timm has no such .* names are resnet50d", marks=needs_timm
+        ),
+        pytest.param(
+            {"arch": "timm:vgg11", "drop_path": 0.5},
+            r"timm:vgg11: .* --drop-path 0.5 .*drop_path_rate",
+            marks=needs_timm,
+        ),
+        pytest.param(
+            {"arch": "timm:vit_tiny_patch16_224", **sizes(32), "val_crop_size": 48},
+            "works for one image size only",
+            marks=needs_timm,
+        ),
+        ({"arch": "resnet10", "pretrained": True}, "torchvision has no weights .* resnet10;"),
+        ({"arch": "vgg11", "blur_pool": True, **sizes(32)}, "--arch vgg11 has no convolution"),
+        (
+            {"arch": "vit_b_16", **sizes(32), "val_crop_size": 24},
+            "--train-crop-size 32 and --val-crop-size 24",
+        ),
+        ({"arch": "vit_b_16", **sizes(33)}, "cannot be built with --train-crop-size 33"),
+        (
+            {"arch": "resnet10", "batch_size": 1, **sizes(32)},
+            r"--train-crop-size 32: .* 1 value per channel .* a larger size or --batch-size,",
+        ),
+    ],
 )
-def test_unknown_arch(arch: str, words: str) -> None:
-    with pytest.raises(UserError, match=f"--arch {arch}: .*{words}"):
-        build_model(a_config(arch=arch), 10, download=True)
+def test_networks_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_model(a_config(**settings), 10, download=True)
+
+
+@pytest.mark.parametrize("settings", [{"batch_norm": "sync"}, {"evaluate": True}, sizes(33)])
+def test_batches_of_one_image_that_can_be_normalised(settings: dict[str, Any]) -> None:
+    config = a_config(arch="resnet10", batch_size=1, **{**sizes(32), **settings})
+    assert build_model(config, 10, download=True).training
 
 
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
@@ -75,8 +109,6 @@ def test_resnet10_has_half_the_blocks_of_resnet18() -> None:
     second = ("layer1.1.", "layer2.1.", "layer3.1.", "layer4.1.")
     shapes = {name: value.shape for name, value in eighteen.items() if not name.startswith(second)}
     assert {name: value.shape for name, value in ten.items()} == shapes
-    with pytest.raises(UserError, match=r"--pretrained: torchvision has no weights .* resnet10;"):
-        build_model(a_config(arch="resnet10", pretrained=True), 10, True)
 
 
 @pytest.mark.parametrize(("arch", "last"), [("resnet18", "bn2"), ("wide_resnet50_2", "bn3")])
@@ -113,8 +145,6 @@ def test_blur_before_strides() -> None:
     assert torch.allclose(strided(images), expected, atol=1e-5)
     assert torch.equal(first(images[:, :3]), plain.conv1(images[:, :3])), "of three channels only"
     assert torch.equal(blurred.layer1[0].conv1(images), plain.layer1[0].conv1(images))
-    with pytest.raises(UserError, match="--blur-pool: --arch vgg11 has no convolution"):
-        build_model(a_config(arch="vgg11", blur_pool=True, **sizes(32)), 10, download=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -154,14 +184,13 @@ def test_layers_that_do_more_than_normalise_are_not_replaced() -> None:
         replace_batch_norm(NormAndActivation(3), nn.SyncBatchNorm, lambda values: values)
 
 
-def test_vision_transformer_takes_the_image_size() -> None:
+@pytest.mark.parametrize(
+    "arch", ["vit_b_16", pytest.param("timm:vit_tiny_patch16_224", marks=needs_timm)]
+)
+def test_vision_transformers_take_the_image_size(arch: str) -> None:
     with torch.device("meta"):
-        model = build_model(a_config(arch="vit_b_16", **sizes(32)), 10, download=True)
+        model = build_model(a_config(arch=arch, **sizes(32)), 10, download=True)
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-        with pytest.raises(UserError, match="--train-crop-size 32 and --val-crop-size 24"):
-            build_model(a_config(arch="vit_b_16", **sizes(32) | {"val_crop_size": 24}), 10, True)
-        with pytest.raises(UserError, match=r"cannot be built with --train-crop-size 33"):
-            build_model(a_config(arch="vit_b_16", **sizes(33)), 10, download=True)
 
 
 @pytest.mark.parametrize("arch", ["alexnet", "squeezenet1_1", "convnext_tiny", "inception_v3"])
@@ -176,8 +205,11 @@ def test_images_that_a_network_pools_away(arch: str) -> None:
     assert build_model(only_val, 10, download=True).training
 
 
-def test_checking_sizes_changes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = a_config(arch="resnet18", **sizes(8))
+@pytest.mark.parametrize("settings", [{"arch": "resnet18", **sizes(8)}, {**SMALL, "batch_size": 1}])
+def test_checking_sizes_changes_no_model(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_config(**settings)
     model = build_model(config, 10, download=True)
     drawn = torch.rand(5)
     monkeypatch.setattr("recipe.training.model._check_image_sizes", lambda model, config: None)
@@ -225,18 +257,14 @@ def test_parameter_groups(arch: str) -> None:
     config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes(224))
     with torch.device("meta"):
         model = build_model(config, 10, download=True)
-    decay = {
-        id(parameter): group["weight_decay"]
+    decays = [
+        (id(parameter), group["weight_decay"])
         for group in parameter_groups(model, config)
         for parameter in group["params"]
-    }
-    groups = parameter_groups(model, config)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    ]
     norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
-    for name, parameter in model.named_parameters():
-        is_bias = name.endswith(("bias", "in_proj_bias"))
-        expected = 0.2 if id(parameter) in norms else 0.3 if is_bias else 0.1
-        assert decay[id(parameter)] == expected, name
+    kinds = {id(p): 0.3 if name.endswith("bias") else 0.1 for name, p in model.named_parameters()}
+    assert sorted(decays) == sorted((kinds | dict.fromkeys(norms, 0.2)).items())
     assert norms
 
 
@@ -287,6 +315,9 @@ def test_moving_average_of_every_third_step() -> None:
     update_ema(None, model, config, 3)
 
 
+BCE = {"loss": "bce", "label_smoothing": 0.1}
+
+
 def test_binary_cross_entropy() -> None:
     """Of labels as of shares; smoothed, a target is (1 - s) x its share + s / classes."""
     outputs, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
@@ -294,7 +325,7 @@ def test_binary_cross_entropy() -> None:
     targets = 0.9 * shares + 0.1 / 4
     chance = outputs.sigmoid()
     losses = -targets * chance.log() - (1 - targets) * (1 - chance).log()
-    criterion = build_criterion(a_config(loss="bce", label_smoothing=0.1))
+    criterion = build_criterion(a_config(**BCE))
     assert torch.allclose(criterion(outputs, labels), losses.mean())
     assert torch.equal(criterion(outputs, shares), criterion(outputs, labels))
     half = outputs.half()
@@ -304,16 +335,14 @@ def test_binary_cross_entropy() -> None:
 def test_binary_cross_entropy_with_a_threshold() -> None:
     """Both classes of a mixed image count in full, unless one has hardly a share in it."""
     outputs = torch.randn(2, 4)
-    settings = {"loss": "bce", "label_smoothing": 0.1}
-    criterion = build_criterion(a_config(bce_target_threshold=0.2, **settings))
+    plain, criterion = (
+        build_criterion(a_config(**BCE, bce_target_threshold=threshold))
+        for threshold in (None, 0.2)
+    )
     mixed = torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.0, 0.2, 0.0, 0.8]])
     whole = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    expected = build_criterion(a_config(**settings))(outputs, whole)
-    assert torch.equal(criterion(outputs, mixed), expected)
-    labels = torch.tensor([2, 0])
-    assert torch.equal(
-        criterion(outputs, labels), build_criterion(a_config(**settings))(outputs, labels)
-    )
+    for targets, counted in ((mixed, whole), (torch.tensor([2, 0]),) * 2):
+        assert torch.equal(criterion(outputs, targets), plain(outputs, counted))
 
 
 def test_flat_batch_norm() -> None:
@@ -433,3 +462,76 @@ def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.allclose(momentum, config.wd * parameter, atol=1e-6)
+
+
+# ---- BatchNorm over several ranks on the CPU ----
+
+
+CHANNELS = 5
+
+
+@pytest.mark.parametrize("shares", [(4, 4), (2, 3, 7)])
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2)])
+def test_sync_batch_norm_equals_a_single_process(
+    shares: tuple[int, ...], shape: tuple[int, ...], momentum: float = 0.3
+) -> None:
+    """Forward, backward and running statistics, over two steps; values far from zero."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(sum(shares), CHANNELS, *shape, generator=draw) + 100 for _ in range(2)]
+    wanted = torch.randn(batches[0].shape, generator=draw)
+    kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}
+    whole = kinds[wanted.dim()](CHANNELS, momentum=momentum).double()
+    with torch.no_grad():
+        whole.weight.uniform_(0.5, 2, generator=draw)
+        whole.bias.uniform_(-1, 1, generator=draw)
+    start = {name: value.clone() for name, value in whole.state_dict().items()}
+
+    def train(
+        norm: nn.Module, batches: list[torch.Tensor], wanted: torch.Tensor
+    ) -> tuple[list[torch.Tensor], nn.Module]:
+        found = []
+        for batch in batches:
+            batch = batch.clone().requires_grad_()
+            outputs = norm(batch)
+            (outputs * wanted).sum().backward()
+            assert batch.grad is not None
+            found += [outputs.detach(), batch.grad]
+        return found, norm
+
+    expected, _ = train(whole, [batch.double() for batch in batches], wanted.double())
+
+    def rank_of(rank: int, sum_over_ranks: Callable) -> object:
+        norm = SyncBatchNorm(sum_over_ranks, CHANNELS, 1e-5, momentum)
+        norm.load_state_dict(start)
+        own = [batch.split(shares)[rank] for batch in batches]
+        return train(norm, own, wanted.split(shares)[rank])
+
+    found = in_ranks(len(shares), rank_of)
+    for number, values in enumerate(expected):
+        parts = torch.cat([results[number] for results, _ in found])
+        torch.testing.assert_close(parts, values.float(), rtol=1e-4, atol=1e-4)
+    norms = [norm for _, norm in found]
+    for name in ("weight", "bias"):
+        total = sum(getattr(norm, name).grad for norm in norms)
+        torch.testing.assert_close(total, getattr(whole, name).grad.float(), rtol=1e-4, atol=1e-4)
+    for norm in norms:
+        torch.testing.assert_close(norm.running_mean, whole.running_mean.float())
+        torch.testing.assert_close(norm.running_var, whole.running_var.float())
+        assert norm.num_batches_tracked == 2
+        assert torch.equal(norm.running_var, norms[0].running_var), "equal on all ranks"
+
+
+def test_sync_batch_norm_exchanges_nothing_in_an_evaluation() -> None:
+    def refuse(values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    norm = SyncBatchNorm(refuse, CHANNELS).eval()
+    images = torch.randn(2, CHANNELS, 3, 3)
+    assert torch.equal(norm(images), nn.BatchNorm2d(CHANNELS).eval()(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_other_number_formats_are_normalised_in_fp32(dtype: torch.dtype) -> None:
+    images = torch.randn(4, CHANNELS, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    norm = SyncBatchNorm(lambda values: values, CHANNELS)
+    torch.testing.assert_close(norm(images), norm(images.float()).to(dtype), rtol=0, atol=0)

@@ -1,15 +1,20 @@
 """Each image exactly once an epoch, whatever the sizes, and also over a resume."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import a_config, a_world
 
+from recipe.config import Config
+from recipe.data.batches import Data, batch_places, samples_per_step, training_end
 from recipe.data.order import Sample, SampleStream, permutation
+from recipe.training.schedule import learning_rate
 
-images = st.integers(1, 200)
+counts = st.integers(1, 200)
 small = st.integers(1, 8)
 quick = settings(max_examples=60, deadline=None)
 
@@ -23,7 +28,7 @@ def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> 
 
 
 @quick
-@given(images, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
+@given(counts, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
 def test_a_step_is_the_same_set_for_any_split(
     num_images: int, start: int, step: int, data: st.DataObject
 ) -> None:
@@ -40,7 +45,7 @@ def test_a_step_is_the_same_set_for_any_split(
 
 
 @quick
-@given(images, small, small, st.integers(1, 5), small, small, st.integers(0, 20))
+@given(counts, small, small, st.integers(1, 5), small, small, st.integers(0, 20))
 def test_each_image_of_an_epoch_so_many_times(
     num_images: int, batch: int, size: int, repeats: int, new_batch: int, new_size: int, steps: int
 ) -> None:
@@ -86,3 +91,93 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     np.random.seed(5)
     assert permutation(8, 42, 0).tolist() == [3, 4, 2, 7, 6, 1, 5, 0]
     assert not any(np.array_equal(permutation(8, 42, 0), other) for other in others)
+
+
+# ---- batches that grow from epoch to epoch ----
+
+
+def images(count: int) -> Data:
+    return Data(None, None, num_train=count, num_val=1, num_classes=2)
+
+
+def sizes(config: Config) -> list[int]:
+    return [samples_per_step(config, a_world(), epoch) for epoch in range(5)]
+
+
+def test_batches_grow_by_equal_steps_and_are_rounded_up() -> None:
+    assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [4, 8, 12, 12, 12]
+    assert sizes(a_config(batch_size=10, batch_size_warmup_epochs=2)) == [4, 7, 10, 10, 10]
+    assert sizes(a_config(batch_size=49, batch_size_warmup_epochs=47))[:3] == [2, 3, 4]
+    assert sizes(a_config(batch_size=10)) == [10] * 5
+    several = a_config(batch_size=4, batches_per_allreduce=3, batch_size_warmup_epochs=1)
+    assert [samples_per_step(several, a_world(0, 5), epoch) for epoch in (0, 1)] == [30, 60]
+    assert samples_per_step(several, a_world(0, 5)) == 60
+
+
+def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list:
+    return list(batch_places(config, a_world(0, size), count, start, stop))
+
+
+@quick
+@given(st.integers(1, 150), st.integers(3, 9), small, small, st.integers(0, 3), st.data())
+def test_a_resumed_run_goes_on_exactly(
+    count: int, batch: int, size: int, passes: int, warmup: int, drawn: st.DataObject
+) -> None:
+    """Where each step begins, how many images it has, and where training ends; at another number
+    of workers each image still comes once an epoch."""
+    config = a_config(
+        batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5
+    )
+    world = a_world(0, size)
+    last_step, stop = training_end(config, world, images(count), 0, 0)
+    whole = places_of(config, size, count, 0, stop)
+    starts = [position for position, _ in whole[::passes]]
+    assert len(starts) == last_step and starts[-1] < 5 * count <= stop
+    for start, end in pairwise([*starts, stop]):
+        assert end - start == samples_per_step(config, world, start // count)
+    step = drawn.draw(st.integers(0, last_step - 1))
+    assert training_end(config, world, images(count), step, starts[step]) == (last_step, stop)
+    assert places_of(config, size, count, starts[step], stop) == whole[step * passes :]
+
+    other = drawn.draw(small)
+    _, end = training_end(config, a_world(0, other), images(count), step, starts[step])
+    stream, seen = SampleStream(count, 7), list[Sample]()
+    for places, ranks in (
+        (whole[: step * passes], size),
+        (places_of(config, other, count, starts[step], end), other),
+    ):
+        for rank in range(ranks):
+            seen += [sample for one in stream.batches(places, rank, ranks) for sample in one]
+    assert len(set(seen)) == len(seen)
+    assert {(epoch, index) for epoch in range(5) for index in range(count)} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "step", "seen", "end"),
+    [
+        (None, 0, 0, (5 + 5, 5 * 4 + 5 * 8)),  # of 20 images an epoch
+        (None, 5, 20, (10, 60)),
+        (7, 0, 0, (7, 20 + 16)),
+        (7, 7, 36, (7, 36)),
+        (7, 9, 52, (9, 52)),  # a run that went on with fewer steps has had them
+        (None, 10, 60, (10, 60)),
+    ],
+)
+def test_training_ends(max_steps: int | None, step: int, seen: int, end: tuple[int, int]) -> None:
+    config = a_config(batch_size=8, batch_size_warmup_epochs=1, epochs=3, max_steps=max_steps)
+    assert training_end(config, a_world(), images(20), step, seen) == end
+
+
+def test_what_is_only_evaluated_has_ended() -> None:
+    assert training_end(a_config(evaluate=True), a_world(), images(20), 3, 12) == (3, 12)
+
+
+def test_the_rate_grows_with_the_batch() -> None:
+    """Also where the batch is rounded: the schedule knows epochs alone."""
+    base = a_config(base_lr=0.1, warmup_epochs=2.0, epochs=5, batch_size=10)
+    growing = a_config(**{**vars(base), "batch_size_warmup_epochs": 2})
+    for epoch, share in {0: 1 / 3, 0.9: 1 / 3, 1: 2 / 3, 1.9: 2 / 3, 2: 1, 4: 1}.items():
+        for scale in (1, 8):
+            rate = learning_rate(base, epoch, scale)
+            assert learning_rate(growing, epoch, scale) == pytest.approx(share * rate)
+    assert learning_rate(growing, 4.5, 8) == learning_rate(base, 4.5, 8)

@@ -1,12 +1,14 @@
 """The learning rate at its turning points."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from making import a_config
 
+from recipe.config import Config
 from recipe.training.schedule import learning_rate
 
 STEP = a_config(
@@ -21,58 +23,55 @@ COSINE = a_config(lr_scheduler="cosine", base_lr=0.1, warmup_epochs=5.0, epochs=
 JUST_BELOW = 1 - 1e-12
 
 
-@pytest.mark.parametrize("config", [STEP, COSINE])
-def test_gradual_warm_up_begins_at_one_worker_s_rate(config) -> None:
-    assert learning_rate(config, 0.0, 8) == pytest.approx(0.1)
-    assert learning_rate(config, 2.5, 8) == pytest.approx(0.45)
-    assert learning_rate(config, 5.0 * JUST_BELOW, 8) == pytest.approx(0.8)
-    assert learning_rate(config, 5.0, 8) == pytest.approx(0.8)
+QUARTER = 0.5 * (1 + math.cos(math.pi / 4))
+# Settings, and the rates of eight workers by epoch.
+RATES: dict[str, tuple[Config, dict[str, Any], dict[float, float]]] = {
+    **{
+        f"gradual warm-up, from one worker's rate, {config.lr_scheduler}": (
+            config, {}, {0: 0.1, 2.5: 0.45, 5 * JUST_BELOW: 0.8, 5: 0.8}
+        )
+        for config in (STEP, COSINE)
+    },
+    "linear warm-up, from near zero": (
+        STEP, {"warmup_method": "linear"}, {0: 0.008, 2.5: 0.404, 5: 0.8}
+    ),
+    "none": (STEP, {"warmup_epochs": 0.0}, {0: 0.8}),
+    "steps": (
+        STEP, {},
+        {
+            30 * JUST_BELOW: 0.8, 30: 0.08, 60 * JUST_BELOW: 0.08, 60: 0.008,
+            80 * JUST_BELOW: 0.008, 80: 0.0008, 90: 0.0008,
+        },
+    ),
+    # The last batch may pass the end.
+    "cosine": (
+        COSINE, {}, {5: 0.8, 10: 0.01 + 0.79 * QUARTER, 15: 0.405, 25: 0.01, 26: 0.01}
+    ),
+    "linear": (
+        COSINE, {"lr_scheduler": "linear"}, {5: 0.8, 10: 0.6025, 15: 0.405, 25: 0.01, 26: 0.01}
+    ),
+    "a cosine with restarts is several: of the lengths 5, 10 and 5": (
+        COSINE, {"lr_restart_epochs": (10, 20)},
+        {
+            5: 0.8, 7.5: 0.405, 10 * JUST_BELOW: 0.01, 10: 0.8, 15: 0.405, 20 * JUST_BELOW: 0.01,
+            20: 0.8, 22.5: 0.405, 25: 0.01, 26: 0.01,
+        },
+    ),
+    "warm-up to the end": (
+        COSINE, {"warmup_epochs": 25.0}, {25 * JUST_BELOW: 0.8, 25: 0.8}  # no time is left
+    ),
+}  # fmt: skip
 
 
-def test_linear_warm_up_begins_near_zero() -> None:
-    config = a_config(**{**vars(STEP), "warmup_method": "linear"})
-    assert learning_rate(config, 0.0, 8) == pytest.approx(0.008)
-    assert learning_rate(config, 2.5, 8) == pytest.approx(0.404)
-    assert learning_rate(config, 5.0, 8) == pytest.approx(0.8)
+@pytest.mark.parametrize("case", RATES)
+def test_rates(case: str) -> None:
+    base, settings, rates = RATES[case]
+    config = a_config(**{**vars(base), **settings})
+    assert {at: learning_rate(config, at, 8) for at in rates} == pytest.approx(rates)
 
 
 def test_one_worker_needs_no_gradual_warm_up() -> None:
     assert {learning_rate(STEP, epoch / 10, 1) for epoch in range(50)} == {0.1}
-    config = a_config(**{**vars(STEP), "warmup_epochs": 0.0})
-    assert learning_rate(config, 0.0, 8) == pytest.approx(0.8), "nor does who asks for none"
-
-
-def test_steps() -> None:
-    for epoch, rate in {30: 0.08, 60: 0.008, 80: 0.0008}.items():
-        assert learning_rate(STEP, epoch * JUST_BELOW, 8) == pytest.approx(rate * 10)
-        assert learning_rate(STEP, epoch, 8) == pytest.approx(rate)
-    assert learning_rate(STEP, 90, 8) == pytest.approx(0.0008)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "quarter"), [("cosine", 0.5 * (1 + math.cos(math.pi / 4))), ("linear", 3 / 4)]
-)
-def test_cosine_and_linear(scheduler: str, quarter: float) -> None:
-    config = a_config(**{**vars(COSINE), "lr_scheduler": scheduler})
-    left = {5: 1, 10: quarter, 15: 0.5, 25: 0, 26: 0}  # the last batch may pass the end
-    for epoch, share in left.items():
-        assert learning_rate(config, epoch, 8) == pytest.approx(0.01 + 0.79 * share)
-
-
-def test_a_cosine_with_restarts_is_several_cosines() -> None:
-    """Of the lengths 5, 10 and 5."""
-    config = a_config(**{**vars(COSINE), "lr_restart_epochs": (10, 20)})
-    for start, length in {5: 5, 10: 10, 20: 5}.items():
-        assert learning_rate(config, start, 8) == pytest.approx(0.8)
-        assert learning_rate(config, start + length / 2, 8) == pytest.approx((0.8 + 0.01) / 2)
-        assert learning_rate(config, (start + length) * JUST_BELOW, 8) == pytest.approx(0.01)
-    assert learning_rate(config, 26, 8) == pytest.approx(0.01)
-
-
-def test_warm_up_may_last_to_the_end() -> None:
-    config = a_config(**{**vars(COSINE), "warmup_epochs": 25.0})
-    assert learning_rate(config, 25, 8) == pytest.approx(0.8)  # and the cosine has no time left
-    assert learning_rate(config, 24.999, 8) == pytest.approx(0.8, rel=1e-3)
 
 
 @given(st.floats(0, 90), st.integers(1, 1024))

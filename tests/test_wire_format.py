@@ -57,20 +57,16 @@ def settle(
 
 
 def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: value.clone() for name, value in MODEL.state_dict().items()}
     chosen, distributed = settle(slow="fp32")
+    assert all(torch.equal(before[name], value) for name, value in MODEL.state_dict().items())
+    assert all(parameter.grad is None for parameter in MODEL.parameters())
     assert chosen.wire_format == "fp16" and chosen.batches_per_allreduce == 3
     assert [one.wire_format for one in distributed] == list(WIRE_FORMATS)
     assert all(one.batches_per_allreduce == 1 for one in distributed)
     assert settle(slow="fp16")[0].wire_format == "fp32"
     lines = capsys.readouterr().out.splitlines()
     assert [line[:17] for line in lines] == ["wire format: fp16", "wire format: fp32"]
-
-
-def test_the_network_stays_as_it_was() -> None:
-    before = {name: value.clone() for name, value in MODEL.state_dict().items()}
-    settle(slow="fp32")
-    assert all(torch.equal(before[name], value) for name, value in MODEL.state_dict().items())
-    assert all(parameter.grad is None for parameter in MODEL.parameters())
 
 
 @pytest.mark.parametrize(
@@ -86,24 +82,24 @@ def test_one_worker_sends_nothing() -> None:
     assert chosen.wire_format == "fp32"
 
 
-def test_fp16_must_gain_something() -> None:
-    """It rounds: of two that are equally fast, as far as timing can tell, fp32 is taken."""
-    assert settle(slow="none", others=[1.0, 0.992])[0].wire_format == "fp32"
-    assert settle(slow="none", others=[1.0, 0.98])[0].wire_format == "fp16"
+@pytest.mark.parametrize(
+    ("slow", "others", "chosen"),
+    [
+        # fp16 rounds: of two that are equally fast, as far as timing can tell, fp32 is taken.
+        ("none", [1.0, 0.992], "fp32"),
+        ("none", [1.0, 0.98], "fp16"),
+        ("fp32", [0.001, 5.0], "fp32"),  # the slowest rank, not this one, decides for all
+    ],
+)
+def test_what_the_other_rank_measured_counts(slow: str, others: list[float], chosen: str) -> None:
+    assert settle(slow, others)[0].wire_format == chosen
 
 
 def test_close_formats_are_measured_longer() -> None:
-    seen: list[int] = []
-    settle(slow="none", others=[1.0, 0.95], rounds_seen=seen)
-    assert seen == [6, 21]  # the first of each does not count
-    seen.clear()
-    settle(slow="none", others=[1.0, 0.5], rounds_seen=seen)
-    assert seen == [6]
-
-
-def test_the_slowest_rank_decides_for_all() -> None:
-    """Rank 1 of 2 is slow with fp16; rank 0, which is not, comes to the same choice."""
-    assert settle(slow="fp32", others=[0.001, 5.0])[0].wire_format == "fp32"
+    for seconds, rounds in ((0.95, [6, 21]), (0.5, [6])):  # the first of each does not count
+        seen: list[int] = []
+        settle(slow="none", others=[1.0, seconds], rounds_seen=seen)
+        assert seen == rounds
 
 
 def test_each_format_is_known_to_both_engines() -> None:

@@ -205,17 +205,20 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
     }
     if config.evaluate:
         sizes = {"--val-crop-size": config.val_crop_size}
-    model.eval()  # BatchNorm's statistics stay as they are, and nothing is drawn
+    # In training, BatchNorm refuses a single value a channel: there is nothing to normalise by.
+    is_alone = config.batch_size == 1 and config.batch_norm != "sync"
     for option, size in sizes.items():
+        model.train(is_alone and option != "--val-crop-size")
         images = torch.empty(1, 3, size, size, device="meta")
         try:
             with torch.no_grad(), suppress(NotImplementedError):  # of operations without shapes
                 torch.func.functional_call(model, state, (images,))
-        except (RuntimeError, AssertionError) as error:  # the latter from timm
+        except (RuntimeError, ValueError, AssertionError) as error:  # the last from timm
             reason = (str(error).splitlines() or [type(error).__name__])[0]
+            larger = "size or --batch-size" if model.training else "size"
             raise UserError(
                 f"{option} {size}: --arch {config.arch} cannot take images of {size} pixels "
-                f"({reason}); choose a larger size, or another network"
+                f"({reason}); choose a larger {larger}, or another network"
             ) from None
     model.train()
 
