@@ -160,21 +160,6 @@ def test_gpus(uuids: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(message) == bool(told)
 
 
-def test_a_rank_without_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is exchanged lies in the CPU's memory on all of them."""
-    properties = SimpleNamespace(uuid="a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-    def act(world: Any, total: SumOverRanks) -> None:
-        device = torch.device("cuda", 0) if world.rank == 0 else CPU
-        check_same_training(
-            comparison_keys("ddp", a_config(), SYNTHETIC, device), world, device, total
-        )
-
-    message, *_ = messages(act)
-    assert ": type of device: cpu on rank 1 (node0) and 1 more, cuda on rank 0 (node0)." in message
-
-
 def test_weights() -> None:
     torch.manual_seed(0)
     models = [TinyNet() for _ in range(3)]

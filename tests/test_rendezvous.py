@@ -27,6 +27,16 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def variables_of(job: int, step: int, nodes: str = "n") -> dict[str, str]:
+    """Slurm's, of a step."""
+    values = {"STEP_NODELIST": nodes, "JOB_ID": str(job), "STEP_ID": str(step)}
+    return {f"SLURM_{name}": value for name, value in values.items()}
+
+
+def ports_of(job: int, step: int) -> list[int]:
+    return slurm_address(variables_of(job, step))[1]
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -43,13 +53,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_first_node_of_a_slurm_step(nodes: str, first: str) -> None:
-    step = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-    assert slurm_address(step)[0] == first
-
-
-def ports_of(job: int, step: int) -> list[int]:
-    variables = {"SLURM_STEP_NODELIST": "n", "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-    return slurm_address(variables)[1]
+    assert slurm_address(variables_of(7, 0, nodes))[0] == first
 
 
 def test_ports_of_a_slurm_step() -> None:
@@ -153,9 +157,8 @@ STEPS = count()
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A step on this host; returns its ports."""
-    variables = {"STEP_NODELIST": "n", "JOB_ID": str(os.getpid()), "STEP_ID": str(next(STEPS))}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in variables_of(os.getpid(), next(STEPS)).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.1)
     return slurm_address(os.environ)[1]
 
@@ -196,12 +199,6 @@ def test_slurm_without_a_rank_0(step: list[int], monkeypatch: pytest.MonkeyPatch
         meeting_point(a_world(1, 2, launcher="srun"))
 
 
-def test_mpirun_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(UserError, match="pip install mpi4py, or start with torchrun"):
-        meeting_point(a_world(0, 2, launcher="mpirun"))
-
-
 Address = namedtuple("Address", "family address")
 
 
@@ -225,8 +222,11 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.TCPStore("127.0.0.1", store.port, 2, is_master=False).get("key") == b"value"
 
 
-def test_mpi_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An mpi4py that was built for another MPI sees a world of one: two copies would train."""
+def test_mpi4py_that_is_missing_or_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built for another MPI sees a world of one: two copies would train."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match="pip install mpi4py, or start with torchrun"):
+        meeting_point(a_world(0, 2, launcher="mpirun"))
     fake_mpi(monkeypatch, size=1)
     with pytest.raises(UserError, match=r"^mpirun started .* one of 2.*built for another MPI"):
         meeting_point(a_world(0, 2, launcher="mpirun"))
