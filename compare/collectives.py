@@ -23,7 +23,6 @@ from compare.page.collectives import as_json, plot, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
-from compare.plan.options import positive
 from compare.plan.sources import ROOT
 from compare.running.checks import check_cores, check_load, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
@@ -87,7 +86,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--workers", type=positive, default=2, metavar="N", help="worker processes (default: 2)")
+    add("--workers", type=int, default=2, metavar="N", help="worker processes (default: 2)")
     add("--hosts", metavar="A:2,B:2", help="hosts and their slots; the first must see the results "
         "folder (default: this host)")  # fmt: skip
     add("--network-interface", metavar="NAME", help="that connects the hosts, such as eth0")
@@ -102,16 +101,16 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--model", default="resnet50", metavar="NAME",
         help="the torchvision model whose gradients are summed, too, as one message and tensor by "
         "tensor; none: leave it out (default: resnet50)")  # fmt: skip
-    add("--blocks", type=positive, default=3, metavar="N",
+    add("--blocks", type=int, default=3, metavar="N",
         help="launches of each backend (default: 3, the least for an interval)")  # fmt: skip
     add("--seconds", type=float, default=0.1, metavar="S",
         help="for the repetitions of one message in one launch, at least 3 of them (default: "
         "0.1)")  # fmt: skip
-    add("--threads", type=positive, default=1, metavar="N",
+    add("--threads", type=int, default=1, metavar="N",
         help="CPU threads of each rank for casts and copies (default: 1)")  # fmt: skip
     add("--no-cuda", dest="cuda", action="store_false", help="stay on the CPU")
     add("--seed", type=int, default=42, metavar="N", help="of the launches' order (default: 42)")
-    add("--timeout", type=positive, default=300, metavar="SECONDS",
+    add("--timeout", type=int, default=300, metavar="SECONDS",
         help="a launch that takes longer is ended and counts as failed (default: 300)")  # fmt: skip
     add("--out", type=Path, metavar="DIR",
         help="folder for raw figures (default: runs/collectives-<UTC time>)")  # fmt: skip
@@ -125,8 +124,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     files = [path for path in (options.json, options.svg) if path is not None]
     out_is_used = options.out is not None and options.out.exists() and any(options.out.iterdir())
     problems = {
-        "--workers 1: nothing is exchanged; give 2 or more": options.workers < 2,
+        f"--workers {options.workers}: nothing is exchanged; give 2 or more": options.workers < 2,
         f"--seconds {options.seconds:g}: give a positive number": options.seconds <= 0,
+        "--blocks, --threads and --timeout: give positive whole numbers": (
+            min(options.blocks, options.threads, options.timeout) < 1
+        ),
         f"--hosts {options.hosts}: has fewer slots than --workers": slots < options.workers,
         f"--out {options.out}: is not empty; name a new folder": out_is_used,
         **{f"{path}: make its folder first": not path.parent.is_dir() for path in files},

@@ -9,11 +9,13 @@ folder. All commands read it as they read the folders. Left out: warm-ups, Tenso
 their settings and environment. The home directory becomes ~, and the project's own folder a dot.
 """
 
-import argparse
 import re
 import sys
 import tempfile
 from pathlib import Path
+
+import tyro
+from tyro.conf import Positional
 
 from compare.errors import run_main
 from compare.evidence import packed
@@ -38,33 +40,33 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def main(argv: list[str] | None = None) -> int:
     """Keep what the command line names and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python compare/keep.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    name = "compare/keep.py"
+    return run_main(
+        name,
+        lambda: tyro.cli(keep_measurement, prog=name, description=__doc__, args=argv),
+        errors=(UserError, OSError),
     )
-    add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="a finished measurement, as under runs/")
-    for flag, text in (
-        ("--machine", "short, such as 2-core-xeon"),
-        ("--question", "what it answers, such as wire-format"),
-    ):
-        add(flag, type=folder_name, required=True, metavar="NAME", help=text)
-    add("--results", type=Path, default=ROOT / "results", metavar="DIR", help=argparse.SUPPRESS)
-
-    def body() -> int:
-        options = parser.parse_args(argv)
-        kept = keep(options.folder, options.results / options.machine, options.question)
-        print(f"kept: {kept}")
-        return 0
-
-    return run_main("compare/keep.py", body, errors=(UserError, OSError))
 
 
-def folder_name(text: str) -> str:
-    if not NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError("write small letters, digits, dots and hyphens")
-    return text
+def keep_measurement(
+    folder: Positional[Path],
+    machine: str,
+    question: str,
+    results: Path = ROOT / "results",
+) -> int:
+    """Keep a measurement, and say where.
+
+    Args:
+        folder: A finished measurement, as under runs/.
+        machine: Short, such as 2-core-xeon.
+        question: What it answers, such as wire-format.
+        results: The folder of all records.
+    """
+    for name in (machine, question):
+        if not NAME.fullmatch(name):
+            raise UserError(f"{name!r}: write small letters, digits, dots and hyphens")
+    print(f"kept: {keep(folder, results / machine, question)}")
+    return 0
 
 
 def keep(folder: Path, machine: Path, question: str) -> Path:

@@ -28,6 +28,7 @@ from tyro.conf import Positional
 from compare.errors import run_main
 from compare.evidence.parity import Parity, compare_ranks, compare_runs
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
+from compare.plan.options import split_words_at_dashes
 from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import check_plan
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
@@ -48,9 +49,7 @@ class Live:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare what the command line asks for and return the exit code."""
-    own, trainer_flags = sys.argv[1:] if argv is None else argv, list[str]()
-    if "--" in own:
-        own, trainer_flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    own, trainer_flags = split_words_at_dashes(sys.argv[1:] if argv is None else argv)
     command = partial(compare, trainer_flags)
     settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     return run_main(

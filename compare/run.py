@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
 from compare.plan.environment import shell_lines
 from compare.plan.hosts import check_logins
@@ -123,12 +124,12 @@ def unfinished_folder(plan: Plan) -> Path | None:
 
     Only the newest: an older one that was left behind was left for a reason.
     """
-    path = max(RUNS.glob("compare-*/plan.json"), default=None)
-    if path is None:
+    folder = newest_comparison(RUNS)
+    if folder is None:
         return None
-    old, plan = read_plan(path), resumed(plan, path.parent)
+    old, plan = read_plan(folder / "plan.json"), resumed(plan, folder)
     is_this = not plan_differences(old, plan_record(plan, "")) and old.end == plan.end
-    return path.parent if is_this and not is_finished(plan, path.parent) else None
+    return folder if is_this and not is_finished(plan, folder) else None
 
 
 def take_default_plan(options: argparse.Namespace) -> None:

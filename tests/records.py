@@ -3,22 +3,25 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Case, OwnCase, OwnConfiguration, Plan, Share, Words
+from compare.plan.plan import Case, OwnConfiguration, Plan, Share, Words
 from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
 
 
 def a_plan(
-    cases: tuple[Case, ...] = (), defined: tuple[Configuration, ...] = (), **fields: Any
+    cases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    defined: tuple[Configuration, ...] = (),
+    **fields: Any,
 ) -> Plan:
     """Both engines at one and at two workers, in three blocks of whole runs."""
     values: dict[str, Any] = {"measure": "runs", "blocks": 3, "workers": (1, 2), **fields}
@@ -28,7 +31,7 @@ def a_plan(
         one.name: OwnConfiguration(bases[one.kind], Words(one.flags), one.environment)
         for one in defined
     }
-    case = {one.name: OwnCase(Words(one.flags)) for one in cases}
+    case = {name: Case(Words(flags)) for name, flags in cases.items()}
     return Plan(**values, configuration=own, case=case)
 
 

@@ -24,10 +24,10 @@ from compare.evidence.paired import (
     hodges_lehmann,
 )
 from compare.evidence.run_folder import read_block
-from compare.evidence.stopping import Goal, reason_to_stop
+from compare.evidence.stopping import reason_to_stop
 from compare.evidence.turns import Block
 from compare.evidence.verdicts import holm
-from compare.plan.plan import Case, Plan
+from compare.plan.plan import Plan
 from compare.running.comparison import ROUNDS
 
 Array = NDArray[np.float64]
@@ -48,7 +48,7 @@ def places(sides: int, blocks: int, seed: int) -> Array:
     pairs = tuple((names[a], names[b]) for a, b in PAIRS if a < sides and b < sides)
     plan = Plan(configurations=names, judged_pairs=pairs, order_seed=seed)
     orders = [
-        [configuration.name for configuration in plan.in_order(block, Case(), 2)]
+        [configuration.name for configuration in plan.in_order(block, "", 2)]
         for block in range(1, blocks + 1)
     ]
     return np.array([[order.index(name) for name in names] for order in orders])
@@ -102,7 +102,7 @@ def block_values(speeds: Array) -> dict[tuple[int, int], Array]:
     return values
 
 
-def measure(values: dict[tuple[int, int], Array], sides: int, goal: Goal) -> list[list[Estimate]]:
+def measure(values: dict[tuple[int, int], Array], sides: int, goal: Plan) -> list[list[Estimate]]:
     """Do as run.py: block after block until there is a reason to stop; by experiment and pair."""
     pairs = pairs_of(sides)
     most = values[0, 1].shape[1]
@@ -141,7 +141,7 @@ def coverage(found: list[list[Estimate]], truths: Sequence[float] = ()) -> list[
 def test_the_interval_covers_the_truth_where_its_width_or_the_time_ended_it(sides, noise):
     """From noise at which four blocks are enough to one at which ten minutes are not."""
     most = int(600 // BLOCK_SECONDS)
-    found = measure(block_values(turns(int(1000 * noise), sides, most, noise)), sides, Goal())
+    found = measure(block_values(turns(int(1000 * noise), sides, most, noise)), sides, Plan())
     assert LEAST <= mean(coverage(found)) <= MOST
     assert min(coverage(found)) >= LEAST - 0.01
 
@@ -158,7 +158,7 @@ def test_the_interval_covers_the_truth_with_turns_drawn_from_recorded_ones(row):
     blocks, sides = 8, rounds.shape[1]
     speeds = rounds[random.integers(0, len(rounds), (EXPERIMENTS, blocks, ROUNDS))]
     speeds = speeds + random.normal(0, LAUNCH, (EXPERIMENTS, blocks, 1, sides))
-    found = measure(block_values(speeds), sides, Goal())
+    found = measure(block_values(speeds), sides, Plan())
     middles = [hodges_lehmann((rounds[:, a] - rounds[:, b]).tolist()) for a, b in pairs_of(sides)]
     assert LEAST <= mean(coverage(found, middles)) <= MOST
 
@@ -193,13 +193,13 @@ DISTURBED = {
 @pytest.mark.parametrize("case", DISTURBED)
 def test_the_interval_covers_the_truth_under(case):
     values = block_values(turns(7, 4, 8, **DISTURBED[case]))
-    assert LEAST <= mean(coverage(measure(values, 4, Goal()))) <= MOST
+    assert LEAST <= mean(coverage(measure(values, 4, Plan()))) <= MOST
 
 
 def test_where_one_engine_is_twice_as_noisy_its_own_pair_is_a_little_too_narrow():
     """What leaning on the other pairs costs. The pair of the quiet engine errs on the safe side."""
     values = block_values(turns(8, 4, 8, noise=0.025, louder=(1.0, 2.0, 1.0, 2.0)))
-    at_gloo, at_mpi, quiet, loud = coverage(measure(values, 4, Goal()))
+    at_gloo, at_mpi, quiet, loud = coverage(measure(values, 4, Plan()))
     assert min(at_gloo, at_mpi) >= LEAST - 0.01
     assert quiet >= LEAST
     assert loud >= 0.90
@@ -207,13 +207,13 @@ def test_where_one_engine_is_twice_as_noisy_its_own_pair_is_a_little_too_narrow(
 
 def test_what_slows_one_engine_alone_is_no_noise_that_an_interval_knows():
     values = block_values(turns(9, 4, 8, outliers=0.1, slowed=(1, 3)))
-    at_gloo, at_mpi, *_ = coverage(measure(values, 4, Goal()))
+    at_gloo, at_mpi, *_ = coverage(measure(values, 4, Plan()))
     assert max(at_gloo, at_mpi) < LEAST
 
 
 def test_intervals_lean_on_all_pairs_and_are_narrower_than_by_their_own_blocks_alone():
     values = block_values(turns(10, 4, 5))
-    both = [measure(values, 4, Goal(blocks=5)), measure(values, 2, Goal(blocks=5))]
+    both = [measure(values, 4, Plan(blocks=5)), measure(values, 2, Plan(blocks=5))]
     shared, alone = (median(pairs[0].relative_half_width for pairs in found) for found in both)
     assert shared < 0.93 * alone
 

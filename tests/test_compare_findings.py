@@ -31,7 +31,6 @@ from compare.page.plots import plot_phases
 from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.configurations import Configuration
-from compare.plan.plan import Case
 from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.flags import FLAGS
@@ -555,7 +554,7 @@ def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
 
 
 def test_other_load_is_told_with_the_run_that_it_disturbed(tmp_path):
-    comparison = compare(tmp_path, cases=(Case("A"),))
+    comparison = compare(tmp_path, cases={"A": ()})
     warnings = ("Horovod was built without NCCL",)
     comparison.plan = structs.replace(comparison.plan, warnings=warnings)
     find(comparison, 2, "ddp-torchrun", 2, "A").other_load = 0.9  # of two cores

@@ -15,7 +15,6 @@ from test_compare_records import edit, make_comparison, make_square
 
 from compare import report
 from compare.page.chart import PALETTE
-from compare.plan.plan import Case
 
 WIDTHS = (390, 1440)
 CHROMIUM = next(
@@ -48,7 +47,7 @@ PLANS = {
     "null test": a_plan(workers=(2,), null=True, blocks=8),
     "cases": a_plan(
         configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"),
-        cases=(Case("resnet50"), Case("vgg16", ("--arch", "vgg16"))),
+        cases={"resnet50": (), "vgg16": ("--arch", "vgg16")},
         question="Does a network with many weights tell the engines apart?",
     ),
     "one configuration": a_plan(configurations=("ddp-torchrun",), workers=(1, 2, 4)),

@@ -18,13 +18,13 @@ from compare.evidence.paired import (
 )
 from compare.evidence.stopping import (
     MIN_DEGREES_TO_STOP,
-    Goal,
     is_enough,
     minutes_to_narrow,
     minutes_to_show,
     reason_to_stop,
 )
 from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
+from compare.plan.plan import Plan
 
 
 def test_quantiles_are_those_of_the_printed_tables():
@@ -126,12 +126,12 @@ def test_blocks_are_enough_when_the_interval_is_narrow_and_its_width_is_known(
 
 def test_the_reason_to_stop():
     wide, narrow = (estimate_logs([-x, x] * 4) for x in (0.1, 0.01))
-    goal = Goal(until_interval=0.03, minutes=10)
+    goal = Plan(until_interval=0.03, minutes=10)
     assert reason_to_stop([narrow, wide], 8, 400, 50, goal) == ""
     assert reason_to_stop([narrow, narrow], 8, 400, 50, goal) == "every interval is within +-3 %"
     assert "the 10 minutes" in reason_to_stop([wide], 8, 560, 50, goal)
     assert reason_to_stop([wide], 2, 560, 50, goal) == ""  # two blocks tell nothing
-    five = Goal(blocks=5)
+    five = Plan(blocks=5)
     assert reason_to_stop([narrow], 4, 9999, 50, five) == ""
     assert reason_to_stop([wide], 5, 1, 50, five) == "as many blocks as were asked for"
 

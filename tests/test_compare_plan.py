@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from making import write_program
+from msgspec import structs
 
 from compare import run as run_module
 from compare.evidence.packed import read_text
@@ -112,7 +113,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert (plan.workers, plan.blocks, plan.seed, plan.timeout) == ((2, 4), 5, 7, 60)
     assert (plan.measure, plan.margin, plan.order_seed, plan.phase_steps) == ("runs", 0.025, 3, 40)
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
-    assert [case.name for case in plan.cases] == ["a", "b"]
+    assert plan.cases == ["a", "b"]
     write_plan(Path("plan.json"), plan_record(plan, "now"))
     record = read_plan(Path("plan.json"))
     assert record.question == "Which?" and record.plan_file == "plan.toml"
@@ -134,7 +135,7 @@ def test_flags_win_over_the_file(here):
     )  # fmt: skip
     assert (plan.workers, plan.seed, plan.phase_steps) == ((1,), 8, 0)
     assert plan.pairs() == [("ddp-torchrun", "horovod-tuned")]  # the file's pair is gone
-    assert [case.name for case in plan.cases] == ["c"]
+    assert plan.cases == ["c"]
     assert plan.trainer_arguments[4:6] == ("--arch", "vgg16")
     plan = plan_of(name, "--define", "ddp-fp16=ddp-mpirun --x", "--pairs", "ddp-fp16:horovod-tuned")
     assert plan.known()["ddp-fp16"].launcher == "mpirun"
@@ -397,6 +398,7 @@ def test_the_port_of_a_rendezvous_is_free(here):
         (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
+        (["--phase-steps", "19"], ["--phase-steps 19", "give 20 or more"]),
         (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4"]),
         (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs --blocks N"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
@@ -519,12 +521,17 @@ RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
-def test_a_recorded_plan_reads_back_with_its_runs(path: Path) -> None:
+def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) -> None:
     plan, recorded = read_plan(path), json.loads(path.read_text())
     for made, there in ((plan.runs(), "runs"), (plan.phase_runs(), "phase_runs")):
         names = [(run.folder, run.configuration.launcher, run.seed) for run in made]
         folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded[there]]
         assert sorted(names) == sorted(folders)  # the order was drawn in another way
+    copy = tmp_path / "plan.json"
+    write_plan(copy, structs.replace(plan, blocks_there=0))
+    runs = {key: recorded[key] for key in ("runs", "phase_runs")}  # which plan.json also held once
+    copy.write_text(json.dumps(json.loads(copy.read_text()) | runs))
+    assert read_plan(copy) == plan
     asked = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     asked |= {"question": None, "plan_file": None, "left_out": (), "blocks_there": 0}
     asked |= {"order_seed": None}  # who repeats a comparison draws another order

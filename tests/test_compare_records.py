@@ -23,7 +23,7 @@ from compare.evidence.records import (
 from compare.evidence.run_folder import FINGERPRINT, Measured, contradictions
 from compare.page.html import render_page
 from compare.page.report import Report
-from compare.plan.plan import Case, Plan, Run
+from compare.plan.plan import Plan, Run
 from compare.plan.record import plan_record, write_plan
 from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Rank, Settings
@@ -182,10 +182,10 @@ def edit_fingerprint(folder: Path, field: str, value: Any) -> None:
     edit(folder / "summary.json", fingerprint={**fingerprint, field: value})
 
 
-TWO_CASES = (
-    Case("ResNet-18", ("--arch", "resnet18")),
-    Case("VGG-16", ("--arch", "vgg16", "--batch-size", "16")),
-)
+TWO_CASES = {
+    "ResNet-18": ("--arch", "resnet18"),
+    "VGG-16": ("--arch", "vgg16", "--batch-size", "16"),
+}
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_runs_of_two_cases_are_told_apart(tmp_path):
     for path in failed:
         path.mkdir()
     comparison = load_comparison(folder)
-    assert comparison.cases == ["ResNet-18", "VGG-16"]
+    assert comparison.plan.cases == ["ResNet-18", "VGG-16"]
     for name, arch in (("ResNet-18", "resnet18"), ("VGG-16", "vgg16")):
         run = find(comparison, 1, "ddp-torchrun", 2, name)
         assert run.folder == folder / f"block-1/{name}/ddp-torchrun-2"
@@ -369,7 +369,7 @@ def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
 
 def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
     """Within each case they would be equal, and look like a fair comparison of the other one."""
-    cases = (Case("A", ("--seed", "1")), Case("B", ("--seed", "2")))
+    cases = {"A": ("--seed", "1"), "B": ("--seed", "2")}
     folder = make_comparison(tmp_path / "compare-1", a_plan(cases=cases, blocks=1))
     swap(folder / "block-1/A", folder / "block-1/B")
     with pytest.raises(UserError, match=r"block-1/[AB]/.*written as .*block-1/[AB]/"):

@@ -24,7 +24,7 @@ from compare.page.html import render_page
 from compare.page.report import Report
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import Case, Plan, Words
+from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import plan_words
 from compare.plan.record import plan_record, read_plan, write_plan
 
@@ -415,7 +415,7 @@ CASES = a_plan(
     configurations=("ddp-torchrun", "tuned"),
     defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", flags=("--fp16-allreduce",),
                            environment={"HOROVOD_CYCLE_TIME": "1"}),),
-    cases=(Case("resnet50", ("--arch", "resnet50")), Case("vgg16", ("--arch", "vgg16"))),
+    cases={"resnet50": ("--arch", "resnet50"), "vgg16": ("--arch", "vgg16")},
     trainer_arguments=("--data", "synthetic"), phase_steps=0, margin=0.02, seed=7,
     question="What do 16 bits on the wire bring?",
 )  # fmt: skip

@@ -23,7 +23,6 @@ from records import a_summary
 
 from compare import run
 from compare.plan import record
-from compare.plan.blocks import seconds_left
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.plan import Plan
@@ -450,13 +449,6 @@ def test_without_horovod_the_rest_of_the_default_runs_and_says_so(comparing):
     ]
     failing = ("--", "--without-horovod", "yes", "--fail", "block-1/ddp-torchrun-1")
     assert comparing.run(*SMALL, "--new", "--out", "other", *failing)[0] == 1
-
-
-def test_the_time_left_is_that_of_the_same_configuration():
-    done = [("horovod-mpi-2", 100.0), ("ddp-torchrun-2", 10.0)]
-    assert seconds_left(done, ["horovod-mpi-2"]) == 100.0
-    assert seconds_left(done, ["ddp-mpirun-2"]) == 55.0
-    assert seconds_left([], ["horovod-mpi-2"]) is None
 
 
 def test_help_loads_no_torch():

@@ -14,7 +14,7 @@ from compare.evidence.verdicts import judge
 from compare.plan import record
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import parse_options
-from compare.plan.plan import OwnCase, Plan
+from compare.plan.plan import Case, Plan
 from compare.plan.record import write_plan
 from compare.running import comparison
 from compare.running.comparison import (
@@ -94,7 +94,7 @@ def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path
 
 
 def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
-    plan = replace(PLAN, case={"a": OwnCase(), "b": OwnCase()}, workers=(1, 2))
+    plan = replace(PLAN, case={"a": Case(), "b": Case()}, workers=(1, 2))
     measure(plan, tmp_path)
     names = [path.relative_to(tmp_path).as_posix() for path in bench.folders]
     assert names[:5] == ["turns/a/1-workers/block-1", "turns/a/2-workers/block-1",

@@ -5,13 +5,14 @@ from statistics import mean
 
 from compare.evidence import packed
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.stopping import Goal, reason_to_stop
-from compare.evidence.turns import estimate, most_load
+from compare.evidence.stopping import reason_to_stop
+from compare.evidence.turns import estimate
 from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
+MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose figures are not doubted
 ASIDE = "Runs that do not affect the speed verdicts"
 
 
@@ -32,7 +33,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         folder = run.folder.relative_to(comparison.folder)
         if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(f"{folder}: {trouble(run)}")
-        elif (run.other_load or 0) > most_load(cores := run.environment.cores):
+        elif (run.other_load or 0) > MOST_LOAD * (cores := run.environment.cores):
             found[WARNINGS if matters(run) else ASIDE].append(
                 f"{folder}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
@@ -72,10 +73,9 @@ def unfinished_text(comparison: Comparison) -> str:
         for pair in plan.pairs()
         if blocks
     ]
-    goal = Goal(plan.until_interval, plan.minutes, plan.blocks)
-    if fewest and reason_to_stop(estimates, fewest, used, longest, goal):
+    if fewest and reason_to_stop(estimates, fewest, used, longest, plan):
         return ""
-    so_far = f"{used / 60:.1f} of {goal.minutes:g} minutes are used"
+    so_far = f"{used / 60:.1f} of {plan.minutes:g} minutes are used"
     if plan.blocks is not None:
         so_far = f"{fewest} of {plan.blocks} blocks"
     return (

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import confidence_after
 from compare.evidence.run_folder import (
     Measured,
+    blocks_of_runs,
     contradictions,
     parse,
     read_block,
@@ -20,9 +21,9 @@ from compare.evidence.run_folder import (
     read_object,
     read_record,
 )
-from compare.evidence.turns import Block, Turn
+from compare.evidence.turns import Block
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Run
+from compare.plan.plan import Outcome, Run
 from compare.plan.record import PlanRecord, read_plan
 from recipe.errors import UserError
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
@@ -31,18 +32,6 @@ ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 ONE_WORKER = {one.engine for one in CONFIGURATIONS.values() if one.is_one_worker}
 FAILED = re.compile(r".+?\.failed-\d+")
 CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
-
-
-@dataclass
-class Outcome:
-    """outcome.json: how run.py saw a run end. A trainer started by hand has none."""
-
-    status: Literal["completed", "failed", "timed out", "not run", "interrupted", "unreadable"] = (
-        "completed"
-    )
-    exit_code: int | None = None
-    other_load: float | None = None  # cores that other processes kept busy; None: not measured
-    seconds: float | None = None  # from its launcher's start to its end; None: not measured
 
 
 @dataclass(kw_only=True, eq=False)
@@ -125,27 +114,16 @@ class Comparison:
         which they ran."""
         if self.is_by_turns:
             return self.turns[case, workers]
-        turns: dict[int, list[Turn]] = {}
-        for run in self.complete:
-            if (run.case, run.workers) == (case, workers):
-                one = run.summary
-                rates = (one.images_per_second, one.cpu_seconds_per_image)
-                turn = Turn(run.configuration, 0, one.train_seconds, *rates)
-                turns.setdefault(run.block, []).append(turn)
-        return [
-            Block(number, tuple(turn.side for turn in own), 0.0, tuple(own))
-            for number, own in turns.items()
-        ]
+        return blocks_of_runs(
+            (run.block, run.configuration, run.summary, run.seconds)
+            for run in self.complete
+            if (run.case, run.workers) == (case, workers)
+        )
 
     @cached_property
     def configurations(self) -> dict[str, Configuration]:
         """The configurations by name, in the plan's order."""
         return {member.name: member for member in self.plan.members()}
-
-    @property
-    def cases(self) -> list[str]:
-        """The cases' names, in the plan's order; the one name "" in a plan without cases."""
-        return [case.name for case in self.plan.cases]
 
     @property
     def workers(self) -> list[int]:
@@ -165,7 +143,7 @@ class Comparison:
     @property
     def cells(self) -> list[CellKey]:
         """The planned cells in the order of the tables."""
-        return list(product(self.cases, self.workers, self.configurations))
+        return list(product(self.plan.cases, self.workers, self.configurations))
 
     def complete_runs(self, cell: CellKey, of_phases: bool = False) -> list[RunRecord]:
         """Return the complete runs of a cell; or the one that measured the phases, if there is."""
@@ -231,7 +209,7 @@ def load_comparison(folder: Path) -> Comparison:
     earlier = sorted(folder / name for name in failures)
     comparison = Comparison(folder, plan, runs, phase_runs, earlier, {}, [], [])
     for case, workers in plan.groups():
-        load_turns(comparison, case.name, workers)
+        load_turns(comparison, case, workers)
     if not comparison.written:
         reasons = [run.reason for run in runs] + [why for *_, why in comparison.damaged_blocks]
         ended = [run for run in runs if run.status != "not run"]

@@ -170,9 +170,8 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
 def figures_of(run: RunRecord) -> dict[str, float | None]:
     """Return what the table of trainings shows the median of, by the names of its row."""
     summary = run.summary
-    seconds = run.seconds  # None of one that was started by hand
     return {
-        "startup_seconds": None if seconds is None else seconds - summary.total_seconds,
+        "startup_seconds": run.seconds - summary.total_seconds if run.seconds else None,
         "train_seconds": summary.train_seconds,
         "evaluation_seconds": summary.total_seconds - summary.train_seconds,
         "top1": summary.top1,

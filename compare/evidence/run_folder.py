@@ -3,6 +3,7 @@ of its type, and no figure contradicts another, or UserError names the file and 
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from compare.evidence import packed
-from compare.evidence.turns import Block
+from compare.evidence.turns import Block, Turn
 from compare.plan.plan_file import explanation
 from recipe.errors import UserError
 from recipe.record.schema import METRICS, Positive, Settings, Summary
@@ -86,6 +87,20 @@ def read_block(path: Path, sides: Iterable[str]) -> Block:
         if sorted(names) != expected:
             raise UserError(f"{path}: {what} is of {names}, and the plan's are {expected}")
     return block
+
+
+def blocks_of_runs(runs: Iterable[tuple[int, str, Measured, float]]) -> list[Block]:
+    """Return blocks of one round, of whole runs: of each its block, configuration, summary, and the
+    seconds that all of it took (0: not known)."""
+    turns, seconds = defaultdict[int, list[Turn]](list), defaultdict[int, float](float)
+    for number, name, one, taken in runs:
+        rates = one.images_per_second, one.cpu_seconds_per_image
+        turns[number].append(Turn(name, 0, one.train_seconds, *rates))
+        seconds[number] += taken
+    return [
+        Block(number, tuple(turn.side for turn in own), 0.0, tuple(own), seconds=seconds[number])
+        for number, own in turns.items()
+    ]
 
 
 def read_metrics(path: Path) -> dict[type, list[Any]]:

@@ -25,7 +25,7 @@ of the noisier one cover in 92 to 93 of 100, of the quieter one in 98.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 
 from compare.evidence.paired import (
@@ -34,18 +34,10 @@ from compare.evidence.paired import (
     Estimate,
     student_quantile,
 )
+from compare.plan.plan import Plan
 
 MIN_DEGREES_TO_STOP = 6  # of freedom, of each interval that is to end a measurement
 MOST_BLOCKS = 1000  # beyond which nobody waits
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What ends a measurement: fields of plan.json by the same names."""
-
-    until_interval: float = 0.03  # half-width of every verdict's interval, in proportion
-    minutes: float = 10
-    blocks: int | None = None  # exactly so many; None: as many as it takes
 
 
 def reason_to_stop(
@@ -53,19 +45,19 @@ def reason_to_stop(
     blocks: int,
     seconds_used: float,
     block_seconds: float,
-    goal: Goal,
+    plan: Plan,
 ) -> str:
     """Say why no further block is to be measured; empty if one is.
 
     `blocks` are measured, in `seconds_used`; the next one takes about `block_seconds`. The
     estimates are those of all verdicts on pairs.
     """
-    if goal.blocks is not None:
-        return "as many blocks as were asked for" if blocks >= goal.blocks else ""
-    if is_enough(estimates, goal.until_interval):
-        return f"every interval is within +-{100 * goal.until_interval:g} %"
-    if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * goal.minutes:
-        return f"another block would pass the {goal.minutes:g} minutes"
+    if plan.blocks is not None:
+        return "as many blocks as were asked for" if blocks >= plan.blocks else ""
+    if is_enough(estimates, plan.until_interval):
+        return f"every interval is within +-{100 * plan.until_interval:g} %"
+    if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * plan.minutes:
+        return f"another block would pass the {plan.minutes:g} minutes"
     return ""
 
 
@@ -104,11 +96,6 @@ def minutes_to_show(
 ) -> float | None:
     """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
     80 % probability, as one of a `family` of verdicts; None: not known."""
-    extended = at_next_look(estimate, family)
+    # As it is once the measurement is extended; of a family, at the first step of Holm's method.
+    extended = replace(estimate, confidence=1 - (1 - estimate.confidence) / 2 / family)
     return minutes_to_narrow(extended, margin / HALF_WIDTHS_OF_80_PERCENT, block_seconds)
-
-
-def at_next_look(estimate: Estimate, family: int = 1) -> Estimate:
-    """Return what is known with the confidence that it has once the measurement is extended; of a
-    `family` of verdicts, that of the first step of Holm's method."""
-    return replace(estimate, confidence=1 - (1 - estimate.confidence) / 2 / family)

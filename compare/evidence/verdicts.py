@@ -144,7 +144,7 @@ def judge(
     configurations make a square, one on the interaction as well. `facts` are those of
     `compare_facts`, for whoever has them already."""
     verdicts = []
-    for place in itertools.product(comparison.cases, comparison.workers):
+    for place in itertools.product(comparison.plan.cases, comparison.workers):
         found = (facts or {}).get(place) or compare_facts(comparison, *place)
         differing = [fact for fact in found if not fact.is_same]
         pairs = [

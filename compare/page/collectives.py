@@ -11,7 +11,7 @@ import tabulate
 
 from compare.evidence.collectives import Figure, Measurement
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate
-from compare.evidence.turns import least_load
+from compare.evidence.turns import quiet_load
 from compare.evidence.verdicts import holm
 from compare.evidence.words import count, interval_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -112,7 +112,7 @@ def caveats_of(measurement: Measurement) -> list[str]:
     lines = [f"{name}: FAILED, no figures; see its output.log." for name in measurement.failed]
     if blocks < plan["blocks"]:
         lines.append(f"warning: interrupted: {blocks} of {plan['blocks']} blocks are complete")
-    disturbed = [load for load in loads if load >= least_load(plan["cores"])]
+    disturbed = [load for load in loads if load >= quiet_load(plan["cores"])]
     if disturbed:
         lines.append(
             f"warning: in {len(disturbed)} of {len(loads)} launches other processes kept cores "

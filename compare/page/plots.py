@@ -49,7 +49,7 @@ def draw_plots(report: Report) -> list[Plot]:
     """Return the page's plots but the verdict's, which stands with its sentence. Exchange and top-1
     are those of the largest number of workers."""
     found, order = [], list(report.comparison.configurations).index
-    for case in report.comparison.cases:
+    for case in report.comparison.plan.cases:
         runs = [run for run in report.comparison.complete if run.case == case]
         most = max((run.workers for run in runs), default=0)
         runs = sorted((run for run in runs if run.workers == most),

@@ -52,7 +52,9 @@ class Report:
         price_per_hour: float | None = None,  # of all workers together
     ):
         self.comparison, self.references = comparison, references
-        places = [(case, workers) for case in comparison.cases for workers in comparison.workers]
+        places = [
+            (case, workers) for case in comparison.plan.cases for workers in comparison.workers
+        ]
         # What must be equal, by case and number of workers: of whole runs, and of sides.
         self.facts = {place: compare_facts(comparison, *place) for place in places}
         self.verdicts = judge(comparison, self.facts)

@@ -232,7 +232,7 @@ def cell_table(
         return None
     case = (Column("case", lambda row: row.case, is_number=False),)
     whole = (
-        *case * (len(report.comparison.cases) > 1),
+        *case * (len(report.comparison.plan.cases) > 1),
         Column("configuration", configuration, is_number=False),
         Column("workers", lambda row: row.workers, "{}"),
         *shown,

@@ -1,8 +1,8 @@
 """Blocks: each holds everything once, in an order shuffled by lot. All that is measured in this
-project is measured in blocks, and says on the way how long the rest will take."""
+project is measured in blocks."""
 
 import random
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,17 +46,3 @@ def side_by_side(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> list
             whole = groups[first] + groups[second]
             groups |= dict.fromkeys(whole, whole)
     return [group for name, group in groups.items() if group[0] == name]
-
-
-def seconds_left(
-    done: Sequence[tuple[Hashable, float]], waiting: Iterable[Hashable]
-) -> float | None:
-    """Estimate the time of what is waiting, by what is done of the same kind, else by all; None as
-    long as nothing is. Given are kinds, and of what is done the seconds, too."""
-    if not done:
-        return None
-    average = sum(seconds for _, seconds in done) / len(done)
-    return sum(
-        sum(same) / len(same) if (same := [s for one, s in done if one == kind]) else average
-        for kind in waiting
-    )

@@ -118,14 +118,6 @@ def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
-def positive(text: str) -> int:
-    """Read a flag's whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
-
-
 def definition(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag gives it."""
     head, *rest = shlex.split(text) or [""]

@@ -26,7 +26,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -38,6 +38,7 @@ from compare.plan.hosts import SLURM, is_only_here
 from compare.plan.sources import path_from_here
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
+from recipe.record.schema import Count, Text, Whole
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
     "ddp": "ddp_train/train.py",
@@ -54,6 +55,7 @@ RESERVED_FLAGS = {
     "after the blocks (--phase-steps)",
 }
 ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
+LEAST_PHASE_STEPS = 2 * ABLATION_STEPS  # in fewer nothing would be measured
 
 
 class Share(float):
@@ -82,10 +84,6 @@ def percentage(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-# No line ends and escapes, which would forge lines in a terminal.
-Text = Annotated[str, Meta(pattern="^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
-Count = Annotated[int, Meta(ge=1)]
-Whole = Annotated[int, Meta(ge=0)]
 MANY = Meta(le=10_000)  # more blocks would only be the number of a damaged plan.json
 NOT_EMPTY = Meta(min_length=1)
 
@@ -110,8 +108,8 @@ class OwnConfiguration(Struct, frozen=True, forbid_unknown_fields=True):
         return [self.base, *(f"{k}={v}" for k, v in self.environment.items()), *self.flags]
 
 
-class OwnCase(Struct, frozen=True, forbid_unknown_fields=True):
-    """A case as a plan defines it."""
+class Case(Struct, frozen=True, forbid_unknown_fields=True):
+    """A training that configurations are compared on: model, precision, batch, data."""
 
     flags: Words = Words()
 
@@ -119,13 +117,6 @@ class OwnCase(Struct, frozen=True, forbid_unknown_fields=True):
     def words(self) -> list[str]:
         """What follows the `NAME=` of --case."""
         return [*self.flags]
-
-
-class Case(NamedTuple):
-    """A training that configurations are compared on: model, precision, batch, data."""
-
-    name: str = ""
-    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,12 +153,33 @@ class Run:
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
         trainer = path_from_here(TRAINERS[self.configuration.engine])
-        job = hashlib.sha256(str(log_dir.resolve() / self.name).encode()).hexdigest()[:12]
-        words = [*self.configuration.launch_words(self.workers, self.hosts, job), trainer]
-        words += ["--log-dir", str(log_dir), "--name", self.name]
-        if self.seed is not None:
-            words += ["--seed", str(self.seed)]
-        return [*words, *self.arguments]
+        words = self.trainer_words(str(log_dir), self.name)
+        return [*self.launch_words(log_dir / self.name), trainer, *words]
+
+    def launch_words(self, folder: Path) -> list[str]:
+        """Return the words before the trainer's path; by its folder torchrun tells this start from
+        others."""
+        job = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+        return self.configuration.launch_words(self.workers, self.hosts, job)
+
+    def trainer_words(self, log_dir: str, name: str) -> list[str]:
+        """Return the words behind the trainer's path."""
+        seed = [] if self.seed is None else ["--seed", str(self.seed)]
+        return ["--log-dir", log_dir, "--name", name, *seed, *self.arguments]
+
+
+Status = Literal["completed", "failed", "timed out", "not run", "interrupted", "unreadable"]
+
+
+@dataclass
+class Outcome:
+    """outcome.json: how run.py saw a run end. A trainer started by hand has none."""
+
+    status: Status = "completed"
+    exit_code: int | None = None
+    other_load: float | None = None  # cores that other processes kept busy; None: not measured
+    seconds: float = 0.0  # from its launcher's start to its end; 0: not measured
+    leftover_processes: int = 0  # that the launcher left behind, and that were killed
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -196,7 +208,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = {}
     case: Annotated[
-        dict[str, OwnCase],
+        dict[str, Case],
         flag(
             "a training that the configurations are compared on, as in --case 'vgg16=--arch "
             "vgg16' (may be repeated)",
@@ -329,7 +341,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Whole,
         flag(
             "after the blocks each configuration runs once more for N steps (at least "
-            f"{2 * ABLATION_STEPS}), half of them without exchanging gradients, which shows the "
+            f"{LEAST_PHASE_STEPS}), half of them without exchanging gradients, which shows the "
             "phases of a step (default: 120, or the trainers' --max-steps; 0: not at all)"
         ),
     ] = 120
@@ -349,9 +361,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.named_hosts == SLURM
 
     @property
-    def cases(self) -> tuple[Case, ...]:
-        """The cases; one without a name in a plan that names none."""
-        return tuple(Case(name, own.flags) for name, own in self.case.items()) or (Case(),)
+    def cases(self) -> list[str]:
+        """The cases' names; the one name "" in a plan without cases."""
+        return list(self.case) or [""]
 
     def known(self) -> dict[str, Configuration]:
         """Return all configurations that this plan may name."""
@@ -437,15 +449,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             for configuration in self.in_order(block, case, workers)
         ]
 
-    def groups(self) -> list[tuple[Case, int]]:
+    def groups(self) -> list[tuple[str, int]]:
         """Return each case at each number of workers: within these, configurations are compared."""
         return [(case, workers) for case in self.cases for workers in self.workers]
 
-    def in_order(self, block: int, case: Case, workers: int) -> list[Configuration]:
+    def in_order(self, block: int, case: str, workers: int) -> list[Configuration]:
         """Return the configurations in their order in a block: those that are judged against each
         other side by side, and none oftener early than another."""
         members = {configuration.name: configuration for configuration in self.members()}
-        place = (self.order_seed, case.name, workers)
+        place = (self.order_seed, case, workers)
         groups = balanced(side_by_side(members, self.pairs()), block, *place)
         return [
             members[name] for group in groups for name in balanced(group, block, *place, group[0])
@@ -454,18 +466,19 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def run(
         self,
         block: int,
-        case: Case,
+        case: str,
         configuration: Configuration,
         workers: int,
         purpose: str = "",
     ) -> Run:
         """Return one run; what stands later among its arguments wins."""
-        arguments = (*self.trainer_arguments, *case.flags, *configuration.arguments)
+        of_case = self.case[case].flags if case else ()
+        arguments = (*self.trainer_arguments, *of_case, *configuration.arguments)
         own_seed = last_value(arguments, "--seed") is not None
         seed = None if own_seed else self.seed + max(block, 1) - 1
         if self.global_batch_size is not None:
             arguments = (*arguments, *self.share_of_global_batch(arguments, workers))
-        return Run(block, configuration, workers, seed, case.name, arguments, self.hosts, purpose)
+        return Run(block, configuration, workers, seed, case, arguments, self.hosts, purpose)
 
     def share_of_global_batch(self, arguments: Sequence[str], workers: int) -> list[str]:
         """Return the flags by which `workers` workers share the global batch (strong scaling).
@@ -516,8 +529,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             if "--use-adasum" in map(flag_name, run.arguments):
                 continue  # it combines updates, and has no gradients to leave unexchanged
             own = int(last_value(run.arguments, "--max-steps") or self.phase_steps)
-            # Below two stretches nothing would be measured.
-            steps = max(min(self.phase_steps, own), 2 * ABLATION_STEPS)
+            steps = max(min(self.phase_steps, own), LEAST_PHASE_STEPS)
             arguments = (
                 *without_flag(run.arguments, "--max-steps"),
                 "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),

@@ -14,7 +14,17 @@ import msgspec
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import RUN_MARK
 from compare.plan.hosts import read_hostfile, read_hosts
-from compare.plan.plan import FIELDS, KEYS, RESERVED_FLAGS, Plan, Share, decode, meta_of, percentage
+from compare.plan.plan import (
+    FIELDS,
+    KEYS,
+    LEAST_PHASE_STEPS,
+    RESERVED_FLAGS,
+    Plan,
+    Share,
+    decode,
+    meta_of,
+    percentage,
+)
 from compare.plan.sources import ROOT
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value
@@ -210,6 +220,11 @@ def check_measuring(plan: Plan) -> None:
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
             "workers share a global batch and train with one global rate, whatever their number"
+        )
+    if 0 < plan.phase_steps < LEAST_PHASE_STEPS:
+        raise UserError(
+            f"--phase-steps {plan.phase_steps}: so few show no phases; give {LEAST_PHASE_STEPS} or "
+            "more, or leave these runs out with 0"
         )
     plan.block(1)  # which refuses a global batch that does not divide
 

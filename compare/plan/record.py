@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +35,6 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     after an interruption."""
 
     created_utc: Text
-    is_search: bool = False  # of --tune: no comparison
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.
     extensions: tuple[dict[str, Any], ...] = ()
@@ -46,7 +44,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     environment: Annotated[Variables, IDENTIFIES]
 
 
-def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> PlanRecord:
+def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
     """Return what plan.json holds of a plan that is run here and now."""
     inherited, affinity = steering_variables(), tuple(sorted(os.sched_getaffinity(0)))
     if plan.is_allocation:  # another job may get other cores and GPUs; each run writes down its own
@@ -58,7 +56,6 @@ def plan_record(plan: Plan, created_utc: str, warnings: Sequence[str] = ()) -> P
     return PlanRecord(
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},
         created_utc=created_utc,
-        warnings=tuple(warnings),
         trainers_sha256=trainers_sha256(),
         knobs={
             name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
@@ -93,12 +90,13 @@ def upgraded(old: dict[str, Any]) -> dict[str, Any]:
     """Return a plan.json of any version as today's: the one place that knows the earlier ones, of
     which there are some in results/. What a plan could not hold when it was written has the value
     that was then a matter of course."""
-    if "trainer_arguments" not in old:
-        return old
     known = {field.encode_name for field in msgspec.structs.fields(PlanRecord)}
     new = {name: value for name, value in old.items() if name in known and value is not None}
+    if "runs" in old:
+        new["blocks_there"] = max((run["block"] for run in old["runs"]), default=0)
+    if "trainer_arguments" not in old:
+        return new
     new["flags"] = old["trainer_arguments"]
-    new["blocks_there"] = max((run["block"] for run in old["runs"]), default=0)
     names = old["configurations"]
     if old.get("null"):  # each configuration and the same one again
         new["configurations"] = names = names[::2]

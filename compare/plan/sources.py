@@ -7,15 +7,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines")  # with all that trains
 
 
-def trainers_sources() -> list[Path]:
-    """Return the sources of the recipe and of all trainers."""
-    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-
-
 def trainers_sha256() -> str:
     """Return the digest of the trainers' sources: runs of different code are not mixed."""
     digest = hashlib.sha256()
-    for path in trainers_sources():
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

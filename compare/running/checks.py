@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.turns import least_load
+from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
 from compare.plan.environment import REMOVED_VARIABLES, set_variables
 from compare.plan.hosts import is_here, last_line, most_on_a_host, read_hosts
@@ -320,7 +320,7 @@ def check_load() -> Finding:
     told = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
     found = f"{busy:.1f} of this machine's {cores} cores are busy already, most by "
     remedy = "It slows runs at random: end it, or wait for its end"
-    return judged("other load", busy < least_load(cores), found + ", ".join(told), remedy)
+    return judged("other load", busy < quiet_load(cores), found + ", ".join(told), remedy)
 
 
 def check_cores(workers: int, threads: int) -> Finding:

@@ -8,16 +8,22 @@ functions decide and estimate as in the report (compare/evidence), so that both 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from msgspec.structs import replace
 
 from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after
-from compare.evidence.run_folder import Measured, read_block, read_object, read_record
-from compare.evidence.stopping import Goal, is_enough, reason_to_stop
-from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
+from compare.evidence.run_folder import (
+    Measured,
+    blocks_of_runs,
+    read_block,
+    read_object,
+    read_record,
+)
+from compare.evidence.stopping import is_enough, reason_to_stop
+from compare.evidence.turns import Block, estimate_contrast, throughput
 from compare.evidence.words import count, percent_text, place_text, ratio_text
-from compare.plan.blocks import seconds_left
-from compare.plan.plan import Case, Plan, Run, percentage
+from compare.plan.plan import Outcome, Plan, Run, percentage
 from compare.plan.record import (
     PlanRecord,
     plan_differences,
@@ -28,7 +34,6 @@ from compare.plan.record import (
 from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
     TAIL_INDENT,
-    Outcome,
     duration,
     last_step,
     print_line,
@@ -148,7 +153,7 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
 class Group:
     """What the blocks of one case and number of workers say so far."""
 
-    case: Case
+    case: str
     workers: int
     blocks: int
     seconds: float  # of measuring; those in which others used the cores are not among them
@@ -194,11 +199,11 @@ def measured(plan: Plan, folder: Path) -> list[Group]:
     return groups
 
 
-def block_folder(folder: Path, case: Case, workers: int, number: int) -> Path:
-    return folder / "turns" / case.name / f"{workers}-workers" / f"block-{number}"
+def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
+    return folder / "turns" / case / f"{workers}-workers" / f"block-{number}"
 
 
-def read_turns(plan: Plan, folder: Path, case: Case, workers: int) -> list[Block]:
+def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
     """Return the blocks of turns that are there."""
     blocks: list[Block] = []
     while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
@@ -206,22 +211,16 @@ def read_turns(plan: Plan, folder: Path, case: Case, workers: int) -> list[Block
     return blocks
 
 
-def read_runs(plan: Plan, folder: Path, case: Case, workers: int) -> list[Block]:
-    """Return the blocks of whole runs, each of one round, with the runs that are complete."""
-    blocks = []
-    for number in range(1, plan.run_blocks + 1):
-        turns, seconds = [], 0.0
-        for run in plan.block(number):
-            place = folder / run.folder
-            if (run.case, run.workers) == (case.name, workers) and is_complete(place):
-                one = read_record(place / "summary.json", Measured)
-                rates = (one.images_per_second, one.cpu_seconds_per_image)
-                turns.append(Turn(run.configuration.name, 0, one.train_seconds, *rates))
-                if (outcome := place / "outcome.json").exists():
-                    seconds += read_object(outcome)["seconds"]
-        names = tuple(turn.side for turn in turns)
-        blocks.append(Block(number, names, 0.0, tuple(turns), seconds=seconds))
-    return blocks
+def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
+    """Return the blocks of whole runs, with the runs that are complete."""
+    found = []
+    for run in plan.runs():
+        place = folder / run.folder
+        if (run.case, run.workers) == (case, workers) and is_complete(place):
+            outcome, summary = place / "outcome.json", read_record(place / "summary.json", Measured)
+            seconds = read_object(outcome)["seconds"] if outcome.exists() else 0.0
+            found.append((run.block, run.configuration.name, summary, seconds))
+    return blocks_of_runs(found)
 
 
 def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
@@ -253,7 +252,7 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
         blocks,
         sum(group.seconds for group in groups),
         sum(group.block_seconds for group in following),
-        Goal(plan.until_interval, plan.minutes, plan.blocks),
+        plan,
     )
 
 
@@ -285,7 +284,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
 
 
 def block_label(group: Group, number: int) -> str:
-    return f"block {number}, {place_text(group.case.name, group.workers)}"
+    return f"block {number}, {place_text(group.case, group.workers)}"
 
 
 def ratio_texts(group: Group) -> list[str]:
@@ -344,16 +343,16 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
 
 
 def time_of_missing(runs: list[Run], folder: Path) -> float | None:
-    """Estimate how many seconds the runs will take that are not complete, by those that are; None:
-    not known."""
-    paths = [(run.cell, folder / run.folder / "outcome.json") for run in runs]
-    done = [(cell, read_object(path)["seconds"]) for cell, path in paths if path.exists()]
-    return seconds_left(done, [run.cell for run in missing(runs, folder)])
+    """Estimate how many seconds the runs will take that are not complete, by the mean of those that
+    have ended; None: not known."""
+    paths = [folder / run.folder / "outcome.json" for run in runs]
+    done = [read_object(path)["seconds"] for path in paths if path.exists()]
+    return mean(done) * len(missing(runs, folder)) if done else None
 
 
 def run_label(run: Run, plan: Plan) -> str:
     """Return a run's case, configuration and workers, in columns."""
-    width, case_width = (max(map(len, n)) for n in (plan.names, [c.name for c in plan.cases]))
+    width, case_width = (max(map(len, n)) for n in (plan.names, plan.cases))
     case = f"{run.case:{case_width}}  " if case_width else ""
     return f"{case}{run.configuration.name:{width}}  {count(run.workers, 'worker'):>10}"
 

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from compare.plan.environment import RUN_MARK, run_environment
-from compare.plan.plan import Run
+from compare.plan.plan import Outcome, Run, Status
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
@@ -33,17 +32,6 @@ TAIL_LINES = 20  # of a failed run's output that are shown
 TAIL_INDENT = " " * 8
 # What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
 TRAINERS_ERROR = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: ")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    status: str  # "completed", "failed", "timed out"
-    exit_code: int | None
-    seconds: float
-    leftover_processes: int  # that the launcher left behind, and that were killed
-    other_load: float | None  # mean number of cores that others kept busy; None: not known
 
 
 def start_and_wait(
@@ -64,7 +52,7 @@ def start_and_wait(
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
 
-    def look(elapsed: float) -> str:
+    def look(elapsed: float) -> Status | None:
         step = last_step(folder / "metrics.jsonl") or {"step": 0}
         speed, left = step.get("images_per_second"), (seconds_left or 0.0) - elapsed
         print_live([
@@ -73,7 +61,7 @@ def start_and_wait(
             f"running {duration(elapsed)}",
             f"about {duration(left)} left" if left > 0 else "",
         ])  # fmt: skip
-        return "completed" if end_after_steps and step["step"] >= end_after_steps else ""
+        return "completed" if end_after_steps and step["step"] >= end_after_steps else None
 
     command, summary = run.command(log_dir), folder / "summary.json"
     counts_load = not run.configuration.has_daemons
@@ -85,17 +73,18 @@ def start_command(
     folder: Path,
     timeout: float,
     result: Path,
-    look: Callable[[float], str] = lambda elapsed: "",
+    look: Callable[[float], Status | None] = lambda elapsed: None,
     counts_load: bool = True,
 ) -> Outcome:
     """Start a command, its output in `folder`, and leave no process of it, whatever happens; write
     how it ended into outcome.json.
 
     The status is "completed" if it ends well and has written `result`, else "failed"; "timed out";
-    or what `look` returns once that is not empty: it is called again and again, with the seconds so
+    or what `look` returns once that is not None: it is called again and again, with the seconds so
     far.
     """
-    status, busy, own = "", busy_cpu_seconds(), own_cpu_seconds()
+    status: Status | None = None
+    busy, own = busy_cpu_seconds(), own_cpu_seconds()
     began = time.monotonic()
     with Launches() as launches:
         launcher = launches.launch(command, folder)
@@ -112,9 +101,9 @@ def start_command(
     outcome = Outcome(
         status or ("completed" if is_good else "failed"),
         launcher.returncode,
+        round(max(0.0, others) / seconds, 3) if is_counted else None,
         round(seconds, 3),
         left,
-        round(max(0.0, others) / seconds, 3) if is_counted else None,
     )
     write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
     return outcome

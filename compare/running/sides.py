@@ -1,7 +1,6 @@
 """The sides of a measurement by turns: what is started, by which command, and what it is to do."""
 
 import functools
-import hashlib
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,15 +76,11 @@ def training_side(run: Run, folder: Path, **others: Any) -> Side:
     configuration = run.configuration
     if configuration.servers or configuration.has_one_replica:
         raise NoTurns(f"not each rank of {configuration.name} trains a batch of its own")
-    place = folder.resolve() / configuration.name
-    job = hashlib.sha256(str(place).encode()).hexdigest()[:12]
-    program = [str(ROOT / TRAINERS[configuration.engine]), "--log-dir", "{folder}", "--name", "run"]
-    if run.seed is not None:
-        program += ["--seed", str(run.seed)]
+    trainer = str(ROOT / TRAINERS[configuration.engine])
     return Side(
         name=configuration.name,
-        launcher=tuple(configuration.launch_words(run.workers, run.hosts, job)),
-        program=(*program, *run.arguments),
+        launcher=tuple(run.launch_words(folder / configuration.name)),
+        program=(trainer, *run.trainer_words("{folder}", "run")),
         images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
         directory=Path.cwd(),

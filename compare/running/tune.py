@@ -11,6 +11,7 @@ import argparse
 import os
 import platform
 import shlex
+from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -43,7 +44,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan of the search: one configuration of each engine, one training, one number of
     workers. UserError where the flags ask for something else."""
     options.rounds = options.rounds or TUNING_ROUNDS
-    words = (*plan.trainer_arguments, *plan.cases[0].flags)
+    words = chain(plan.trainer_arguments, *(case.flags for case in plan.case.values()))
     known = [plan.known()[name] for name in plan.configurations]
     chosen: dict[str, str] = {}
     # A plan for tuned against tuned has both: it is the plain one that is to be tuned.
@@ -59,7 +60,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         (options.rounds < 3, f"--rounds {options.rounds}: give at least 3"),
         (max(plan.workers) < 2, "--workers 1: a single worker exchanges nothing; give at least 2"),
         (len(plan.cases) > 1, "--tune: the plan has several cases ("
-         f"{', '.join(case.name for case in plan.cases)}), and a file of knobs is for one; name "
+         f"{', '.join(plan.cases)}), and a file of knobs is for one; name "
          "it, as in --case 'NAME=flags'"),
         ("--knobs" in map(flag_name, words),
          "--knobs among the trainers' flags: --tune begins from the defaults"),
