@@ -325,7 +325,7 @@ def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path):
 def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(
     tmp_path, capsys
 ):
-    outcome, here = launch.Outcome("timed out", -15, 9.0, 0, None), Plan().runs()[0]
+    outcome, here = launch.Outcome("timed out", -15, seconds=9.0), Plan().runs()[0]
     (tmp_path / "output.log").touch()
     show_outcome("a run", here, tmp_path, outcome, None)
     show_outcome("a run", replace(here, hosts="elsewhere:2"), tmp_path, outcome, None)
