@@ -68,13 +68,19 @@ class Finished:
 
 
 def launch(
-    launcher: str, engine: str, arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
+    launcher: str,
+    engine: str,
+    arguments: str,
+    ranks: int = 2,
+    timeout: float = 240,
+    meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
+    **environ: str,
 ) -> Finished:
     """Start a trainer and wait for its end; fail if it hangs or leaves a process behind."""
     command = LAUNCHERS[launcher].format(
         python=sys.executable, trainer=TRAINERS[engine], ranks=ranks
     )
-    return run([*command.split(), *arguments.split()], timeout, **environ)
+    return run([*command.split(), *arguments.split()], timeout, meanwhile, **environ)
 
 
 def train(

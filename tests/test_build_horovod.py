@@ -37,13 +37,6 @@ FACTS = {
 # ---- the cache
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_key_changes_with_everything_that_goes_in(name):
-    other = {"gpu": {"nccl": "23007"}, "cxx11_abi": False}.get(name, "something else")
-    changed = {**FACTS, name: other}
-    assert build_horovod.cache_of(changed) != build_horovod.cache_of(FACTS)
-
-
 def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXXFLAGS", raising=False)
@@ -51,6 +44,7 @@ def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
     facts, _ = build_horovod.gather_facts(args)
     assert facts.keys() == FACTS.keys()
     plain = build_horovod.cache_of(facts)
+    assert len({build_horovod.cache_of({**facts, name: "other"}) for name in facts}) == len(facts)
     assert plain == build_horovod.cache_of(dict(reversed(facts.items())))
     assert plain.parent == tmp_path / "imagenet-horovod-ddp" / "horovod-wheels"
     patches = build_horovod.PATCHES

@@ -1,4 +1,4 @@
-"""fp16 weights with and without fp32 masters, and the loss scale."""
+"""fp16 weights with and without fp32 masters, the loss scale, and exact resumes."""
 
 import io
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, TinyNet, a_config, a_world
+from test_optimizers import OPTIMIZERS
 from torch import nn
 
 from recipe.config import Config
@@ -135,8 +136,9 @@ def test_the_copy_has_the_models_statistics(keep: bool | None) -> None:
 
 
 @pytest.mark.parametrize("keep", [None, False])
-def test_a_resume_is_exact(keep: bool | None) -> None:
-    config = replace(O2, keep_batchnorm_fp32=keep, model_ema=True)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resume_is_exact(optimizer: Any, keep: bool | None) -> None:
+    config = replace(O2, optimizer=optimizer, keep_batchnorm_fp32=keep, model_ema=True)
     whole = trainables(config)
     train(whole, 4)
     file = io.BytesIO()

@@ -488,7 +488,7 @@ def test_sync_batch_norm_equals_a_single_process(
 
     def train(
         norm: nn.Module, batches: list[torch.Tensor], wanted: torch.Tensor
-    ) -> tuple[list[torch.Tensor], nn.Module]:
+    ) -> list[torch.Tensor]:
         found = []
         for batch in batches:
             batch = batch.clone().requires_grad_()
@@ -496,28 +496,24 @@ def test_sync_batch_norm_equals_a_single_process(
             (outputs * wanted).sum().backward()
             assert batch.grad is not None
             found += [outputs.detach(), batch.grad]
-        return found, norm
+        return found
 
-    expected, _ = train(whole, [batch.double() for batch in batches], wanted.double())
+    expected = train(whole, [batch.double() for batch in batches], wanted.double())
 
-    def rank_of(rank: int, sum_over_ranks: Callable) -> object:
+    def rank_of(rank: int, sum_over_ranks: Callable) -> tuple[list[torch.Tensor], nn.Module]:
         norm = SyncBatchNorm(sum_over_ranks, CHANNELS, 1e-5, momentum)
         norm.load_state_dict(start)
         own = [batch.split(shares)[rank] for batch in batches]
-        return train(norm, own, wanted.split(shares)[rank])
+        return train(norm, own, wanted.split(shares)[rank]), norm
 
-    found = in_ranks(len(shares), rank_of)
-    for number, values in enumerate(expected):
-        parts = torch.cat([results[number] for results, _ in found])
-        torch.testing.assert_close(parts, values.float(), rtol=1e-4, atol=1e-4)
-    norms = [norm for _, norm in found]
-    for name in ("weight", "bias"):
-        total = sum(getattr(norm, name).grad for norm in norms)
-        torch.testing.assert_close(total, getattr(whole, name).grad.float(), rtol=1e-4, atol=1e-4)
+    outputs, norms = zip(*in_ranks(len(shares), rank_of), strict=True)
+    joined = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    joined += [sum(getattr(norm, name).grad for norm in norms) for name in ("weight", "bias")]
+    whole.float()
+    wholes = [*(values.float() for values in expected), whole.weight.grad, whole.bias.grad]
+    torch.testing.assert_close(joined, wholes, rtol=1e-4, atol=1e-4)
     for norm in norms:
-        torch.testing.assert_close(norm.running_mean, whole.running_mean.float())
-        torch.testing.assert_close(norm.running_var, whole.running_var.float())
-        assert norm.num_batches_tracked == 2
+        torch.testing.assert_close(dict(norm.named_buffers()), dict(whole.named_buffers()))
         assert torch.equal(norm.running_var, norms[0].running_var), "equal on all ranks"
 
 

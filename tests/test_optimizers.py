@@ -1,7 +1,6 @@
 """Optimizers beside SGD: their settings, their origin, and what is said where they are missing."""
 
 import importlib.util
-import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,23 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from making import CPU, TinyNet, a_config, a_world
+from making import TinyNet, a_config
 from torch import nn
 
 from recipe.config import check
 from recipe.data.batches import Data
 from recipe.errors import UserError
-from recipe.record.checkpoint import contents_of
 from recipe.record.environment import weights_sha256
-from recipe.record.resume import restore
 from recipe.training.model import (
     build_model,
     build_optimizer,
-    build_scaler,
     seed_step,
 )
 from recipe.training.optimizers import apex_optimizers, kind_and_settings
-from recipe.training.state import Progress, Trainables
 
 WITHOUT_TIMM = "timm is not installed: pip install -e '.[timm]'"
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason=WITHOUT_TIMM)
@@ -89,50 +84,6 @@ def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
         model.weight.detach(), weight - 0.5 * ratio * (gradient + 0.1 * weight)
     )
     torch.testing.assert_close(model.bias.detach(), bias - 0.5)
-
-
-@needs_timm
-def test_lambs_first_step_is_as_long_as_the_weight() -> None:
-    """Of which it makes the share of the learning rate, whatever the gradient's length."""
-    for scale in (1.0, 1000.0):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2, bias=False)
-        before = model.weight.detach().clone()
-        optimizer = build_optimizer(model, a_config(optimizer="lamb", wd=1e-6, base_lr=0.25))
-        model.weight.grad = scale * torch.tensor([[1.0, 2, 3], [-1, -2, -3]])
-        optimizer.step()
-        moved = (model.weight.detach() - before).norm()
-        assert float(moved / before.norm()) == pytest.approx(0.25, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resume_is_exact(name: Any) -> None:
-    config = a_config(optimizer=name, arch="tiny", wd=0.1, base_lr=0.01)
-
-    def fresh(seed: int) -> Trainables:
-        torch.manual_seed(seed)
-        model = TinyNet()
-        return Trainables(model, build_optimizer(model, config), build_scaler(config, CPU), None)
-
-    whole, resumed = fresh(0), fresh(1)
-    for _ in range(3):
-        step(whole.model, whole.optimizer)
-    file = io.BytesIO()
-    torch.save(contents_of(whole, Progress(3, 24), config, DATA), file)
-    file.seek(0)
-    contents = torch.load(file, weights_only=True)
-    restore(contents, resumed, config, a_world(), DATA, "c.pt")
-    for parts in (whole, resumed):
-        step(parts.model, parts.optimizer)
-    assert weights_sha256(whole.model) == weights_sha256(resumed.model)
-
-    if name == "adamw":
-        contents["optimizer"]["state"][0]["exp_avg_sq"] = torch.zeros(2)
-        with pytest.raises(UserError, match=r"--resume c.pt: .*exp_avg_sq of another shape"):
-            restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
-    contents["config"]["optimizer"] = "apex-sgd"
-    with pytest.raises(UserError, match=r"with --optimizer apex-sgd, .* --weights"):
-        restore(contents, fresh(1), config, a_world(), DATA, "c.pt")
 
 
 @pytest.mark.parametrize(

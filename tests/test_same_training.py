@@ -1,16 +1,25 @@
 """The claim that all else rests on: both engines compute the same training, bit by bit."""
 
-import contextlib
 import itertools
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import ENGINES, SMALL, launch, losses, rarely, read_json, read_lines, run, train
+from launching import (
+    ENGINES,
+    SMALL,
+    launch,
+    losses,
+    rarely,
+    read_json,
+    read_lines,
+    run,
+    train,
+    wait_until,
+)
 from test_dali import needs_dali
 from test_optimizers import needs_timm
 
@@ -74,27 +83,6 @@ RARELY = [
     ADAMW,
     BF16,
 ]  # only in make test-all: BF16 is like FP32 to an engine
-
-
-@contextlib.contextmanager
-def when(is_so: Callable[[], Any], act: Callable[[], Any]) -> Iterator[None]:
-    """Act once something is so, while the body runs."""
-    over = threading.Event()
-
-    def wait() -> None:
-        while not over.wait(0.01):
-            with contextlib.suppress(OSError, ValueError):  # not there yet, or half a line
-                if is_so():
-                    act()
-                    return
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def check_equal(*folders: Path) -> None:
@@ -235,9 +223,14 @@ def test_a_run_that_is_asked_to_stop_goes_on(
 ) -> None:
     """By a file in its folder: it keeps a checkpoint there and then, and ends in order."""
     folder = tmp_path / "run"
-    with when(lambda: read_lines(folder, "step"), (folder / "stop").touch):
-        place = f"--log-dir {tmp_path} --name run --log-interval 2"
-        finished = launch(*first, f"{SMALL} {place}")
+    metrics = folder / "metrics.jsonl"
+
+    def stop(_: subprocess.Popen) -> None:
+        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
+        (folder / "stop").touch()
+
+    place = f"--log-dir {tmp_path} --name run --log-interval 2"
+    finished = launch(*first, f"{SMALL} {place}", meanwhile=stop)
     assert finished.returncode == 0, finished.output
     assert finished.output.count("stopped after step") == 1, finished.output
     assert not (folder / "summary.json").exists()
@@ -312,8 +305,8 @@ def test_resume_in_mid_epoch_under_the_other_engine(
     plain = read_json(whole / "summary.json")
     assert losses(folder) == losses(whole)
     assert summary["weights_sha256"] == plain["weights_sha256"]
-    prints = plain["fingerprint"], started["fingerprint"]
-    differing = {key for key in prints[0] if prints[0][key] != prints[1][key]}
+    mine, others = started["fingerprint"], plain["fingerprint"]
+    differing = {key for key in others if others[key] != mine[key]}
     assert differing == {"max_steps", "workers"}, "compare would not see equal work"
     assert summary["input"]["files_per_second"] > 0
 

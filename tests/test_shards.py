@@ -156,11 +156,10 @@ def test_shard_that_changes_while_it_is_read(made: Path) -> None:
     with pytest.raises(UserError, match=r"train-000000\.tar: a/1\.png: the shard holds other"):
         shards.read(1)
     os.truncate(shard, 1000)
-    with pytest.raises(UserError, match="the shard ends too early"):
-        shards.read(1)
     (made / "train" / "train-000001.tar").unlink()
-    with pytest.raises(UserError, match=r"train-000001\.tar: cannot be read"):
-        shards.read(5)
+    for index, words in {1: "the shard ends too early", 5: r"000001\.tar: cannot be read"}.items():
+        with pytest.raises(UserError, match=words):
+            shards.read(index)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "text", "lacks an entry", "version"])
