@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,6 +70,18 @@ def find(
     cell = (case, workers, configuration)
     [run] = [run for run in comparison.runs if (run.block, run.cell) == (block, cell)]
     return run
+
+
+def a_block(
+    rates: Mapping[str, Sequence[float]], loads: Sequence[float] | None = None, number: int = 1
+) -> Block:
+    """Turns of these images/s, of each side round by round, and others' load in each round."""
+    turns = [
+        Turn(side, round_, 1.0, rate, 1 / rate, load)
+        for side, of_rounds in rates.items()
+        for round_, (rate, load) in enumerate(zip(of_rounds, loads or repeat(0.0), strict=False))
+    ]
+    return Block(number, tuple(rates), 0.0, tuple(turns))
 
 
 def make_turns(

@@ -1,7 +1,6 @@
 """Row 10 of the benchmarks: its arithmetic, what it says where it cannot be measured, and
 that it runs on hosts of its own and removes them. No test asserts a speed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,30 +10,26 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import ROOT, run, wait_until
+from launching import ROOT, read_json, run, wait_until
+from records import a_block
 
 from benchmarks import record, wire_format
 from benchmarks.record import MISSED, REACHED, Options, Row
-from compare.evidence.turns import Block, Turn
+from compare.evidence.turns import Block
 from compare.running.sides import MeasurementError
 from tools import namespaces
 from tools.namespaces import Host
 
 
-def block(fp32: float, fp16: float, auto: float) -> Block:
-    speeds = {"fp32": fp32, "fp16": fp16, "auto": auto}
-    turns = [Turn(name, round_, 1.0, v, 1 / v) for round_ in (0, 1) for name, v in speeds.items()]
-    return Block(1, tuple(speeds), 0.0, tuple(turns))
+def block(fp16: float, auto: float) -> Block:
+    """Two rounds; the speed of fp16 as a multiple of fp32's, and of auto of the better one's."""
+    return a_block({"fp32": [1] * 2, "fp16": [fp16] * 2, "auto": [max(1, fp16) * auto] * 2})
 
 
 def worst(rates: dict[float | None, list[float]], chosen: str = "fp16", fp16: float = 1.5) -> Row:
     """The row of an engine whose auto did so in three blocks at each rate, against fp16."""
     blocks = [
-        {
-            rate: (block(10, 10 * fp16, 10 * max(1, fp16) * autos[n]), chosen)
-            for rate, autos in rates.items()
-        }
-        for n in range(3)
+        {rate: (block(fp16, autos[n]), chosen) for rate, autos in rates.items()} for n in range(3)
     ]
     return wire_format.worst_row("DDP, Gloo", blocks, 0.95)
 
@@ -135,7 +130,7 @@ def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.output
     (row,) = record.read_rows(tmp_path / "out", "wire_format")
     assert row.value and row.value > 0, done.output
-    kept = json.loads((tmp_path / "out" / "wire_format.json").read_text())
+    kept = read_json(tmp_path / "out" / "wire_format.json")
     turns = kept["blocks"]["10 DDP, Gloo 0.5 Gb/s"][0]["turns"]
     assert sorted({turn["side"] for turn in turns}) == ["auto", "fp16", "fp32"]
     assert len(kept["commands"]) == 3

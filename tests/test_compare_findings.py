@@ -24,7 +24,7 @@ from compare.evidence.equality import (
 from compare.evidence.notices import ASIDE, MISSING, WARNINGS, notices
 from compare.evidence.records import Comparison, RunRecord, load_comparison
 from compare.evidence.rows import PhaseRow, phase_rows, speed_rows, training_rows
-from compare.evidence.verdicts import Verdict, judge
+from compare.evidence.verdicts import judge
 from compare.evidence.words import label_of
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
@@ -45,6 +45,7 @@ DDP_FP16 = Configuration("ddp-fp16", "ddp", "torchrun", flags=("--fp16-allreduce
 HOROVOD_FP16 = Configuration(
     "horovod-fp16", "horovod", "horovodrun", "mpi", flags=("--fp16-allreduce",)
 )
+DDP_TUNED = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--knobs", "knobs.toml"))
 DDP_BATCH = Configuration("ddp-64", "ddp", "torchrun", flags=("--batch-size", "64"))
 
 
@@ -54,8 +55,11 @@ def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Comparison:
     return load_comparison(make_comparison(tmp_path / "compare-1", a_plan(**settings), ratio))
 
 
-def differing(verdict: Verdict) -> list[str]:
-    return [fact.field for fact in verdict.differences]
+def differing(comparison: Comparison) -> list[list[str]]:
+    """Return the fields that forbid each verdict."""
+    verdicts = judge(comparison)
+    assert all((verdict.speed is None) == bool(verdict.differences) for verdict in verdicts)
+    return [[fact.field for fact in verdict.differences] for verdict in verdicts]
 
 
 def another(value: Any) -> Any:
@@ -87,15 +91,14 @@ def real(tmp_path_factory) -> Comparison:
     comparison = compare(tmp_path_factory.mktemp("real"), blocks=1, phase_steps=0)
     told = real_fingerprint(CONFIG)
     surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, [("here", [0, 1])] * 2)
+    of_horovod = {
+        "engine": "horovod", "transport": "MPI", "launcher": "mpirun",
+        "version": "0.28.1", "horovod": "0.28.1", "mpi": "Open MPI 4.1.8",
+    }  # fmt: skip
     for run in comparison.runs:
-        environment = replace(surroundings, mpi=None)
-        if run.engine == "horovod":
-            environment = replace(
-                environment, engine="horovod", transport="MPI", launcher="mpirun",
-                version="0.28.1", horovod="0.28.1", mpi="Open MPI 4.1.8",
-            )  # fmt: skip
+        own = of_horovod if run.engine == "horovod" else {"mpi": None}
         run.config = replace(run.config, flags=json.loads(json.dumps(asdict(CONFIG))))
-        run.environment = environment
+        run.environment = replace(surroundings, **own)
         run.summary = replace(run.summary, fingerprint=dict(told))
     return comparison
 
@@ -103,14 +106,12 @@ def real(tmp_path_factory) -> Comparison:
 def caught_in(comparison: Comparison, record: dict[str, Any], field: str) -> list[str]:
     """Change one field of one run, and return what then forbids the verdict."""
     with mock.patch.dict(record, {field: another(record[field])}):
-        [verdict] = judge(comparison)
-    assert (verdict.speed is None) == bool(verdict.differences)
-    return differing(verdict)
+        [fields] = differing(comparison)
+    return fields
 
 
 def test_every_field_of_a_real_fingerprint_changed_alone_is_caught(real):
-    [verdict] = judge(real)
-    assert differing(verdict) == [] and verdict.speed is not None
+    assert differing(real) == [[]]
     told = real.runs[0].summary.fingerprint
     assert len(told) > 40
     assert all(caught_in(real, told, field) == [field] for field in told)
@@ -146,27 +147,43 @@ def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_conditi
         assert caught_in(real, vars(run.summary), field) == told
 
 
-def test_two_versions_of_horovod_are_caught_between_configurations_that_use_it(tmp_path):
-    names = ("horovod-mpi", "horovod-mpirun")
-    comparison = compare(tmp_path, configurations=names, blocks=1)
-    assert differing(judge(comparison)[0]) == []
-    for field in EQUAL_WHERE_USED:
+@pytest.mark.parametrize(
+    ("plan", "fields"),
+    [
+        ({"configurations": ("horovod-mpi", "horovod-mpirun")}, EQUAL_WHERE_USED),
+        ({"configurations": ("horovod-mpi",), "null": True}, START),
+        ({"configurations": ("horovod-mpi", "horovod-tuned"), "defined": (HOROVOD_TUNED,)},
+         ("affinity", "allocator")),
+    ],
+)  # fmt: skip
+def test_what_must_be_equal_between_configurations_of_one_engine(tmp_path, plan, fields):
+    """Versions of what both use; in a null test even the start; beside a variable that the plan
+    varies all others."""
+    comparison = compare(tmp_path, blocks=1, **plan)
+    assert differing(comparison) == [[]]
+    for field in fields:
         assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
 
 
 # ------------------------------------------------------------------------- what the plan varies
 
 
-def test_a_wire_format_that_the_plan_varies_may_differ(tmp_path):
-    names = ("ddp-torchrun", "ddp-fp16", "horovod-mpi", "horovod-fp16")
-    pairs = (names[:2], names[::2], names[1::2])
-    comparison = compare(
-        tmp_path, configurations=names, defined=(DDP_FP16, HOROVOD_FP16), judged_pairs=pairs
-    )
-    verdicts = judge(comparison)
-    assert [differing(verdict) for verdict in verdicts] == [[], [], []]
-    assert verdicts[0].second_label == "DDP (torchrun, Gloo) with --fp16-allreduce"
-    assert varied_in(comparison) == {"wire_format", "fp16_allreduce"}
+FP16 = ("ddp-torchrun", "ddp-fp16", "horovod-mpi", "horovod-fp16")
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs", "defined", "varied"),
+    [
+        (FP16, (FP16[:2], FP16[::2], FP16[1::2]), (DDP_FP16, HOROVOD_FP16),
+         {"wire_format", "fp16_allreduce"}),
+        (("ddp-torchrun", "ddp-64"), (), (DDP_BATCH,), {"batch_size", "samples_seen"}),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_plan_varies_may_differ(tmp_path, names, pairs, defined, varied):
+    """With what follows from it."""
+    comparison = compare(tmp_path, configurations=names, defined=defined, judged_pairs=pairs)
+    assert differing(comparison) == [[]] * (len(pairs) or 1)
+    assert varied_in(comparison) == varied
 
 
 @pytest.mark.parametrize(
@@ -179,24 +196,16 @@ def test_a_wire_format_that_the_plan_varies_may_differ(tmp_path):
 )
 def test_nothing_but_the_varied_setting_may_differ(tmp_path, pair, run, field, value):
     comparison = compare(tmp_path, configurations=pair, defined=(DDP_FP16, HOROVOD_FP16))
-    assert comparison.plan.varied == ["fp16_allreduce"]
     edit_fingerprint(comparison.folder / run, field, value)
-    [verdict] = judge(load_comparison(comparison.folder))
-    assert differing(verdict) == [field]
-    assert verdict.sentence().endswith("the runs differ in more than the plan varies.")
+    comparison = load_comparison(comparison.folder)
+    assert differing(comparison) == [[field]]
+    assert judge(comparison)[0].sentence().endswith("differ in more than the plan varies.")
 
 
 def varied_in(comparison: Comparison) -> set[str]:
     """Return the fields that differ as the plan has them differ."""
     facts = compare_facts(comparison, "", 2)
     return {fact.field for fact in facts if fact.is_varied and not fact.is_confounder}
-
-
-def test_a_batch_that_the_plan_varies_may_differ_with_the_number_of_its_steps(tmp_path):
-    pair = ("ddp-torchrun", "ddp-64")
-    comparison = compare(tmp_path, configurations=pair, defined=(DDP_BATCH,))
-    assert [differing(verdict) for verdict in judge(comparison)] == [[]]
-    assert varied_in(comparison) == {"batch_size", "samples_seen"}
 
 
 CHANGES: dict[str, Any] = {
@@ -215,10 +224,8 @@ def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
     base = replace(CONFIG, warmup_epochs=1.0, epochs=4, lr_scheduler="step", lr_step_epochs=(3,))
     if field in ("lr_min", "lr_restart_epochs"):  # which only this schedule has
         base = replace(base, lr_scheduler="cosine")
-    first, second = (
-        real_fingerprint(base),
-        real_fingerprint(replace(base, **{field: CHANGES[field]})),
-    )
+    first = real_fingerprint(base)
+    second = real_fingerprint(replace(base, **{field: CHANGES[field]}))
     found = {name for name in first if first[name] != second[name]}
     expected = {field, *FLAGS[field].decides} - {"steps", "samples_seen"}
     assert found == expected & first.keys()
@@ -227,15 +234,10 @@ def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
 def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
     pair = ("horovod-mpi", "horovod-tuned")
     comparison = compare(tmp_path, configurations=pair, defined=(HOROVOD_TUNED,))
-    [verdict] = judge(comparison)
-    assert differing(verdict) == []
-    assert verdict.second_label == "Horovod (horovodrun, MPI) with HOROVOD_CYCLE_TIME=1"
-    for field in ("affinity", "allocator"):  # which must be equal all the same
-        assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
     for run in comparison.runs:  # set by the shell, or the machine, for one of them alone
         if run.configuration == "horovod-tuned":
             change(run.environment, variables={"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"})
-    assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
+    assert differing(comparison) == [["NCCL_ALGO"]]
 
 
 def tune_runs(comparison: Comparison, *names: str, knobs: str | None = "knobs.toml") -> None:
@@ -253,36 +255,34 @@ def tune_runs(comparison: Comparison, *names: str, knobs: str | None = "knobs.to
 def test_tuned_is_judged_against_tuned_with_one_file_for_both(tmp_path):
     comparison = compare(tmp_path)
     tune_runs(comparison, "ddp-torchrun", "horovod-mpi")
-    [verdict] = judge(comparison)
-    assert differing(verdict) == [] and verdict.speed is not None
-    assert verdict.first_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
+    assert differing(comparison) == [[]]
     assert varied_in(comparison) == {"HOROVOD_CYCLE_TIME", "knob_variables", "static_graph"}
     change(comparison.runs[0].environment, variables={"NCCL_ALGO": "Ring"})  # of the shell
-    assert differing(judge(comparison)[0]) == ["NCCL_ALGO"]
+    assert differing(comparison) == [["NCCL_ALGO"]]
 
 
 def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
-    tuned = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--knobs", "knobs.toml"))
     names = ("ddp-torchrun", "ddp-tuned")
-    comparison = compare(tmp_path, configurations=names, defined=(tuned,))
+    comparison = compare(tmp_path, configurations=names, defined=(DDP_TUNED,))
     tune_runs(comparison, "ddp-tuned")
-    [verdict] = judge(comparison)
-    assert differing(verdict) == []
-    assert verdict.second_label == "DDP (torchrun, Gloo) with --knobs knobs.toml"
+    assert differing(comparison) == [[]]
     tune_runs(comparison, "ddp-tuned", knobs=None)  # then the same setting must be equal
-    assert differing(judge(comparison)[0]) == ["static_graph"]
+    assert differing(comparison) == [["static_graph"]]
 
 
-def test_configurations_that_used_the_same_have_different_labels(tmp_path):
+def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     twin = Configuration("ddp-twin", "ddp", "torchrun")
-    names = ("ddp-torchrun", "ddp-twin", "ddp-fp16")
-    comparison = compare(tmp_path, configurations=names, defined=(twin, DDP_FP16), blocks=1)
-    labels = [label_of(comparison, name) for name in names]
-    assert labels[:2] == [
-        "DDP (torchrun, Gloo)",
-        "DDP (torchrun, Gloo) as ddp-twin",
-    ]
-    assert len(set(labels)) == 3
+    labels = {
+        "ddp-torchrun": "DDP (torchrun, Gloo)",
+        "ddp-twin": "DDP (torchrun, Gloo) as ddp-twin",
+        "ddp-fp16": "DDP (torchrun, Gloo) with --fp16-allreduce",
+        "ddp-tuned": "DDP (torchrun, Gloo) with --knobs knobs.toml",
+        "horovod-tuned": "Horovod (horovodrun, MPI) with HOROVOD_CYCLE_TIME=1",
+    }
+    defined = (twin, DDP_FP16, DDP_TUNED, HOROVOD_TUNED)
+    comparison = compare(tmp_path, configurations=tuple(labels), defined=defined, blocks=1)
+    tune_runs(comparison, "ddp-tuned")
+    assert {name: label_of(comparison, name) for name in labels} == labels
 
 
 # ------------------------------------------------------------------------- the null test
@@ -333,12 +333,6 @@ def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     assert explained(comparison) == []
 
 
-def test_in_a_null_test_not_even_the_start_may_differ(tmp_path):
-    comparison = compare(tmp_path, configurations=("horovod-mpi",), null=True, blocks=1)
-    for field in START:
-        assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
-
-
 # ------------------------------------------------------------------------- cases
 
 
@@ -353,20 +347,17 @@ def test_each_case_has_verdicts_of_its_own(tmp_path):
     assert verdicts[3].sentence().startswith(told)
     rows = speed_rows(comparison)
     assert [(row.case, row.workers, row.configuration) for row in rows] == comparison.cells
-    assert rows[4].images_per_second == 100 and rows[0].images_per_second > 500
     # VGG-16 ran at the same speed with two workers as with one.
-    assert rows[6].scaling.ratio == pytest.approx(0.5)
+    assert rows[4].images_per_second == 100 and rows[6].scaling.ratio == pytest.approx(0.5)
     assert {row.weights for row in training_rows(comparison)} == {"equal"}
 
 
 def test_the_runs_of_two_cases_are_never_compared(tmp_path):
     """They differ in model and batch, and each has its verdict all the same."""
     comparison = compare(tmp_path, cases=TWO_CASES)
-    assert [differing(verdict) for verdict in judge(comparison)] == [[], []]
+    assert differing(comparison) == [[], []]
     find(comparison, 2, "horovod-mpi", 2, "VGG-16").summary.fingerprint["arch"] = "resnet18"
-    found = judge(comparison)
-    assert [differing(verdict) for verdict in found] == [[], ["arch"]]
-    assert found[1].differences[0].case == "VGG-16"
+    assert differing(comparison) == [[], ["arch"]]
     # A run that failed is missed in its own case alone.
     outcome = comparison.folder / "block-1/VGG-16/horovod-mpi-2/outcome.json"
     edit(outcome, status="failed", exit_code=3)
@@ -384,10 +375,8 @@ def test_without_ablation_phases_are_those_of_the_median_run(tmp_path):
     for block, seconds in enumerate((0.3, 0.1, 0.2), start=1):
         phases = find(comparison, block, "horovod-mpi", 2).summary.phases
         change(phases, step_seconds=seconds, data_seconds=seconds / 2)
-    row = phase_rows(comparison)[1]
-    assert (row.step_seconds, row.data_seconds) == (0.2, 0.1)
-    assert row.exposed_communication_seconds is None
-    assert "exposed communication" not in milliseconds(row)
+    told = milliseconds(phase_rows(comparison)[1])
+    assert (told["step"], told["data"]) == (200, 100) and "exposed communication" not in told
     for run in comparison.runs:  # phases that were not measured have no row
         change(run.summary, phases=Phases())
     assert (phase_rows(comparison), explained(comparison)) == ([], [])
@@ -399,7 +388,9 @@ def explained(comparison: Comparison) -> list[PhaseRow]:
 
 
 def milliseconds(row: PhaseRow) -> dict[str, float]:
-    measured = {words: getattr(row, field) for field, words in row.words.items()}
+    """Return a row's phases by their names on the page, and the whole step."""
+    named = {words: getattr(row, field) for field, words in row.words.items()}
+    measured = {**named, "step": row.step_seconds}
     return {
         name: round(1000 * seconds, 6) for name, seconds in measured.items() if seconds is not None
     }
@@ -423,23 +414,22 @@ def test_a_difference_is_told_by_phase_with_its_sign(tmp_path):
     comparison = compare(tmp_path, ratio=1.3)
     _, slow = set_phases(comparison, (30, 50, 10, 100), (28, 50, 41, 129))
     [row] = explained(comparison)
-    assert row.configuration == "ddp-torchrun − horovod-mpi"
     assert milliseconds(row) == {
         "data": 0, "forward": 2, "backward": 0, "exposed communication": -31, "optimizer": 0,
+        "step": -29,
     }  # fmt: skip
-    assert round(1000 * row.step_seconds, 6) == -29
     text = as_text([Report(comparison)])
     assert re.search(r"ddp-torchrun − horovod-mpi .* \+2\.0 .* −31\.0 .* −29\.0", text)
     # Where one of the two did not measure the exchange apart, both are told with it.
     change(slow, exposed_communication_seconds=None, backward_seconds=0.091)
-    [row] = explained(comparison)
-    assert milliseconds(row) == {"data": 0, "forward": 2, "backward": -31, "optimizer": 0}
+    assert milliseconds(explained(comparison)[0]) == {
+        "data": 0, "forward": 2, "backward": -31, "optimizer": 0, "step": -29,
+    }  # fmt: skip
     # Runs that contradict the verdict do not explain it.
-    denial = "do not show the verdict&#39;s difference"
-    assert denial not in " ".join(render_page(Report(comparison)).split())
-    change(slow, step_seconds=0.090)
-    page = " ".join(render_page(Report(comparison)).split())
-    assert f"{denial}: ddp-torchrun − horovod-mpi" in page
+    denial = "do not show the verdict&#39;s difference: ddp-torchrun − horovod-mpi"
+    for seconds, is_denied in ((0.129, False), (0.090, True)):
+        change(slow, step_seconds=seconds)
+        assert (denial in " ".join(render_page(Report(comparison)).split())) == is_denied
 
 
 def test_phases_are_held_against_the_verdict_of_their_own_place(tmp_path):
@@ -472,8 +462,8 @@ def test_what_was_sent_stands_beside_the_time_that_it_cost(tmp_path):
         change(run.summary.phases, exposed_communication_seconds=0.030)
     alone, _, four, _ = phase_rows(comparison)
     assert (alone.sent_bytes, alone.exposed_bandwidth) == (None, None)
-    assert four.sent_bytes == 60_000_000  # 2 (n - 1) / n of the gradients
-    assert four.exposed_bandwidth == pytest.approx(2e9)
+    # 2 (n - 1) / n of the gradients
+    assert (four.sent_bytes, four.exposed_bandwidth) == (60_000_000, pytest.approx(2e9))
     assert "sent / exposed" in render_page(Report(comparison))
 
 
@@ -485,8 +475,6 @@ def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     assert "horovod-mpi: Horovod is not installed there" in horovod
     assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
     assert Report(comparison).title == "The training under PyTorch DDP alone"
-    rung = compare(tmp_path / "rung", configurations=("fsdp",))
-    assert Report(rung).title == "The training under fsdp alone"
     for text in (as_text([Report(comparison)]), render_page(Report(comparison))):
         assert "Horovod is not installed there" in text
 
@@ -520,9 +508,8 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
         change(summary.input, files_per_second=100.0 * block, wait_share=share)
     change(find(comparison, 1, "horovod-mpi", 2).summary, input=Input())
     ddp, horovod = training_rows(comparison)
-    assert (ddp.gpu_watts, round(ddp.peak_memory.ratio, -8)) == (200, 5.9e9)
-    assert ddp.peak_memory.low < 5e9 < 7e9 < ddp.peak_memory.high
-    assert (ddp.gpu_joules_per_image, horovod.gpu_watts) == (None, None)
+    assert (ddp.gpu_watts, ddp.gpu_joules_per_image, horovod.gpu_watts) == (200, None, None)
+    assert ddp.peak_memory.low < 5e9 < ddp.peak_memory.ratio < 7e9 < ddp.peak_memory.high
     assert (ddp.files_per_second, ddp.megabytes_per_second, ddp.wait_share) == (200.0, None, 0.2)
     assert (horovod.images_per_second, horovod.wait_share) == (None, None)
     change(summary, energy=Energy())
@@ -543,14 +530,15 @@ def set_ranks(summary: Summary, *ranks: tuple[float, float, float | None, float]
 def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
     comparison = compare(tmp_path, workers=(3,), blocks=1)
     ablated = comparison.phase_runs[0].summary
-    set_ranks(ablated, (1.0, 1.0, 0.1, 0), (1.0, 1.2, 0.1, 0), (1.0, 2.3, 0.1, 9.0))
-    assert training_rows(comparison)[0].straggler_ratio == pytest.approx(3.3 / 2.2)
+    seconds = [(1.0, 1.0, 0), (1.0, 1.2, 0), (1.0, 2.3, 9.0)]
+    measured = [(forward, backward, 0.1, data) for forward, backward, data in seconds]
     # Without ablation the fast ranks wait for the slow in their backward.
-    set_ranks(ablated, (1.0, 1.0, None, 0), (1.0, 1.2, None, 0), (1.0, 2.3, None, 9.0))
-    assert training_rows(comparison)[0].straggler_ratio is None
-    for ranks in ([], ablated.ranks[:1]):  # a single rank has no straggler
-        change(ablated, ranks=ranks)
-        assert training_rows(comparison)[0].straggler_ratio is None
+    whole = [(forward, backward, None, data) for forward, backward, data in seconds]
+    for ranks, ratio in (
+        (measured, pytest.approx(3.3 / 2.2)), (whole, None), ([], None), (measured[:1], None),
+    ):  # fmt: skip
+        set_ranks(ablated, *ranks)
+        assert training_rows(comparison)[0].straggler_ratio == ratio
 
 
 def test_other_load_is_told_with_the_run_that_it_disturbed(tmp_path):

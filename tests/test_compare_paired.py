@@ -8,6 +8,7 @@ import random
 from statistics import mean, variance
 
 import pytest
+from records import a_block
 
 from compare.evidence.paired import (
     Estimate,
@@ -23,7 +24,7 @@ from compare.evidence.stopping import (
     minutes_to_show,
     reason_to_stop,
 )
-from compare.evidence.turns import Block, Turn, estimate_contrast, throughput
+from compare.evidence.turns import estimate_contrast, throughput
 from compare.plan.plan import Plan
 
 
@@ -63,22 +64,13 @@ def test_an_interval_that_leaves_out_1_is_a_p_value_below_5_percent(seed):
     assert estimate.p_equality(within * 1.001) < 0.025 < estimate.p_equality(within * 0.999)
 
 
-def a_block(number: int, rates: dict[str, list[float]]) -> Block:
-    turns = [
-        Turn(side, round_, 1.0, rate, 0.01)
-        for side, of_rounds in rates.items()
-        for round_, rate in enumerate(of_rounds)
-    ]
-    return Block(number, tuple(rates), 0.0, tuple(turns))
-
-
 def test_the_pooled_variance_is_that_of_block_plus_side():
     """The mean over all pairs is twice the residual variance of the two-way layout."""
     draw = random.Random(0)
     logs = [[draw.gauss(0, 0.05) for _ in "abcd"] for _ in range(5)]
     blocks = [
-        a_block(n, {side: [math.exp(value)] * 2 for side, value in zip("abcd", row, strict=True)})
-        for n, row in enumerate(logs, start=1)
+        a_block({side: [math.exp(value)] * 2 for side, value in zip("abcd", row, strict=True)})
+        for row in logs
     ]
     sides = [mean(column) for column in zip(*logs, strict=True)]
     residuals = [
@@ -99,7 +91,7 @@ def test_the_pooled_variance_is_that_of_block_plus_side():
 def test_a_few_disturbed_rounds_do_not_move_a_block():
     assert hodges_lehmann([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
     quiet, loud = [100.0] * 6, [100.0, 60.0, 100.0, 100.0, 100.0, 100.0]
-    block = a_block(1, {"a": quiet, "b": loud})
+    block = a_block({"a": quiet, "b": loud})
     assert block.log_contrast({"a": 1, "b": -1}, throughput) == pytest.approx(0)
 
 

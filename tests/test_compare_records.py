@@ -272,16 +272,10 @@ def test_steps_grow_as_the_settings_say(images, speed, message):
     assert message in next(contradictions(settings, summary, 72), "")
 
 
-def test_a_loss_that_diverged_and_a_field_of_tomorrow_are_no_damage(one_block):
-    edit(one_block / "block-1/ddp-torchrun-1/summary.json", loss=math.nan, tomorrow=1)
-    assert len(load_comparison(one_block).complete) == 4
-
-
 def reason_of(folder: Path, cell: str) -> str:
     """Load a comparison of which one run of the first block is to be unreadable; return why."""
-    comparison = load_comparison(folder)
-    [run] = [run for run in comparison.runs if run.status == "unreadable"]
-    assert run.folder == folder / "block-1" / cell and run not in comparison.complete
+    [run] = [run for run in load_comparison(folder).runs if not run.is_complete]
+    assert (run.status, run.folder) == ("unreadable", folder / "block-1" / cell)
     return run.reason
 
 
@@ -310,22 +304,20 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
     comparison = load_comparison(one_block)
     run = find(comparison, 1, "ddp-torchrun", 1)
     assert run.is_complete and run.steps == []
-    [line] = [line for _, lines in notices(comparison) for line in lines]
+    [(_, [line])] = notices(comparison)
     assert f"unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
     assert render_page(Report(comparison))
 
 
 def test_failed_and_missing_runs_keep_their_place(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-    edit(folder / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
-    edit(folder / "phases/ddp-torchrun-1/outcome.json", status="failed", exit_code=1)
-    for missing in ("block-1/ddp-torchrun-2", "phases/ddp-torchrun-2"):
-        shutil.rmtree(folder / missing)
+    for place, code in (("block-1", 3), ("phases", 1)):
+        edit(folder / place / "ddp-torchrun-1/outcome.json", status="failed", exit_code=code)
+        shutil.rmtree(folder / place / "ddp-torchrun-2")
     comparison = load_comparison(folder)
     for runs, code in ((comparison.runs, 3), (comparison.phase_runs, 1)):
         found = {run.name: (run.status, run.exit_code) for run in runs if not run.is_complete}
         assert found == {"ddp-torchrun-1": ("failed", code), "ddp-torchrun-2": ("not run", None)}
-    assert len(comparison.complete) == 2
 
 
 def test_the_newest_comparison_is_found_by_its_name(tmp_path):
@@ -335,21 +327,13 @@ def test_the_newest_comparison_is_found_by_its_name(tmp_path):
     assert newest_comparison(tmp_path).name == "compare-20261121-120000"
 
 
-def test_runs_of_two_cases_are_told_apart(tmp_path):
+def test_failures_of_cases_are_found(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(cases=TWO_CASES, blocks=1))
-    failed = [
-        folder / "block-1/VGG-16/horovod-mpi-2.failed-1",
-        folder / "phases/VGG-16/horovod-mpi-2.failed-1",
-    ]
+    failed = [folder / f"{place}/VGG-16/horovod-mpi-2.failed-1" for place in ("block-1", "phases")]
     for path in failed:
         path.mkdir()
     comparison = load_comparison(folder)
-    assert comparison.plan.cases == ["ResNet-18", "VGG-16"]
-    for name, arch in (("ResNet-18", "resnet18"), ("VGG-16", "vgg16")):
-        run = find(comparison, 1, "ddp-torchrun", 2, name)
-        assert run.folder == folder / f"block-1/{name}/ddp-torchrun-2"
-        assert run.config.arch == arch
-    assert len(comparison.phase_runs) == 8
+    assert comparison.plan.cases == ["ResNet-18", "VGG-16"] and len(comparison.phase_runs) == 8
     assert comparison.earlier_failures == failed
 
 
@@ -362,9 +346,8 @@ def swap(one: Path, two: Path) -> None:
 def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
     swap(folder / "block-1/ddp-torchrun-1", folder / "block-1/ddp-torchrun-2")
-    reasons = [run.reason for run in load_comparison(folder).runs if run.reason]
-    assert len(reasons) == 2
-    assert "environment.json: world_size is 2, but the plan has 1 there" in reasons[0]
+    first, _ = [run.reason for run in load_comparison(folder).runs if run.reason]
+    assert "environment.json: world_size is 2, but the plan has 1 there" in first
 
 
 def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
@@ -374,21 +357,6 @@ def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
     swap(folder / "block-1/A", folder / "block-1/B")
     with pytest.raises(UserError, match=r"block-1/[AB]/.*written as .*block-1/[AB]/"):
         load_comparison(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"environment": ...}, "object missing required field `environment`"),
-        ({"pairs": [["ddp-torchrun", "horovod-gloo"]]}, ".*horovod-gloo: there is no such"),
-        ({"question": "Which?\nDDP won."}, "question = .*: holds a control character"),
-        ({"case": {"A\x1b[2J": {}}}, "'A.*use letters"),
-    ],
-)
-def test_a_plan_that_makes_no_sense_is_named(one_block, changes, message):
-    edit(one_block / "plan.json", **changes)
-    with pytest.raises(UserError, match=rf"plan\.json cannot be read: {message}"):
-        load_comparison(one_block)
 
 
 def test_the_recorded_comparison_is_that_of_the_engines(tmp_path):

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import launch
+from launching import launch, read_json
 
 from compare.evidence.exchange import read_exchange
 from compare.timeline import main
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
+TIMELINE = "horovod-timeline.json"
 Event = dict[str, Any]
 
 
@@ -97,7 +98,7 @@ def make_run(folder: Path, start_us: int, ranks: int = 2, horovod: bool = False,
 def merged(runs: list[Path], *flags: str) -> Event:
     out = runs[0].parent / "merged.json"
     assert main([*map(str, runs), "-o", str(out), *flags]) == 0
-    trace = json.loads(out.read_text())
+    trace = read_json(out)
     check_format(trace)
     return trace
 
@@ -134,13 +135,10 @@ def check_format(trace: Event) -> None:
 
 def processes(trace: Event) -> dict[str, int]:
     """Process numbers by name, in the order in which Perfetto shows them."""
-    found = {"process_name": [], "process_sort_index": []}
-    for event in trace["traceEvents"]:
-        if event["name"] in found:
-            found[event["name"]].append(event)
-    places = [event["args"]["sort_index"] for event in found["process_sort_index"]]
+    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    places = [e["args"]["sort_index"] for e in metadata if e["name"] == "process_sort_index"]
     assert places == sorted(places)
-    return {event["args"]["name"]: event["pid"] for event in found["process_name"]}
+    return {e["args"]["name"]: e["pid"] for e in metadata if e["name"] == "process_name"}
 
 
 def threads(trace: Event, pid: int) -> dict[str, int]:
@@ -153,11 +151,8 @@ def threads(trace: Event, pid: int) -> dict[str, int]:
 
 def find(trace: Event, name: str, process: str | None = None) -> list[Event]:
     pid = processes(trace)[process] if process else None
-    return [
-        event
-        for event in trace["traceEvents"]
-        if event["name"] == name and (pid is None or event["pid"] == pid)
-    ]
+    named = [event for event in trace["traceEvents"] if event["name"] == name]
+    return [event for event in named if pid in (None, event["pid"])]
 
 
 def test_ranks_and_horovod_are_on_one_clock_with_clear_names(tmp_path):
@@ -167,17 +162,13 @@ def test_ranks_and_horovod_are_on_one_clock_with_clear_names(tmp_path):
     tensors = threads(trace, processes(trace)["hvd, rank 0, Horovod"])
     assert set(tensors) == {"allreduce.fc.weight", "allreduce.conv1.weight", "cycles"}
     assert "thread 4000 (python)" in threads(trace, processes(trace)["hvd, rank 0, CPU"])
-    (step, *_) = find(trace, "ProfilerStep#0", "hvd, rank 0, CPU")
-    negotiation, other = find(trace, "NEGOTIATE_ALLREDUCE")
-    assert negotiation["ts"] - step["ts"] == pytest.approx(30)
-    assert other["ts"] - step["ts"] == pytest.approx(140)
+    step = find(trace, "ProfilerStep#0", "hvd, rank 0, CPU")[0]["ts"]
+    assert trace["baseTimeNanoseconds"] + round(step * 1000) == BASE_NS + 5000 * 1000
     (operator, _) = find(trace, "aten::add", "hvd, rank 0, CPU")
-    assert operator["ts"] - step["ts"] == pytest.approx(10.125)
-    absolute = trace["baseTimeNanoseconds"] + round(step["ts"] * 1000)
-    assert absolute == BASE_NS + 5000 * 1000
-    span, _ = find(trace, "ALLREDUCE")
+    begins = [event["ts"] - step for event in (operator, *find(trace, "NEGOTIATE_ALLREDUCE"))]
+    assert begins == pytest.approx([10.125, 30, 140])
+    (span, _), (inner, _) = find(trace, "ALLREDUCE"), find(trace, "MPI_ALLREDUCE")
     assert span["dur"] == 6 and span["args"] == {"dtype": "float32", "shape": "[3]"}
-    inner, _ = find(trace, "MPI_ALLREDUCE")
     assert (inner["ts"], inner["tid"]) == (span["ts"], span["tid"])
     assert span["tid"] == tensors["allreduce.fc.weight"]
     assert len(find(trace, "rank 1 is ready")) == 2
@@ -221,14 +212,13 @@ def test_a_span_without_its_begin_or_its_end_is_left_out(tmp_path):
 
 def test_where_the_merged_file_lies_and_how_runs_of_one_name_are_told_apart(tmp_path):
     runs = [make_run(tmp_path / block / "ddp-2", 5000, ranks=1) for block in ("b-1", "b-2")]
-    assert main([str(runs[0])]) == 0
-    assert list(processes(json.loads((runs[0] / "timeline.json").read_text()))) == [
-        "ddp-2, rank 0, CPU"
-    ]
-    assert main([*map(str, runs)]) == 0
-    assert list(processes(json.loads((tmp_path / "timeline.json").read_text()))) == [
-        "b-1/ddp-2, rank 0, CPU", "b-2/ddp-2, rank 0, CPU",
-    ]  # fmt: skip
+    for given, place, names in (
+        (runs[:1], runs[0], ["ddp-2"]),
+        (runs, tmp_path, ["b-1/ddp-2", "b-2/ddp-2"]),
+    ):
+        assert main([str(run) for run in given]) == 0
+        trace = read_json(place / "timeline.json")
+        assert list(processes(trace)) == [f"{name}, rank 0, CPU" for name in names]
 
 
 def test_damaged_times_of_gradients_keep_back_the_picture_alone(tmp_path, capsys):
@@ -241,50 +231,34 @@ def test_damaged_times_of_gradients_keep_back_the_picture_alone(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "file", "text", "said"),
     [
-        ("none", "is no run folder"),
-        (".", "profile/rank-*.json"),
-        ("run run", "none twice"),
-        ("run -o run/profile/rank-0.json", "among the profiles"),
-        ("run -o run/x.txt", "ends in .json"),
-        ("run -o no/x.json", "No such file or directory"),
+        ("none", "", "", "is no run folder"),
+        (".", "", "", "profile/rank-*.json"),
+        ("run run", "", "", "none twice"),
+        ("run -o run/profile/rank-0.json", "", "", "among the profiles"),
+        ("run -o run/x.txt", "", "", "ends in .json"),
+        ("run -o no/x.json", "", "", "No such file or directory"),
+        ("run", "rank-1.json", '{"traceEvents": [', "rank-1.json cannot be read"),
+        ("run", "rank-0.json", '{"traceEvents": []}', "baseTimeNanoseconds"),
+        ("run", "rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "holds no step"),
+        ("run", TIMELINE, '[{"ph": "i", "name": "x", "ts": 1}]', "timeline with its start"),
+        ("run", TIMELINE, '[{"ph": "i", "name": "x", ', "is no whole timeline"),
+        ("run", TIMELINE, "[1, 2]", "is no whole timeline"),
     ],
 )
-def test_a_mistake_is_one_message_and_nothing_is_written(
-    tmp_path, monkeypatch, capsys, words, said
-):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run", 5000, horovod=True)
-    refused(tmp_path, capsys, words, said)
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        ("rank-1.json", '{"traceEvents": [', "rank-1.json cannot be read"),
-        ("rank-0.json", '{"traceEvents": []}', "baseTimeNanoseconds"),
-        ("rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "holds no step"),
-        ("horovod-timeline.json", '[{"ph": "i", "name": "x", "ts": 1}]', "timeline with its start"),
-        ("horovod-timeline.json", '[{"ph": "i", "name": "x", ', "is no whole timeline"),
-        ("horovod-timeline.json", "[1, 2]", "is no whole timeline"),
-    ],
-)
-def test_a_damaged_profile_is_one_message_and_nothing_is_written(
-    tmp_path, monkeypatch, capsys, file, text, said
+def test_a_mistake_or_a_damaged_profile_is_one_message_and_nothing_is_written(
+    tmp_path, monkeypatch, capsys, words, file, text, said
 ):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "run", 5000, horovod=True, ranks=1 + (file == "rank-1.json"))
-    (run / "profile" / file).write_text(text)
-    refused(tmp_path, capsys, "run", said)
-
-
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    if file:
+        (run / "profile" / file).write_text(text)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main(words.split()) == 2
     shown = capsys.readouterr()
     assert said in shown.err and len(shown.err.splitlines()) == 1 and shown.out == ""
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.launch
@@ -304,21 +278,20 @@ def test_real_profiles_of_both_engines(tmp_path):
         "ddp, rank 0, CPU", "ddp, rank 0, DDP's buckets", "ddp, rank 1, CPU",
         "horovod, rank 0, CPU", "horovod, rank 0, Horovod", "horovod, rank 1, CPU",
     ]  # fmt: skip
-    begin = min(find(trace, "ProfilerStep#1", f"ddp, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
-    other = min(
-        find(trace, "ProfilerStep#1", f"horovod, rank {rank}, CPU")[0]["ts"] for rank in (0, 1)
+    begin, other = (
+        min(find(trace, "ProfilerStep#1", f"{run}, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
+        for run in ("ddp", "horovod")
     )
     assert begin == other
     timeline = threads(trace, processes(trace)["horovod, rank 0, Horovod"])
-    tensors = {name for name in timeline if name.startswith("allreduce.")}
+    tensors = {name: tid for name, tid in timeline.items() if name.startswith("allreduce.")}
     assert "allreduce.fc.weight" in tensors
     spans = [event for event in find(trace, "ALLREDUCE") if event["cat"] == "horovod"]
     for number in (1, 2, 3):
         (step,) = find(trace, f"ProfilerStep#{number}", "horovod, rank 0, CPU")
         end = step["ts"] + step["dur"]
         within = [e for e in spans if step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end]
-        seen = [name for name, tid in timeline.items() if any(e["tid"] == tid for e in within)]
-        assert sorted(seen) == sorted(tensors), number
+        assert {event["tid"] for event in within} == set(tensors.values()), number
     assert ">horovod<" in (tmp_path / "merged.svg").read_text()
     for name in ("ddp", "horovod"):
         exchange = read_exchange(tmp_path / name)
@@ -326,6 +299,5 @@ def test_real_profiles_of_both_engines(tmp_path):
         for one in exchange.steps:
             assert sum(message.gradients for message in one.messages) == len(tensors)
             assert all(m.ready <= m.met and m.ready <= m.began <= m.ended for m in one.messages)
-            assert sum(m.megabytes for m in one.messages) == pytest.approx(
-                sum(size for _, size in one.ready)
-            )
+            sent = sum(message.megabytes for message in one.messages)
+            assert sent == pytest.approx(sum(size for _, size in one.ready))

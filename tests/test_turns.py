@@ -3,6 +3,7 @@
 No test asserts a speed.
 """
 
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from launching import marked
+from records import a_block
 
 from compare.evidence import turns
-from compare.evidence.turns import Block, Turn, quiet_load
+from compare.evidence.turns import Turn, quiet_load
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
 from compare.running import take_turns
@@ -37,15 +39,6 @@ from compare.running.take_turns import State, receive, send
 from compare.running.tools import missing_for
 
 
-def block(first: list[float], second: list[float], loads: list[float] | None = None) -> Block:
-    turns = [
-        Turn(side, round_, 1.0, value, 1 / value, load)
-        for round_, (a, b, load) in enumerate(zip(first, second, loads or [0.0] * 9, strict=False))
-        for side, value in (("a", a), ("b", b))
-    ]
-    return Block(1, ("a", "b"), 0.0, tuple(turns))
-
-
 def side(**changes: object) -> Side:
     values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
     return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
@@ -56,7 +49,8 @@ def side(**changes: object) -> Side:
 
 def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
     # The machine is three times as fast in the second round; one turn was slowed.
-    slowed, two = block([9, 27, 9, 4], [10, 30, 10, 10]), block([9, 27], [10, 30])
+    slowed = a_block({"a": [9, 27, 9, 4], "b": [10, 30, 10, 10]})
+    two = a_block({"a": [9, 27], "b": [10, 30]})
     assert turns.estimate([slowed], "a", "b").ratio == pytest.approx(0.9)
     assert two.median("b", turns.throughput) == 20
     inverse = turns.estimate([two], "b", "a", turns.work_per_cpu_second)
@@ -64,14 +58,15 @@ def test_a_blocks_ratio_is_the_median_of_its_rounds() -> None:
 
 
 def test_loud_rounds_do_not_count() -> None:
-    loud = block([9, 1, 9, 1], [10, 10, 10, 10], [0.0, 1.0, 0.1, 0.5])
+    loud = a_block({"a": [9, 1, 9, 1], "b": [10] * 4}, [0.0, 1.0, 0.1, 0.5])
     assert loud.quiet_rounds.keys() == {0, 2}
     assert turns.estimate([loud], "a", "b").ratio == pytest.approx(0.9)
     assert loud.other_load == pytest.approx(0.1)
     # A machine with many cores always does something.
     assert replace(loud, quiet_cores=quiet_load(20)).quiet_rounds.keys() == {0, 1, 2, 3}
     # Where all are loud, the quietest third counts.
-    assert block([1] * 6, [1] * 6, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]).quiet_rounds.keys() == {4, 5}
+    all_loud = a_block({"a": [1] * 6}, [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    assert all_loud.quiet_rounds.keys() == {4, 5}
 
 
 class MadeUp(Scheduler):
@@ -122,14 +117,13 @@ def test_what_ranks_measure_comes_to_a_turn() -> None:
     together = ranks((0, 2.4, 1.5, 4.5, "a"), (0, 2.6, 2.0, 4.2, "a"))
     turn = make_turn(side(ranks=2, images_per_step=16), 3, 7.0, together, 3.5)
     assert (turn.round, turn.seconds, turn.began) == (3, 2.5, 7.0)
-    assert turn.images_per_second == pytest.approx(5 * 16 / 2.5)
-    assert turn.cpu_seconds_per_image == pytest.approx(3.5 / 96)
-    assert turn.other_load == pytest.approx((4.5 - 3.5) / 3.1, abs=1e-3)
+    found = (turn.images_per_second, turn.cpu_seconds_per_image, turn.other_load)
+    assert found == pytest.approx((5 * 16 / 2.5, 3.5 / 96, (4.5 - 3.5) / 3.1), abs=1e-3)
     # Independent copies add up.
     copies = ranks((0, 2.0, 2.0, 9.0, "a"), (1, 4.0, 3.0, 9.0, "a"))
     turn = make_turn(side(copies=2), 0, 0.0, copies, 5.0)
-    assert turn.images_per_second == pytest.approx(40 / 2 + 40 / 4)
-    assert turn.cpu_seconds_per_image == pytest.approx(5 / 96)
+    found = (turn.images_per_second, turn.cpu_seconds_per_image)
+    assert found == pytest.approx((40 / 2 + 40 / 4, 5 / 96))
     # Machines have cores of their own.
     apart = ranks((0, 2.5, 1.0, 1.0, "a"), (0, 2.5, 2.0, 3.5, "b"))
     assert make_turn(side(ranks=2), 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
@@ -207,19 +201,17 @@ def test_sides_take_turns_and_leave_nothing(
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
     hello = {"side": "x", "copy": 0, "number": 0, "host": "a", "machine": "a", "cores": 2}
-    with Scheduler(tmp_path / "block-1") as scheduler:
+    with Scheduler(tmp_path / "block-1") as scheduler, ThreadPoolExecutor(1) as pool:
         host, _, port = scheduler.address.rpartition(":")
-        place = (host, int(port))
-        for key, is_let_in in ((b"", False), (b"another", False), (scheduler.key, True)):
-            with ThreadPoolExecutor(1) as pool:
-                accepted = pool.submit(scheduler.accept)
-                with (
-                    suppress(AuthenticationError),
-                    Client(place, authkey=key or None) as who,
-                ):
-                    send(who, State.STARTING, **hello)
-                    accepted.result(60)
-            assert bool(scheduler.ranks) == is_let_in
+        for key in (None, b"another", scheduler.key):
+            accepted = pool.submit(scheduler.accept)
+            with (
+                suppress(AuthenticationError),
+                Client((host, int(port)), authkey=key) as who,
+            ):
+                send(who, State.STARTING, **hello)
+                accepted.result(60)
+            assert bool(scheduler.ranks) == (key == scheduler.key)
 
 
 def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
@@ -274,11 +266,11 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
     )
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
     for attempt in (1, 2):
+        log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
         said = "do not fit into the GPU's memory at once: large ended(.|\n)*not now\n  all of it: "
-        with pytest.raises(NoTurns, match=said) as raised:
+        with pytest.raises(NoTurns, match=f"{said}{re.escape(str(log))}$"):
             run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
-        log = Path(str(raised.value).rpartition("all of it: ")[2])
-        assert log == tmp_path / f"block-1.failed-{attempt}/large/0/output.log" and log.exists()
+        assert log.exists()
 
 
 def test_a_planned_run_as_a_side() -> None:
@@ -289,13 +281,8 @@ def test_a_planned_run_as_a_side() -> None:
     assert made.launcher[0] == "mpirun" and not made.over_hosts
     assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
     elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
-    assert elsewhere.command(Path("/f"), 0, by_turns=True)[:5] == [
-        "mpirun",
-        "-x",
-        "COMPARE_RUN",
-        "-x",
-        "COMPARE_SCHEDULER",
-    ]
+    command = " ".join(elsewhere.command(Path("/f"), 0, by_turns=True))
+    assert command.startswith("mpirun -x COMPARE_RUN -x COMPARE_SCHEDULER ")
 
 
 # ------------------------------------------------------------------------------ real launchers
@@ -315,8 +302,7 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
         "--workers", "1", "--max-steps", "5",
     )  # fmt: skip
     names = ("horovod-mpi", "horovod-gloo", "mpi4py-mpirun")  # ddp-torchrun: test_measurement.py
-    known = [CONFIGURATIONS[name] for name in names]
-    known = [one for one in known if missing_for(one) is None]
+    known = [CONFIGURATIONS[name] for name in names if not missing_for(CONFIGURATIONS[name])]
     folder = tmp_path / "block-1"
     sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
     with Scheduler(folder) as scheduler:
