@@ -38,6 +38,21 @@ def same_environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refusal(main, words): the one line that a command says which does not do what the words ask
+    for; it ends with exit code 2, or another one that is given."""
+
+    def told(main: Callable[[list[str]], int], words: list[str], code: int = 2) -> str:
+        capsys.readouterr()
+        assert main(words) == code
+        shown = capsys.readouterr()
+        assert shown.out == "" and len(shown.err.splitlines()) == 1, shown
+        return shown.err
+
+    return told
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """trained(launcher, engine, arguments, ranks): the run folder of such a training, made once,

@@ -23,18 +23,19 @@ Usage, Memory = namedtuple("Usage", "free"), namedtuple("Memory", "available")
 @pytest.fixture(autouse=True)
 def sound_machine(monkeypatch, tmp_path):
     """Four idle cores, no GPU, everything installed, a plain shell."""
+    of_checks = {
+        "check_load": lambda: judged("other load", True, "", ""), "visible_gpus": lambda: 0,
+        "torch_facts": lambda: TORCH, "horovod_facts": lambda: HOROVOD,
+        "mpi_version": lambda: "Open MPI 4.1.8",
+        "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
+        "NVIDIA_DRIVER": tmp_path / "no driver", "CPUS": tmp_path / "cpus",
+    }  # fmt: skip
+    for name, value in of_checks.items():
+        monkeypatch.setattr(checks, name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    monkeypatch.setattr(checks, "check_load", lambda: judged("other load", True, "", ""))
-    monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(checks, "torch_facts", lambda: TORCH)
-    monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD)
-    monkeypatch.setattr(checks, "mpi_version", lambda: "Open MPI 4.1.8")
-    monkeypatch.setattr(checks, "addresses", lambda: {checks.OWN_NAME: "10.0.0.1"})
     monkeypatch.setattr("resource.getrlimit", lambda kind: (65536, 65536))
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(8 << 30))
-    monkeypatch.setattr(checks, "NVIDIA_DRIVER", tmp_path / "no driver")
-    monkeypatch.setattr(checks, "CPUS", tmp_path / "cpus")
     for name in REMOVED_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -83,11 +84,9 @@ def test_a_driver_without_a_gpu_for_torch_has_failed(monkeypatch, tmp_path):
 
 
 def test_data_folders(tmp_path):
-    assert f"{tmp_path / 'train'} is missing" in checks.check_data(tmp_path).found
-    (tmp_path / "train/cat").mkdir(parents=True)
-    (tmp_path / "val").mkdir()
-    assert f"{tmp_path / 'val'} is missing" in checks.check_data(tmp_path).found
-    (tmp_path / "val/cat").mkdir()
+    for missing in ("train", "val"):
+        assert f"{tmp_path / missing} is missing" in checks.check_data(tmp_path).found
+        (tmp_path / missing / "cat").mkdir(parents=True)
     assert checks.check_data(tmp_path).status == "ok"
 
 
@@ -123,13 +122,12 @@ def warnings(*words: str, folder: Path = Path("not/there/yet")) -> str:
 def test_a_busy_loop_is_found(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(checks, "BUSIEST_SHOWN", 1000)  # others may be busier
-    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        found = checks.check_load()
-        assert found.status == "warning" and f"(process {loop.pid}," in found.found
-    finally:
-        loop.kill()
-        loop.wait()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
+        try:
+            found = checks.check_load()
+        finally:
+            loop.kill()
+    assert found.status == "warning" and f"(process {loop.pid}," in found.found
 
 
 ON_HOSTS = ("--configurations", "ddp-mpirun", "--workers", "16")
@@ -166,9 +164,9 @@ def test_gpus(monkeypatch):
     asked = []
     monkeypatch.setattr(checks, "visible_gpus", lambda: 1)
     monkeypatch.setattr(checks, "horovod_facts", lambda: asked.append(1) or HOROVOD)
-    assert warnings("--", "--no-cuda") == ""
     alone = ("--configurations", "ddp-torchrun")
-    assert warnings("--workers", "1", *alone) == "" and asked == []  # which takes seconds
+    assert warnings("--", "--no-cuda") == warnings("--workers", "1", *alone) == ""
+    assert asked == []  # which takes seconds
     assert "2 workers on this machine, which has 1 visible GPU." in warnings(*alone)
     assert "build_horovod.py --nccl" in warnings("--workers", "1")
     monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})

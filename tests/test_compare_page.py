@@ -7,7 +7,10 @@ DevTools protocol (by Playwright, which downloads nothing here: the browser is t
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from records import a_plan
@@ -22,13 +25,9 @@ CHROMIUM = next(
 )
 
 
-def on_ci() -> bool:
-    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
-
-
 @pytest.fixture(scope="module")
 def browser():
-    if not on_ci():
+    if os.environ.get("CI", "").lower() not in ("1", "true", "yes"):
         if not CHROMIUM:
             pytest.skip("there is no Chromium: bash tools/debian_packages.sh installs it")
         pytest.importorskip("playwright.sync_api", reason="make setup installs Playwright")
@@ -62,14 +61,17 @@ def pages(tmp_path_factory):
         name: make_comparison(root / name.replace(" ", "-"), plan) for name, plan in PLANS.items()
     }
     folders["square"] = make_square(root / "square", workers=(1, 2))
-    folders["troubles"] = make_comparison(root / "troubles")
-    edit(folders["troubles"] / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
-    edit(folders["troubles"] / "block-2/horovod-mpi-2/outcome.json", other_load=1.7)
-    edit(folders["troubles"] / "block-2/horovod-mpi-2/environment.json", cpu_model="Another one")
+    folders["troubles"] = troubles = make_comparison(root / "troubles")
+    for file, changes in {
+        "block-1/ddp-torchrun-1/outcome.json": {"status": "failed", "exit_code": 3},
+        "block-2/horovod-mpi-2/outcome.json": {"other_load": 1.7},
+        "block-2/horovod-mpi-2/environment.json": {"cpu_model": "Another one"},
+    }.items():
+        edit(troubles / file, **changes)
     assert [report.main([str(folder)]) for folder in folders.values()] == [0] * len(folders)
     paths = {name: folder / "report.html" for name, folder in folders.items()}
     paths["side by side"] = root / "side-by-side.html"
-    both = [str(folders["two engines"]), str(folders["troubles"])]
+    both = [str(folders["two engines"]), str(troubles)]
     assert report.main([*both, "--html", str(paths["side by side"])]) == 0
     return paths
 
@@ -77,24 +79,20 @@ def pages(tmp_path_factory):
 NAMES = [*PLANS, "square", "troubles", "side by side"]
 
 
-class Watched:
-    """A page with all that it said and asked for."""
-
-    def __init__(self, browser, path: Path, width: int = 1440, **context):
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, **context)
-        self.page = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri())
-
-    def __enter__(self):
-        return self.page
-
-    def __exit__(self, *_):
-        self.context.close()
+@contextmanager
+def opened(
+    browser: Any, path: Path, width: int = 1440, noted: list[str] | None = None, **context: Any
+) -> Iterator[Any]:
+    """A page in a window of this width; what it says and asks for goes to `noted`."""
+    found = [] if noted is None else noted
+    window = browser.new_context(viewport={"width": width, "height": 900}, **context)
+    page = window.new_page()
+    page.on("console", lambda message: found.append(message.text))
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("request", lambda request: found.append(request.url))
+    page.goto(path.as_uri())
+    yield page
+    window.close()
 
 
 # Texts of the page and of its plots that lie over each other, or out of their picture or window.
@@ -171,13 +169,12 @@ FAULTS = """() => {
 def test_the_page_is_quiet_asks_for_nothing_and_nothing_lies_over_anything_else(
     browser, pages, name, width
 ):
-    watched = Watched(browser, pages[name], width)
-    with watched as page:
+    noted: list[str] = []
+    with opened(browser, pages[name], width, noted) as page:
         page.wait_for_load_state("networkidle")
         assert page.evaluate(FAULTS) == []  # it opens all that is folded
         page.mouse.wheel(0, 3000)
-    assert watched.said == []
-    assert watched.asked == [pages[name].as_uri()]
+    assert noted == [pages[name].as_uri()]
     assert pages[name].stat().st_size < 1_000_000
 
 
@@ -193,20 +190,20 @@ BROAD = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
 def test_the_check_sees_a_fault(browser, pages, tmp_path, pattern, new, width, words):
     path = tmp_path / "page.html"
     path.write_text(re.sub(pattern, new, pages["two engines"].read_text()))
-    with Watched(browser, path, width) as page:
+    with opened(browser, path, width) as page:
         assert any(words in fault for fault in page.evaluate(FAULTS))
 
 
-def column(page, number: int) -> list[str]:
-    cells = page.locator(f"table.cards >> nth=0 >> tbody tr > :nth-child({number})")
-    return [text.strip() for text in cells.all_inner_texts()]
+def speeds(page: Any) -> list[float]:
+    """The numbers of the first table's column images/s, as they are shown."""
+    cells = page.locator("table.cards >> nth=0 >> tbody tr > :nth-child(3)").all_inner_texts()
+    return [float(re.findall(r"[\d,]+", text)[0].replace(",", "")) for text in cells]
 
 
 def test_a_click_on_a_header_sorts_and_a_third_one_restores(browser, pages):
-    with Watched(browser, pages["two engines"]) as page:
-        as_measured = column(page, 3)
+    with opened(browser, pages["two engines"]) as page:
         header = page.locator("table.cards >> nth=0 >> th", has_text="images/s")
-        numbers = [float(text.split(" ")[0].replace(",", "")) for text in as_measured]
+        numbers = speeds(page)
         assert numbers != sorted(numbers)
         for state, wanted in (
             ("ascending", sorted(numbers)),
@@ -214,39 +211,35 @@ def test_a_click_on_a_header_sorts_and_a_third_one_restores(browser, pages):
             (None, numbers),
         ):
             header.locator("button").click()
-            assert header.get_attribute("aria-sort") == state
-            now = [float(text.split(" ")[0].replace(",", "")) for text in column(page, 3)]
-            assert now == wanted
+            assert (header.get_attribute("aria-sort"), speeds(page)) == (state, wanted)
 
 
 def test_a_phone_sorts_by_a_menu(browser, pages):
-    with Watched(browser, pages["two engines"], 390) as page:
+    with opened(browser, pages["two engines"], 390) as page:
         page.locator(".tools select").first.select_option(label="images/s")
-        numbers = [float(re.findall(r"[\d,]+", t)[0].replace(",", "")) for t in column(page, 3)]
-        assert numbers == sorted(numbers)
+        assert speeds(page) == sorted(speeds(page))
 
 
 @pytest.mark.parametrize("clipboard", [True, False])
 def test_copying_gives_tab_separated_values(browser, pages, clipboard):
     permissions = ["clipboard-read", "clipboard-write"]
-    with Watched(browser, pages["two engines"], permissions=permissions) as page:
+    with opened(browser, pages["two engines"], permissions=permissions) as page:
         if not clipboard:  # a page without it falls back on what browsers had before
             page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")
-        before = page.locator("table.cards").first
         button = page.locator(".tools:has(+ table.cards) button").first
         button.click()
         page.wait_for_function("element => element.textContent === 'copied'",
                                arg=button.element_handle())  # fmt: skip
         lines = page.evaluate("navigator.clipboard.readText()").splitlines()
-        table = [line.split("\t") for line in lines]
-        assert table[0][:3] == ["configuration", "workers", "images/s"]
-        assert len(table) == 1 + before.locator("tbody tr").count()
-        assert len({len(line) for line in table}) == 1
-        assert all(float(line[2]) > 0 for line in table[1:])  # no range, no thousands' comma
+        head, *rows = [line.split("\t") for line in lines]
+        assert head[:3] == ["configuration", "workers", "images/s"]
+        assert len(rows) == len(speeds(page))
+        assert {len(row) for row in rows} == {len(head)}
+        assert all(float(row[2]) > 0 for row in rows)  # no range, no thousands' comma
 
 
 def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
-    with Watched(browser, pages["two engines"], has_touch=True) as page:
+    with opened(browser, pages["two engines"], has_touch=True) as page:
         tip = page.locator(".tip")
         assert tip.is_hidden()
         svg = page.locator("#throughput svg")
@@ -271,7 +264,7 @@ def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
 
 
 def test_the_page_works_without_its_script(browser, pages):
-    with Watched(browser, pages["two engines"], java_script_enabled=False) as page:
+    with opened(browser, pages["two engines"], java_script_enabled=False) as page:
         assert page.locator("table.cards tbody tr").count() >= 8
         assert page.locator(".tools").count() == 0
         assert page.locator("#throughput .hits circle title").count() > 0
@@ -295,13 +288,13 @@ def test_letters_stand_out_from_the_paper(browser, pages, scheme):
           return [(bright + 0.05) / (dark + 0.05), element.textContent.trim().slice(0, 40)];
         }).filter(([contrast]) => contrast < 4.5);
     }"""
-    with Watched(browser, pages["troubles"], color_scheme=scheme) as page:
+    with opened(browser, pages["troubles"], color_scheme=scheme) as page:
         assert page.evaluate(script) == []
 
 
 @pytest.mark.parametrize("name", ["two engines", "cases"])
 def test_print_has_light_colours_and_no_buttons(browser, pages, name):
-    with Watched(browser, pages[name], color_scheme="dark") as page:
+    with opened(browser, pages[name], color_scheme="dark") as page:
         page.emulate_media(media="print")
         page.set_viewport_size({"width": 680, "height": 900})  # A4 with margins of 15 mm
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")

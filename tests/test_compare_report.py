@@ -19,17 +19,21 @@ from test_compare_records import edit, edit_fingerprint, make_comparison, make_s
 
 from compare import report
 from compare.evidence.records import load_comparison
+from compare.evidence.references import COLUMNS, load_references
 from compare.evidence.rows import speed_rows, training_rows
 from compare.evidence.verdicts import judge
 from compare.page.html import render_page
+from compare.page.plots import all_plots
 from compare.page.report import Report
 from compare.plan.configurations import Configuration
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import plan_words
 from compare.plan.record import plan_record, read_plan, write_plan
+from recipe.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = ROOT / "compare/references/resnet50-v100.csv"
 CHECKED = ("world_size", "batch_size", "batches_per_allreduce", "precision", "arch")
 
 
@@ -136,14 +140,12 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     ("name", "words"),
     [("nowhere", "does not exist"), (".", "holds no plan.json"), ("failed", "(12 failed); see")],
 )
-def test_nothing_to_report_is_one_message_and_exit_code_1(tmp_path, template, name, words, capsys):
+def test_nothing_to_report_is_one_message_and_exit_code_1(tmp_path, template, name, words, refusal):
     if name == "failed":
         shutil.copytree(template, tmp_path / name)
     for path in tmp_path.glob("failed/block-*/*/outcome.json"):
         edit(path, status="failed", exit_code=1)
-    assert report.main([str(tmp_path / name)]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and words in said.err and len(said.err.splitlines()) == 1
+    assert words in refusal(report.main, [str(tmp_path / name)], code=1)
 
 
 BLOCKER = """
@@ -472,3 +474,50 @@ def test_a_record_of_any_shape_is_no_traceback(kind, file, value, request, capsy
             error = capsys.readouterr().err
             assert len(error.splitlines()) == 1, field
         path.write_text(original)
+
+
+# Published speeds beside the measured ones
+
+
+def test_published_speeds_are_drawn_beside_the_measured(folder, tmp_path):
+    (reference,) = load_references(PUBLISHED)
+    assert list(reference.images_per_second) == [4, 8, 16, 32, 64]
+    assert "distributed-pytorch" in reference.source
+    plots = all_plots(Report(load_comparison(folder), [reference]))
+    plot = next(plot for plot in plots if plot.name == "throughput")
+    assert plot.x.logarithmic and plot.y.logarithmic
+    [line, marks] = [layer for layer in plot.layers if layer.key == reference.name]
+    assert line.points == list(reference.images_per_second.items())
+    assert marks.texts[0] == f"{reference.name}, 4 workers: 3,003 images/s"
+    page = tmp_path / "page.html"
+    assert report.main([str(folder), "--html", str(page), "--reference", str(PUBLISHED)]) == 0
+    assert reference.source in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("name,workers,source\n", "must name the columns name,workers,images_per_second,source"),
+        ("", "must name the columns"),
+        ("HEADER", "holds no line with a speed"),
+        ("HEADER\na,4,fast,b", "line 2: could not convert"),
+        ("HEADER\na,4,100,b\na,8,-1,b", "line 3: a name, a source and positive numbers"),
+        ("HEADER\na,4,100,", "a name, a source"),
+        ("HEADER\na,4,100,b\na,4,90,b", "line 3: 'a' has a speed of 4 workers already"),
+        ("HEADER\na,4", "line 2: "),
+        ("\xff", "line 0: "),
+    ],
+)
+def test_references_that_cannot_be_read(tmp_path, content, words):
+    file = tmp_path / "speeds.csv"
+    file.write_bytes(content.replace("HEADER", ",".join(COLUMNS)).encode("latin-1"))
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_references(file)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_references(tmp_path / "none.csv")
+
+
+def test_a_reference_needs_a_plot(folder, capsys):
+    for others in (["--no-html"], ["--markdown"], [str(folder), "--html", "both.html"]):
+        assert report.main([str(folder), *others, "--reference", str(PUBLISHED)]) == 1
+        assert "--reference is drawn in the plots" in capsys.readouterr().err

@@ -1,10 +1,10 @@
 """Blocks of turns until enough is known: made-up turns in the place of measured ones."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
+from launching import read_json
 from msgspec.structs import replace
 from records import MadeUpBlocks
 
@@ -59,13 +59,12 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     [group] = measured(plan, tmp_path)
     estimate = group.estimates[FIRST, SECOND]
     assert estimate.blocks == len(bench.folders) > 3 and estimate.relative_half_width <= 0.03
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(bench.folders) + 1
-    assert told[0].startswith(f"block 1, 2 workers   {FIRST} / {SECOND} 1.")
-    assert f" +-{100 * estimate.relative_half_width:.2g} %" in told[-2]
-    assert "every interval is within" in told[-1]
-    firsts = [order[0] for order in bench.orders]
-    assert all(a != b for a, b in itertools.pairwise(firsts))
+    *of_blocks, last = capsys.readouterr().out.splitlines()
+    assert len(of_blocks) == len(bench.folders)
+    assert of_blocks[0].startswith(f"block 1, 2 workers   {FIRST} / {SECOND} 1.")
+    assert f" +-{100 * estimate.relative_half_width:.2g} %" in of_blocks[-1]
+    assert "every interval is within" in last
+    assert all(a[0] != b[0] for a, b in itertools.pairwise(bench.orders))
 
 
 def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):
@@ -74,20 +73,19 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     assert len(bench.folders) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
     # Of the 4 minutes that are left by then, half as much again will be disturbed.
-    assert "up to 6 min left" in told and "beside 2 min in which others used the cores" in told
-    assert "the widest interval is +-" in told and "more --minutes" in told
+    for words in ("up to 6 min left", "beside 2 min in which others used the cores",
+                  "the widest interval is +-", "more --minutes"):  # fmt: skip
+        assert words in told
     measure(replace(PLAN, minutes=7), tmp_path)
-    assert len(bench.folders) == 7
-    (extension,) = json.loads((tmp_path / "plan.json").read_text())["extensions"]
-    assert (extension["blocks"], extension["minutes"]) == (None, 7)
+    (extension,) = read_json(tmp_path / "plan.json")["extensions"]
+    assert (extension["blocks"], extension["minutes"]) == (None, 7) and len(bench.folders) == 7
 
 
 def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path):
-    measure(replace(PLAN, blocks=4), tmp_path)
-    assert len(bench.folders) == 4
-    measure(replace(PLAN, blocks=6), tmp_path)
-    assert len(bench.folders) == len(set(bench.folders)) == 6
-    (extension,) = json.loads((tmp_path / "plan.json").read_text())["extensions"]
+    for blocks in (4, 6):
+        measure(replace(PLAN, blocks=blocks), tmp_path)
+        assert len(bench.folders) == len(set(bench.folders)) == blocks
+    (extension,) = read_json(tmp_path / "plan.json")["extensions"]
     assert extension["blocks"] == 6
     with pytest.raises(run_module.UserError, match="blocks: 6 there, 5 now"):
         measure(replace(PLAN, blocks=5), tmp_path)
@@ -107,25 +105,17 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     assert not bench.folders
 
 
-def test_an_interruption_loses_the_block_that_was_under_way_alone(bench, tmp_path):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MeasurementError, NoTurns])
+def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, bench, tmp_path):
     plan = replace(PLAN, blocks=3)
     measure(replace(plan, blocks=1), tmp_path)
-    bench.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
+    bench.error = error("horovod-mpi ended with exit code 1")
+    with pytest.raises(error):
         measure(plan, tmp_path)
     bench.error = None
     measure(replace(plan, order_seed=None), tmp_path)  # the folder's own is taken
     assert [path.name for path in bench.folders] == ["block-1", "block-2", "block-3"]
     assert bench.orders[0] == bench.orders[2] != bench.orders[1]
-
-
-@pytest.mark.parametrize("error", [MeasurementError, NoTurns])
-def test_a_block_that_fails_ends_the_blocks_and_those_that_are_there_stay(error, bench, tmp_path):
-    measure(replace(PLAN, blocks=1), tmp_path)
-    bench.error = error("horovod-mpi ended with exit code 1")
-    with pytest.raises(error):
-        measure(replace(PLAN, blocks=2), tmp_path)
-    assert resumed(PLAN, tmp_path).measure == "turns"
 
 
 def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
@@ -139,7 +129,7 @@ def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
     told = capsys.readouterr().out
     assert "warning: not by turns: they do not fit. Whole runs" in told
     assert "several times as wide" in told
-    record = json.loads((tmp_path / "plan.json").read_text())
+    record = read_json(tmp_path / "plan.json")
     assert record["measure"] == "runs" and len(record["warnings"]) == 1
     assert resumed(PLAN, tmp_path).measure == "runs"  # the same command goes on
 
