@@ -27,8 +27,8 @@ from compare.evidence.turns import (
 )
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
-from compare.plan.sources import ROOT
 from compare.running.launch import Launches, shown_tail
 from compare.running.scheduler import run_block, say, start_side
 from compare.running.sides import MeasurementError, Side

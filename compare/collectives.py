@@ -22,8 +22,8 @@ from compare.evidence.collectives import read_measurement
 from compare.page.collectives import as_json, plot, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.environment import ROOT
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
-from compare.plan.sources import ROOT
 from compare.running.checks import check_cores, check_load, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from compare.running.tools import missing_for

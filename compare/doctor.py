@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from compare.errors import run_main
+from compare.plan.environment import ROOT
 from compare.plan.hosts import (
     SLURM,
     is_here,
@@ -36,7 +37,6 @@ from compare.plan.hosts import (
     ssh_remedy,
     ssh_words,
 )
-from compare.plan.sources import ROOT
 from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
 from recipe.errors import UserError
 from recipe.files import write_json

@@ -25,7 +25,7 @@ from compare.page.collectives import plot, text_report
 from compare.page.html import render_page
 from compare.page.report import Report
 from compare.page.text import as_text
-from compare.plan.sources import ROOT
+from compare.plan.environment import ROOT
 from recipe.errors import UserError
 
 PLANS = ("plan.json", "collectives.json", "bench.json")

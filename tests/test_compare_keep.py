@@ -11,7 +11,7 @@ from compare import keep, parity, report, timeline
 from compare.evidence import packed
 from compare.evidence.notices import notices
 from compare.evidence.records import load_comparison
-from compare.plan.sources import ROOT
+from compare.plan.environment import ROOT
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from compare import doctor
 from compare.doctor import agreement, common_networks, connection_problems, network_findings
-from compare.plan.sources import ROOT
+from compare.plan.environment import ROOT
 from compare.running.checks import OWN_NAME, Finding, HostReport
 
 VERSIONS = {"torch": "2.14.1", "Horovod": "0.28.1", "MPI": "Open MPI 4.1.8"}

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from making import write_program
 
+from compare.plan.environment import ROOT
 from compare.plan.hosts import (
     is_here,
     is_only_here,
@@ -18,7 +19,6 @@ from compare.plan.hosts import (
     read_hosts,
     used_hosts,
 )
-from compare.plan.sources import ROOT
 from recipe.errors import UserError
 
 READY = sorted((ROOT / "hostfiles").glob("*.txt"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from compare.plan.sources import ROOT
+from compare.plan.environment import ROOT
 
 
 def make(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from compare.plan.sources import ROOT
+from compare.plan.environment import ROOT
 
 TOOLS = ("ip", "sshd", "ssh", "ssh-keygen")
 SUBNET = "10.213.7"  # of addresses that no one routes

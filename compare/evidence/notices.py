@@ -1,12 +1,9 @@
 """What a reader must know before trusting the figures: runs that are in none of them, and what
 disturbed the others."""
 
-from statistics import mean
-
 from compare.evidence import packed
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.stopping import reason_to_stop
-from compare.evidence.turns import estimate
+from compare.evidence.stopping import group_of, reason_to_end
 from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -58,26 +55,18 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
 def unfinished_text(comparison: Comparison) -> str:
     """Say it if a measurement by turns ended before its plan ends it; empty if not, or if that is
     not known since a block cannot be read or has no times."""
-    plan = comparison.plan
-    groups = comparison.turns.values()
+    plan, turns = comparison.plan, comparison.turns
     if not comparison.is_by_turns or not plan.pairs() or comparison.damaged_blocks:
         return ""
-    seconds = [[block.measuring_seconds for block in blocks] for blocks in groups]
-    if plan.blocks is None and not all(map(all, seconds)):
+    if plan.blocks is None and not all(block.seconds for own in turns.values() for block in own):
         return ""
-    fewest, used = min(map(len, groups)), sum(map(sum, seconds))
-    longest = max((mean(one) for one in seconds if one), default=0.0)
-    estimates = [
-        estimate(blocks, *pair, confidence=comparison.confidence)
-        for blocks in groups
-        for pair in plan.pairs()
-        if blocks
-    ]
-    if fewest and reason_to_stop(estimates, fewest, used, longest, plan):
+    groups = [group_of(plan, *at, own, comparison.confidence) for at, own in turns.items()]
+    if reason_to_end(plan, groups):
         return ""
-    so_far = f"{used / 60:.1f} of {plan.minutes:g} minutes are used"
-    if plan.blocks is not None:
-        so_far = f"{fewest} of {plan.blocks} blocks"
+    so_far = f"{min(group.blocks for group in groups)} of {plan.blocks} blocks"
+    if plan.blocks is None:
+        used = sum(group.seconds for group in groups) / 60
+        so_far = f"{used:.1f} of {plan.minutes:g} minutes are used"
     return (
         f"the measurement was not finished, and the same command of run.py continues it: {so_far}"
     )

@@ -19,6 +19,7 @@ from compare.evidence.run_folder import (
     read_last_step,
     read_metrics,
     read_object,
+    read_outcome,
     read_record,
 )
 from compare.evidence.turns import Block
@@ -230,10 +231,7 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
         "launcher": configuration.launcher, "workers": planned.workers, "seed": planned.seed,
     }  # fmt: skip
     try:
-        outcome = Outcome("completed" if packed.exists(folder / "summary.json") else "not run")
-        if packed.exists(folder / "outcome.json"):  # which no run has that was started by hand
-            outcome = read_record(folder / "outcome.json", Outcome)
-        run = RunRecord(**place, **vars(outcome))
+        run = RunRecord(**place, **vars(read_outcome(folder)))
         if packed.exists(folder / "command.txt"):
             run.command = packed.read_text(folder / "command.txt").strip()
         if run.is_complete:

@@ -13,6 +13,7 @@ import msgspec
 
 from compare.evidence import packed
 from compare.evidence.turns import Block, Turn
+from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
 from recipe.errors import UserError
 from recipe.record.schema import METRICS, Positive, Settings, Summary
@@ -87,6 +88,13 @@ def read_block(path: Path, sides: Iterable[str]) -> Block:
         if sorted(names) != expected:
             raise UserError(f"{path}: {what} is of {names}, and the plan's are {expected}")
     return block
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """Return how a run ended; one that was started by hand has ended well if it has a summary."""
+    if packed.exists(folder / "outcome.json"):
+        return read_record(folder / "outcome.json", Outcome)
+    return Outcome("completed" if packed.exists(folder / "summary.json") else "not run")
 
 
 def blocks_of_runs(runs: Iterable[tuple[int, str, Measured, float]]) -> list[Block]:

@@ -1,6 +1,7 @@
-"""When a measurement by turns knows enough: run.py asks after each block, the report asks again.
+"""When a measurement knows enough: run.py asks after each block, the report asks again.
 
-Both ask the same functions, so that the live line says what the report will say.
+Both ask the same functions, so that the live line says what the report will say. What shares blocks
+is a group: the configurations of one case at one number of workers.
 
 What was chosen, and why. On two cores that others share, the logarithm of one side's turn of two
 steps varies by 6 to 8 % from round to round; a launch adds about 0.7 %. Four sides take some 33 s a
@@ -24,8 +25,8 @@ of the noisier one cover in 92 to 93 of 100, of the quieter one in 98.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from compare.evidence.paired import (
@@ -34,6 +35,7 @@ from compare.evidence.paired import (
     Estimate,
     student_quantile,
 )
+from compare.evidence.turns import Block, estimate_contrast, throughput
 from compare.plan.plan import Plan
 
 MIN_DEGREES_TO_STOP = 6  # of freedom, of each interval that is to end a measurement
@@ -99,3 +101,69 @@ def minutes_to_show(
     # As it is once the measurement is extended; of a family, at the first step of Holm's method.
     extended = replace(estimate, confidence=1 - (1 - estimate.confidence) / 2 / family)
     return minutes_to_narrow(extended, margin / HALF_WIDTHS_OF_80_PERCENT, block_seconds)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the blocks of one case and number of workers say so far."""
+
+    case: str
+    workers: int
+    blocks: int
+    seconds: float  # of measuring; those in which others used the cores are not among them
+    disturbed_seconds: float
+    estimates: dict[tuple[str, str], Estimate]  # by pair: first / second
+
+    @property
+    def block_seconds(self) -> float:
+        """What a block usually takes."""
+        return self.seconds / max(1, self.blocks)
+
+
+def group_of(
+    plan: Plan, case: str, workers: int, blocks: Sequence[Block], confidence: float
+) -> Group:
+    """Return what blocks say of one case and number of workers."""
+    is_pooled = plan.measure == "turns"
+    estimates = {
+        (a, b): estimate_contrast(blocks, {a: 1, b: -1}, throughput, confidence, is_pooled)
+        for a, b in plan.pairs()
+        if any({a, b} <= {*block.order} for block in blocks)
+    }
+    whole = sum(len(block.order) == len(plan.names) for block in blocks)
+    seconds = sum(block.measuring_seconds for block in blocks)
+    disturbed = sum(block.disturbed_seconds for block in blocks)
+    return Group(case, workers, whole, seconds, disturbed, estimates)
+
+
+def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
+    """Return the estimates of all pairs."""
+    return [estimate for group in groups for estimate in group.estimates.values()]
+
+
+def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
+    """Return the group whose turn it is: with the fewest blocks of those that need more."""
+    wide = [
+        group
+        for group in groups
+        if not group.blocks or not is_enough(group.estimates.values(), plan.until_interval)
+    ]
+    return min((plan.blocks is None and wide) or groups, key=lambda group: group.blocks)
+
+
+def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
+    """Say why no further block is measured; empty if one is."""
+    if not plan.pairs() and plan.blocks is None:
+        return "there is nothing to compare: one configuration only"
+    blocks = min(group.blocks for group in groups)
+    if not blocks:
+        return ""
+    # Whole runs are measured a block of all groups at a time.
+    following = [next_group(plan, groups)] if plan.measure == "turns" else groups
+    return reason_to_stop(
+        estimates_of(groups),
+        blocks,
+        sum(group.seconds for group in groups),
+        sum(group.block_seconds for group in following),
+        plan,
+    )

@@ -1,5 +1,7 @@
-"""The variables with which every run of either engine is started."""
+"""What all runs of either engine share: the trainers' sources, and the variables of their
+environment."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -7,11 +9,11 @@ from pathlib import Path
 from compare.plan.hosts import MPIRUN_VARIABLE, ssh_flags
 from recipe.variables import steers
 
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines")  # with all that trains
 # The trainers set their threads by one rule. A value left over from the shell would be
 # overwritten by torchrun alone, and then the two engines would not run on equal terms.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
 RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
 
 
@@ -53,3 +55,18 @@ def steering_variables() -> dict[str, str]:
         and not name.startswith("OMPI_ALLOW_RUN_AS_ROOT")
         and name not in REMOVED_VARIABLES
     }
+
+
+def trainers_sha256() -> str:
+    """Return the digest of the trainers' sources: runs of different code are not mixed."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def path_from_here(name: str) -> str:
+    """Return the path of a file of this project as a person would type it in this folder."""
+    path = ROOT / name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

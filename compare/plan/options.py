@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
+from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
 from compare.plan.plan import (
     FIELDS,
@@ -21,7 +22,6 @@ from compare.plan.plan import (
     meta_of,
 )
 from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
-from compare.plan.sources import path_from_here
 from recipe.config import are_digits, check, read_flags
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag

@@ -34,8 +34,8 @@ from msgspec.structs import replace
 
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
+from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, is_only_here
-from compare.plan.sources import path_from_here
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value, without_flag
 from recipe.record.schema import Count, Text, Whole
@@ -520,7 +520,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Return one short run of each cell, in which stretches of steps with and without the
         exchange of gradients alternate: what the exchange costs is their difference.
 
-        They end no later than the measured runs do.
+        They end no later than the measured runs do, if those have steps enough.
         """
         runs = []
         cells = [(c, m, w) for c in self.cases for m in self.members() for w in self.workers]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import RUN_MARK
+from compare.plan.environment import ROOT, RUN_MARK
 from compare.plan.hosts import read_hostfile, read_hosts
 from compare.plan.plan import (
     FIELDS,
@@ -25,7 +25,6 @@ from compare.plan.plan import (
     meta_of,
     percentage,
 )
-from compare.plan.sources import ROOT
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value
 

@@ -10,10 +10,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import REMOVED_VARIABLES, set_variables, steering_variables
+from compare.plan.environment import (
+    REMOVED_VARIABLES,
+    set_variables,
+    steering_variables,
+    trainers_sha256,
+)
 from compare.plan.plan import Plan, Text, meta_of
 from compare.plan.plan_file import check_names, typed
-from compare.plan.sources import trainers_sha256
 from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.flags import last_value

@@ -30,10 +30,9 @@ import psutil
 
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
-from compare.plan.environment import REMOVED_VARIABLES, set_variables
+from compare.plan.environment import REMOVED_VARIABLES, set_variables, trainers_sha256
 from compare.plan.hosts import is_here, last_line, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
-from compare.plan.sources import trainers_sha256
 from recipe.errors import UserError
 from recipe.flags import last_value
 

@@ -1,28 +1,29 @@
 """Carry out a plan in its folder: what plan.json says of it, what is missing of it, and blocks
 until enough is known.
 
-What shares blocks is a group: the configurations of one case at one number of workers. The same
-functions decide and estimate as in the report (compare/evidence), so that both say the same.
+The same functions decide and estimate as in the report (compare/evidence), so that both say the
+same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from msgspec.structs import replace
 
-from compare.evidence.paired import MIN_BLOCKS, Estimate, confidence_after
+from compare.evidence.paired import MIN_BLOCKS, confidence_after
 from compare.evidence.run_folder import (
     Measured,
     blocks_of_runs,
     read_block,
     read_object,
+    read_outcome,
     read_record,
 )
-from compare.evidence.stopping import is_enough, reason_to_stop
-from compare.evidence.turns import Block, estimate_contrast, throughput
+from compare.evidence.stopping import Group, estimates_of, group_of, next_group, reason_to_end
+from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
+from compare.plan.environment import trainers_sha256
 from compare.plan.plan import Outcome, Plan, Run, percentage
 from compare.plan.record import (
     PlanRecord,
@@ -31,7 +32,6 @@ from compare.plan.record import (
     read_plan,
     write_plan,
 )
-from compare.plan.sources import trainers_sha256
 from compare.running.launch import (
     TAIL_INDENT,
     duration,
@@ -149,29 +149,9 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
     return plan
 
 
-@dataclass(frozen=True)
-class Group:
-    """What the blocks of one case and number of workers say so far."""
-
-    case: str
-    workers: int
-    blocks: int
-    seconds: float  # of measuring; those in which others used the cores are not among them
-    disturbed_seconds: float
-    estimates: dict[tuple[str, str], Estimate]  # by pair: first / second
-
-    @property
-    def block_seconds(self) -> float:
-        """What a block usually takes."""
-        return self.seconds / max(1, self.blocks)
-
-
 def is_complete(folder: Path) -> bool:
     """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
-    if not (folder / "summary.json").exists():
-        return False
-    outcome = folder / "outcome.json"
-    return not outcome.exists() or read_object(outcome).get("status") == "completed"
+    return (folder / "summary.json").exists() and read_outcome(folder).status == "completed"
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
@@ -181,22 +161,13 @@ def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
 
 def measured(plan: Plan, folder: Path) -> list[Group]:
     """Return what has been measured in this folder, for each case and number of workers."""
-    path, by_turns = folder / "plan.json", plan.measure == "turns"
+    path, read = folder / "plan.json", read_turns if plan.measure == "turns" else read_runs
     extensions = read_object(path).get("extensions", []) if path.exists() else []
     confidence = confidence_after(len(extensions))  # of the intervals, as the report has it
-    groups = []
-    for case, workers in plan.groups():
-        blocks = (read_turns if by_turns else read_runs)(plan, folder, case, workers)
-        estimates = {
-            (a, b): estimate_contrast(blocks, {a: 1, b: -1}, throughput, confidence, by_turns)
-            for a, b in plan.pairs()
-            if any({a, b} <= {*block.order} for block in blocks)
-        }
-        whole = sum(len(block.order) == len(plan.names) for block in blocks)
-        seconds = sum(block.measuring_seconds for block in blocks)
-        disturbed = sum(block.disturbed_seconds for block in blocks)
-        groups.append(Group(case, workers, whole, seconds, disturbed, estimates))
-    return groups
+    return [
+        group_of(plan, case, workers, read(plan, folder, case, workers), confidence)
+        for case, workers in plan.groups()
+    ]
 
 
 def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
@@ -217,43 +188,12 @@ def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
     for run in plan.runs():
         place = folder / run.folder
         if (run.case, run.workers) == (case, workers) and is_complete(place):
-            outcome, summary = place / "outcome.json", read_record(place / "summary.json", Measured)
-            seconds = read_object(outcome)["seconds"] if outcome.exists() else 0.0
+            summary, seconds = (
+                read_record(place / "summary.json", Measured),
+                read_outcome(place).seconds,
+            )
             found.append((run.block, run.configuration.name, summary, seconds))
     return blocks_of_runs(found)
-
-
-def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
-    """Return the estimates of all pairs."""
-    return [estimate for group in groups for estimate in group.estimates.values()]
-
-
-def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
-    """Return the group whose turn it is: with the fewest blocks of those that need more."""
-    wide = [
-        group
-        for group in groups
-        if not group.blocks or not is_enough(group.estimates.values(), plan.until_interval)
-    ]
-    return min((plan.blocks is None and wide) or groups, key=lambda group: group.blocks)
-
-
-def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
-    """Say why no further block is measured; empty if one is."""
-    if not plan.pairs() and plan.blocks is None:
-        return "there is nothing to compare: one configuration only"
-    blocks = min(group.blocks for group in groups)
-    if not blocks:
-        return ""
-    # Whole runs are measured a block of all groups at a time.
-    following = [next_group(plan, groups)] if plan.measure == "turns" else groups
-    return reason_to_stop(
-        estimates_of(groups),
-        blocks,
-        sum(group.seconds for group in groups),
-        sum(group.block_seconds for group in following),
-        plan,
-    )
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
@@ -333,8 +273,7 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
         place = f"block {run.block}" if run.block else "phases"
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} {place}  {run_label(run, plan)}"
-        left = time_of_missing(runs, folder)
-        outcome = start_and_wait(run, folder, plan.timeout, label, seconds_left=left)
+        outcome = start_and_wait(run, folder, plan.timeout, label)
         left = time_of_missing(runs, folder)
         show_outcome(label, run, folder / run.folder, outcome, left)
         if outcome.status != "completed":
@@ -345,8 +284,8 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
 def time_of_missing(runs: list[Run], folder: Path) -> float | None:
     """Estimate how many seconds the runs will take that are not complete, by the mean of those that
     have ended; None: not known."""
-    paths = [folder / run.folder / "outcome.json" for run in runs]
-    done = [read_object(path)["seconds"] for path in paths if path.exists()]
+    seconds = [read_outcome(folder / run.folder).seconds for run in runs]
+    done = [one for one in seconds if one]  # of a run that was not started it is 0
     return mean(done) * len(missing(runs, folder)) if done else None
 
 

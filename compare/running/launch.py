@@ -41,25 +41,20 @@ def start_and_wait(
     label: str,
     log_dir: Path | None = None,
     end_after_steps: int | None = None,
-    seconds_left: float | None = None,
 ) -> Outcome:
     """Start one run in a clean folder, wait for its end and write how it ended. A warm-up is
-    complete after `end_after_steps`.
-
-    `seconds_left`, if known, is what this run and those after it will take: shown on a terminal.
-    """
+    complete after `end_after_steps`."""
     log_dir = log_dir or (comparison / run.folder).parent
     folder = log_dir / run.name
     clear_folder(folder, keep_failure=end_after_steps is None)
 
     def look(elapsed: float) -> Status | None:
         step = last_step(folder / "metrics.jsonl") or {"step": 0}
-        speed, left = step.get("images_per_second"), (seconds_left or 0.0) - elapsed
+        speed = step.get("images_per_second")
         print_live([
             label,
             f"step {step['step']:,}   {speed:,.0f} images/s" if speed else "",
             f"running {duration(elapsed)}",
-            f"about {duration(left)} left" if left > 0 else "",
         ])  # fmt: skip
         return "completed" if end_after_steps and step["step"] >= end_after_steps else None
 

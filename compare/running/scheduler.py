@@ -38,7 +38,7 @@ import psutil
 
 from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, Turn, quiet_load
-from compare.plan.sources import trainers_sha256
+from compare.plan.environment import trainers_sha256
 from compare.running.launch import (
     Launches,
     clear_folder,

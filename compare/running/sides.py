@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.plan.environment import RUN_MARK
+from compare.plan.environment import ROOT, RUN_MARK
 from compare.plan.plan import TRAINERS, Run
-from compare.plan.sources import ROOT
 from compare.running.take_turns import SCHEDULER
 from recipe.config import read_flags
 from recipe.errors import UserError

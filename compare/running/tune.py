@@ -18,11 +18,11 @@ from msgspec.structs import replace
 
 from compare.evidence.paired import Estimate
 from compare.plan.configurations import Configuration
+from compare.plan.environment import path_from_here
 from compare.plan.options import SCRIPT, TUNING_ROUNDS
 from compare.plan.plan import OwnConfiguration, Plan, Run, Words
 from compare.plan.plan_file import flag_words
 from compare.plan.record import write_plan
-from compare.plan.sources import path_from_here
 from compare.running import checks
 from compare.running.comparison import checked_record, measure, measured, resumed
 from compare.running.launch import print_line, utc_now
