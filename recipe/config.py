@@ -223,7 +223,6 @@ def _mistakes(config: Config) -> Mistakes:
     folders = {"--train-dir": config.train_dir, "--val-dir": config.val_dir}
     given, missing = sorted(folders, key=lambda flag: not folders[flag])
     low, high = config.random_crop_scale
-    of_timm = config.arch.startswith("timm:")
     return [
         (
             not (config.data or config.train_dir or config.val_dir),
@@ -251,8 +250,7 @@ def _mistakes(config: Config) -> Mistakes:
         (
             config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
             f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust "
-            "ratio; "
-            "give --wd above 0, or use sgd or adamw",
+            "ratio; give --wd above 0, or use sgd or adamw",
         ),
         (
             config.uses_timm and importlib.util.find_spec("timm") is None,
@@ -260,7 +258,7 @@ def _mistakes(config: Config) -> Mistakes:
             "'imagenet-horovod-ddp[timm]' (in a checkout: pip install -e '.[timm]')",
         ),
         (
-            of_timm and config.pretrained,
+            config.arch.startswith("timm:") and config.pretrained,
             "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
             "theirs with --weights",
         ),
@@ -268,10 +266,7 @@ def _mistakes(config: Config) -> Mistakes:
             config.name is not None and ("/" in config.name or config.name in (".", "..")),
             f"--name {config.name}: give the name of a folder in --log-dir, without a slash",
         ),
-        (
-            config.resume == "auto" and not config.name,
-            "--resume auto: needs the --name of the run that is to go on",
-        ),
+        (config.resume == "auto" and not config.name, "--resume auto: needs the run's --name"),
         (
             config.pretrained and config.weights,
             f"--weights {config.weights}: --pretrained names other weights; give one of the two",
@@ -344,14 +339,12 @@ def _mistakes_of_resizing(config: Config) -> Mistakes:
         (
             first_size > config.train_crop_size,
             f"--first-crop-size {first_size}: larger than --train-crop-size "
-            f"{config.train_crop_size}; "
-            "images can only grow",
+            f"{config.train_crop_size}; images can only grow",
         ),
         (
             not 0 <= begin < end <= config.epochs,
             f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END "
-            "with "
-            f"0 <= BEGIN < END <= {config.epochs}",
+            f"with 0 <= BEGIN < END <= {config.epochs}",
         ),
     ]
 
@@ -399,8 +392,7 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         (
             world_size & (world_size - 1),
             f"--use-adasum: halves the world again and again, which {world_size} workers do not "
-            "allow; "
-            "use a power of two",
+            "allow; use a power of two",
         ),
         *[
             (
@@ -422,8 +414,7 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         (
             config.ablation_steps is not None,
             "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to "
-            "leave "
-            "unexchanged: it combines the ranks' updates",
+            "leave unexchanged: it combines the ranks' updates",
         ),
     ]
 

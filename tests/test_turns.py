@@ -133,20 +133,24 @@ def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch
     here, there = Pipe()
     client = take_turns.Client(here, warm_up=3)
     monkeypatch.setattr(client, "spent", dict)
-    # The ends of the lead-in and of the last step: of the warm-up, of two turns.
-    clock = iter([0.0, 3.0, 10.0, 14.0, 20.0, 25.0])
-    watch = SimpleNamespace(monotonic=lambda: next(clock), process_time=time.process_time)
+    watch = SimpleNamespace(now=0.0, process_time=time.process_time)
+    watch.monotonic = lambda: watch.now
     monkeypatch.setattr(take_turns, "time", watch)
+
+    def steps(*seconds: float) -> None:
+        for duration in seconds:
+            watch.now += duration
+            client.step_ended()
+
+    lead_in = [100.0] * take_turns.LEAD_IN_STEPS
     for overruns in (False, True):
         send(there, State.RUNNING, steps=2, overruns=overruns)
-        for _ in range(take_turns.LEAD_IN_STEPS + 2):
-            client.step_ended()
-    for _ in range(take_turns.LEAD_IN_STEPS + 2 + 5):  # who overruns goes on until told to hold
-        client.step_ended()
+        steps(*lead_in, 1.0, 2.0)
+    steps(*lead_in, 3.0, 4.0, *[1000.0] * 5)  # who overruns goes on until told to hold
     send(there, State.READY)
     send(there, State.RUNNING, steps=2, overruns=False)
-    client.step_ended()
-    told = [{"seconds": 3.0}, {"seconds": 4.0}, {"seconds": 5.0}, {}]
+    steps(1000.0)
+    told = [{"seconds": 3.0}, {"seconds": 3.0}, {"seconds": 7.0}, {}]
     assert [receive(there) for _ in told] == [(State.READY, values) for values in told]
 
 
