@@ -21,7 +21,6 @@ from benchmarks.record import OPEN, REACHED, Measured, Options, Row, gpu_name
 from compare.evidence.turns import (
     Block,
     estimate,
-    estimate_value,
     throughput,
     work_per_cpu_second,
 )
@@ -140,18 +139,18 @@ def make_row(
     goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
     notes = [work]
     if len(pair.sides) == 2:
-        cpu = estimate(blocks, *pair.sides, work_per_cpu_second)
+        first, second = pair.sides
+        cpu = estimate(blocks, {first: 1, second: -1}, work_per_cpu_second)
         notes.append(f"images per CPU-second: {cpu.ratio:.3f}")
     for side in pair.sides:
-        speed, cpu = (estimate_value(blocks, side, v) for v in (throughput, work_per_cpu_second))
+        speed, cpu = (estimate(blocks, {side: 1}, v) for v in (throughput, work_per_cpu_second))
         notes.append(f"{side}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
     row = Row(benchmark.row, name, goal, notes=tuple(notes))
     if len(pair.sides) == 1:
         one = replace(row, unit="images/s")
-        return one.measured(estimate_value(blocks, pair.sides[0], throughput))
+        return one.measured(estimate(blocks, {pair.sides[0]: 1}))
     is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
     value = work_per_cpu_second if is_cpu_time else throughput
-    first, second = pair.sides
     return row.compared(blocks, first, second, value, options.confidence)
 
 

@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 from benchmarks.by_turns import QUICK_JPEGS, jpegs_folder
 from benchmarks.record import Measured, Options, Row
-from compare.evidence.turns import Block, Turn, estimate_value, work_per_cpu_second
+from compare.evidence.turns import Block, Turn, estimate, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
@@ -71,7 +71,7 @@ def measure(options: Options) -> Measured:
             ).result(LIMIT_SECONDS)
         blocks.append(Block(number, tuple(order), load, tuple(turns)))
     speeds = {
-        name: estimate_value(blocks, name, work_per_cpu_second).ratio for name in (RAW, *NAMES)
+        name: estimate(blocks, {name: 1}, work_per_cpu_second).ratio for name in (RAW, *NAMES)
     }
     rows = []
     for name, label in NAMES.items():

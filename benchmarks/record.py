@@ -128,7 +128,7 @@ class Row:
         load = max(block.other_load for block in blocks)
         is_quiet = all(block.other_load <= block.quiet_cores for block in blocks)
         noise = [] if is_quiet else [f"others kept up to {load:.1f} cores busy meanwhile"]
-        return self.measured(estimate(blocks, first, second, value, confidence), *noise)
+        return self.measured(estimate(blocks, {first: 1, second: -1}, value, confidence), *noise)
 
 
 @dataclass

@@ -149,11 +149,12 @@ def worst_row(engine: str, blocks: Sequence[AtRate], confidence: float) -> Row:
     for rate in sorted(blocks[0], key=lambda rate: rate or float("inf")):
         at_rate = [one[rate][0] for one in blocks]
         chosen = Counter(one[rate][1] for one in blocks)
-        fp16 = estimate(at_rate, "fp16", "fp32").ratio
+        fp16 = estimate(at_rate, {"fp16": 1, "fp32": -1}).ratio
         better = "fp16" if fp16 > 1 else "fp32"
         row = empty_row(engine).compared(at_rate, "auto", better, confidence=confidence)
         wide = 1 - (1 - confidence) / len(blocks[0])
-        rows[rate] = replace(row, high=estimate(at_rate, "auto", better, confidence=wide).high)
+        corrected = estimate(at_rate, {"auto": 1, better: -1}, confidence=wide)
+        rows[rate] = replace(row, high=corrected.high)
         interval = f" ({row.low:.3f} – {row.high:.3f})" if row.low and row.high else ""
         took = " and ".join(f"{name} in {number}" for name, number in sorted(chosen.items()))
         notes += [

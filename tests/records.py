@@ -90,7 +90,7 @@ def make_turns(
     """Have a comparison's folder measure by turns: `speeds` are images/s of each configuration at
     one worker. Each block is slower than the one before, and its last round is disturbed."""
     plan = json.loads((folder / "plan.json").read_text())
-    plan |= {"measure": "turns", "margin": 0.03, "extensions": []}
+    plan |= {"measure": "turns", "margin": 0.03, "extensions": [], "blocks": blocks}
     (folder / "plan.json").write_text(json.dumps(plan))
     dice, clock = random.Random(5), 1_800_000_000.0
     for number in range(1, blocks + 1):

@@ -470,7 +470,7 @@ UNTIL = ("--workers", "1", "--no-warm-up", "--no-phases", "--out", "out", "--unt
 
 def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     """The made-up speeds scatter in the first blocks and are steady from then on."""
-    words = [*UNTIL, "40 %", "--", "--spread", "3"]
+    words = [*UNTIL, "40 %", "--margin", "80 %", "--", "--spread", "3"]
     output = comparing.run(*words)
     blocks = comparing.plan()["blocks_there"]
     assert 3 < blocks < 40 and comparing.plan()["blocks"] is None

@@ -3,7 +3,7 @@ disturbed the others."""
 
 from compare.evidence import packed
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.stopping import group_of, reason_to_end
+from compare.evidence.stopping import unfinished
 from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -22,7 +22,11 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         return not comparison.is_by_turns and run.block > 0 and run.configuration in judged
 
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
-    found[WARNINGS] += filter(None, [unfinished_text(comparison)])
+    found[WARNINGS] += [
+        f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the same "
+        f"command of run.py continues it: {so_far}"
+        for place, so_far in unfinished(comparison).items()
+    ]
     for name in comparison.plan.left_out:
         lacks = WITHOUT_HOROVOD if "horovod" in name else "mpi4py or mpirun is not installed there"
         found[MISSING].append(f"{name}: {lacks}")
@@ -50,26 +54,6 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         for folder in comparison.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
-
-
-def unfinished_text(comparison: Comparison) -> str:
-    """Say it if a measurement by turns ended before its plan ends it; empty if not, or if that is
-    not known since a block cannot be read or has no times."""
-    plan, turns = comparison.plan, comparison.turns
-    if not comparison.is_by_turns or not plan.pairs() or comparison.damaged_blocks:
-        return ""
-    if plan.blocks is None and not all(block.seconds for own in turns.values() for block in own):
-        return ""
-    groups = [group_of(plan, *at, own, comparison.confidence) for at, own in turns.items()]
-    if reason_to_end(plan, groups):
-        return ""
-    so_far = f"{min(group.blocks for group in groups)} of {plan.blocks} blocks"
-    if plan.blocks is None:
-        used = sum(group.seconds for group in groups) / 60
-        so_far = f"{used:.1f} of {plan.minutes:g} minutes are used"
-    return (
-        f"the measurement was not finished, and the same command of run.py continues it: {so_far}"
-    )
 
 
 def trouble(run: RunRecord) -> str:

@@ -5,13 +5,10 @@ block (a neighbour, a warm processor) cancels in the block's ratio, as far as bo
 process that slows one engine and not the other is part of what is measured, and no interval knows
 of it.
 
-The interval is Student's t on the logarithms of the blocks' ratios. From two sides nothing else is
-known of the noise than these few values. Where more than two sides shared the blocks, the other
-pairs tell of the noise as well: the variance is then two thirds the pair's own, one third that of
-all pairs (after Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004, with
-fixed weights), which has 1.6 times the degrees of freedom with four sides. All of it would be
-narrower still, and wrong where one engine is noisier than the other. stopping.py has what was
-simulated, tests/test_compare_coverage.py simulates it again.
+The interval is Student's t on the logarithms of the blocks' ratios (Student, Biometrika 6, 1908).
+The variance is the pair's own: engines differ in how noisy they are, and so the other pairs of the
+same blocks say little about it. stopping.py has what was simulated, tests/test_compare_coverage.py
+simulates it again.
 """
 
 import math
@@ -26,9 +23,9 @@ from scipy.special import stdtr, stdtrit
 
 MIN_BLOCKS = 3  # with two, Student's interval is 12.7 standard errors wide: it tells nothing
 CONFIDENCE = 0.95
-OWN_SHARE = 2 / 3  # of a pair's own variance; the rest is that of all pairs of its blocks
 # A true difference of the half-width is shown with a probability of one half; one of 1.5 times the
-# half-width with 80 % ((1.96 + 0.84) / 1.96 = 1.43 where the noise is known, more where it is not).
+# half-width with 80 % ((1.96 + 0.84) / 1.96 = 1.43 where the noise is known, and a little less from
+# few blocks: (2.36 + 0.90) / 2.36 = 1.38 from eight, by Student's quantiles).
 HALF_WIDTHS_OF_80_PERCENT = 1.5
 
 
@@ -54,27 +51,22 @@ class Estimate:
     error: float = 0.0  # standard error of the ratio's logarithm
     degrees: int = 0  # of freedom, of that error
     confidence: float = CONFIDENCE
-    is_shared: bool = False  # is a part of the variance that of all pairs of the blocks?
 
     @property
     def blocks(self) -> int:
         return len(self.ratios)
 
     @property
-    def method(self) -> str:
-        """How the interval is computed, with its source."""
-        shared = (
-            ", the variance two thirds their own and one third that of all pairs of these "
-            "blocks (after Smyth, Statistical Applications in Genetics and Molecular Biology 3, "
-            "2004)" * self.is_shared
-        )
-        return f"Student's t on the logarithms of the ratios (Student, Biometrika 6, 1908){shared}"
-
-    @property
     def relative_half_width(self) -> float:
         """The interval's half-width, in proportion: 0.02 is 2 %; infinite without an interval. It
         was computed on logarithms, and is symmetric there."""
         return math.sqrt(self.high / self.low) - 1 if self.low and self.high else math.inf
+
+    @property
+    def least(self) -> float:
+        """The smallest difference, either way, that the interval leaves possible, in proportion;
+        0 or less if it contains 1."""
+        return max(self.low, 1 / self.high) - 1 if self.low and self.high else -math.inf
 
     @property
     def bound(self) -> float:
@@ -120,33 +112,18 @@ def estimate_ratio(
     return estimate_logs(ratios, confidence=confidence)
 
 
-def estimate_logs(
-    logs: Sequence[float],
-    pooled: float | None = None,
-    sides: int = 2,
-    confidence: float = CONFIDENCE,
-) -> Estimate:
-    """Estimate the ratio whose logarithm each block has measured once; `pooled` is the variance of
-    such a value by all pairs of the `sides` that shared the blocks."""
+def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """Estimate the ratio whose logarithm each block has measured once."""
     if not logs:
         raise ValueError("no blocks: a ratio needs at least one")
     n, ratios = len(logs), tuple(math.exp(value) for value in logs)
     center = math.fsum(logs) / n
     if n < MIN_BLOCKS:
         return Estimate(math.exp(center), None, None, ratios, confidence=confidence)
-    variance, degrees, is_shared = float(np.var(logs, ddof=1)), n - 1, False
-    if pooled is not None and sides > 2:
-        variance = OWN_SHARE * variance + (1 - OWN_SHARE) * pooled
-        # Of the sides - 1 contrasts that `pooled` averages, one is the pair's own: the two parts
-        # below are independent, and their sum has the degrees that Satterthwaite's formula gives
-        # (Biometrics Bulletin 2, 1946).
-        own = OWN_SHARE + (1 - OWN_SHARE) / (sides - 1)
-        degrees = int((n - 1) / (own**2 + (1 - own) ** 2 / (sides - 2)))
-        is_shared = True
-    error = math.sqrt(variance / n)
-    half = student_quantile(confidence, degrees) * error
+    error = float(np.std(logs, ddof=1)) / math.sqrt(n)
+    half = student_quantile(confidence, n - 1) * error
     low, high = math.exp(center - half), math.exp(center + half)
-    return Estimate(math.exp(center), low, high, ratios, error, degrees, confidence, is_shared)
+    return Estimate(math.exp(center), low, high, ratios, error, n - 1, confidence)
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:

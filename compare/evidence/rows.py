@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_ratio
 from compare.evidence.records import CellKey, Comparison, RunRecord
-from compare.evidence.turns import throughput, work_per_cpu_second
+from compare.evidence.turns import tail, throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
 from recipe.record.schema import Energy, Input, Phases
 
@@ -32,11 +32,12 @@ class CellRow:
 class SpeedRow(CellRow):
     """How fast a cell trained: by turns, or in whole runs, as the plan measures."""
 
-    images_per_second: float  # median of the blocks
+    images_per_second: float  # over all blocks: images over seconds, of turns or whole runs
     lowest: float
     highest: float
+    slow_turns: float | None  # see `tail`; None of whole runs
     scaling: Estimate | None  # images/s a worker over that at the fewest workers, block by block
-    cpu_ms_per_image: float  # median
+    cpu_ms_per_image: float
     blocks: int
     planned_blocks: int | None  # None: as many as it takes
     hours_of_90_epochs: float | None  # at this speed, on ImageNet; None of other images
@@ -75,7 +76,7 @@ def speeds(comparison: Comparison, cell: CellKey) -> dict[int, tuple[float, floa
     case, workers, name = cell
     return {
         block.number: (
-            block.median(name, throughput), 1 / block.median(name, work_per_cpu_second)
+            block.rate(name, throughput), 1 / block.rate(name, work_per_cpu_second)
         )
         for block in comparison.blocks(case, workers)
         if name in block.order
@@ -92,6 +93,7 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
         if not own:
             continue
         case, workers, name = cell
+        own_blocks = [one for one in comparison.blocks(case, workers) if name in one.order]
         rates, cpu_seconds = zip(*own.values(), strict=True)
         base = found.get((case, fewest, name), {}) if workers > fewest else {}
         common = [block for block in own if block in base]
@@ -101,17 +103,18 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
             confidence=comparison.confidence,
         ) if common else None  # fmt: skip
         if is_imagenet:
-            hours = EPOCHS * IMAGES / median(rates) / 3600
+            hours = EPOCHS * IMAGES / harmonic_mean(rates) / 3600
             cost = None if price_per_hour is None else price_per_hour * hours
         planned = sum(run.cell == cell for run in comparison.runs)
         rows.append(
             SpeedRow(
                 **place(cell),
-                images_per_second=median(rates),
+                images_per_second=harmonic_mean(rates),
                 lowest=min(rates),
                 highest=max(rates),
+                slow_turns=tail(own_blocks, name) if comparison.is_by_turns else None,
                 scaling=scaling,
-                cpu_ms_per_image=1000 * median(cpu_seconds),
+                cpu_ms_per_image=1000 * fmean(cpu_seconds),
                 blocks=len(own),
                 planned_blocks=comparison.plan.blocks if comparison.is_by_turns else planned,
                 hours_of_90_epochs=hours,

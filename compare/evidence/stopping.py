@@ -35,8 +35,10 @@ from compare.evidence.paired import (
     Estimate,
     student_quantile,
 )
-from compare.evidence.turns import Block, estimate_contrast, throughput
-from compare.plan.plan import Plan
+from compare.evidence.records import Comparison
+from compare.evidence.turns import Block, estimate
+from compare.plan.plan import Plan, percentage
+from compare.plan.record import FORMAT
 
 MIN_DEGREES_TO_STOP = 6  # of freedom, of each interval that is to end a measurement
 MOST_BLOCKS = 1000  # beyond which nobody waits
@@ -56,19 +58,36 @@ def reason_to_stop(
     """
     if plan.blocks is not None:
         return "as many blocks as were asked for" if blocks >= plan.blocks else ""
-    if is_enough(estimates, plan.until_interval):
-        return f"every interval is within +-{100 * plan.until_interval:g} %"
+    if is_enough(estimates, plan):
+        return f"the interval of every pair is within {width_text(plan)}"
     if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * plan.minutes:
         return f"another block would pass the {plan.minutes:g} minutes"
     return ""
 
 
-def is_enough(estimates: Iterable[Estimate], until_interval: float) -> bool:
-    """Tell whether blocks enough were measured: every interval's half-width, in proportion, is at
-    most `until_interval` (0.02 is 2 %), and its degrees of freedom are not few."""
+def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
+    """Tell whether blocks enough were measured: no interval is wider than the plan's
+    `until_interval`, nor than half its margin unless it lies beyond that, and its degrees of
+    freedom are not few.
+
+    Half the margin, because otherwise equal speeds could hardly be shown to be equal. Beyond it a
+    narrower interval would change no decision; equal ones all but never get there by chance, so
+    that looking after each block makes no false differences.
+    """
     return all(
-        one.degrees >= MIN_DEGREES_TO_STOP and one.relative_half_width <= until_interval
+        one.degrees >= MIN_DEGREES_TO_STOP
+        and one.relative_half_width <= plan.until_interval
+        and (one.relative_half_width <= plan.margin / 2 or one.least > plan.margin)
         for one in estimates
+    )
+
+
+def width_text(plan: Plan) -> str:
+    """Say how narrow intervals are to be."""
+    near = min(plan.margin / 2, plan.until_interval)
+    return (
+        f"+-{percentage(plan.until_interval)}, and within +-{percentage(near)} unless it lies "
+        f"beyond the margin of {percentage(plan.margin)}"
     )
 
 
@@ -124,9 +143,8 @@ def group_of(
     plan: Plan, case: str, workers: int, blocks: Sequence[Block], confidence: float
 ) -> Group:
     """Return what blocks say of one case and number of workers."""
-    is_pooled = plan.measure == "turns"
     estimates = {
-        (a, b): estimate_contrast(blocks, {a: 1, b: -1}, throughput, confidence, is_pooled)
+        (a, b): estimate(blocks, {a: 1, b: -1}, confidence=confidence)
         for a, b in plan.pairs()
         if any({a, b} <= {*block.order} for block in blocks)
     }
@@ -146,7 +164,7 @@ def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
     wide = [
         group
         for group in groups
-        if not group.blocks or not is_enough(group.estimates.values(), plan.until_interval)
+        if not group.blocks or not is_enough(group.estimates.values(), plan)
     ]
     return min((plan.blocks is None and wide) or groups, key=lambda group: group.blocks)
 
@@ -167,3 +185,24 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
         sum(group.block_seconds for group in following),
         plan,
     )
+
+
+def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
+    """Say of which cases and numbers of workers the plan would measure more, and how far they are;
+    none where an earlier version measured, whose rule was another."""
+    plan = comparison.plan
+    if plan.format < FORMAT or not plan.pairs():
+        return {}
+    groups = [
+        group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
+        for place in plan.groups()
+    ]
+    if plan.blocks is not None:
+        return {
+            (group.case, group.workers): f"{group.blocks} of {plan.blocks} blocks"
+            for group in groups
+            if group.blocks < plan.blocks
+        }
+    used = sum(group.seconds for group in groups) / 60
+    so_far = f"{used:.1f} of {plan.minutes:g} minutes are used"
+    return {} if reason_to_end(plan, groups) else dict.fromkeys(plan.groups(), so_far)

@@ -3,18 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
-from statistics import mean, median
+from statistics import fmean, harmonic_mean
 
 import numpy as np
 
-from compare.evidence.paired import (
-    CONFIDENCE,
-    MIN_BLOCKS,
-    Estimate,
-    estimate_logs,
-    hodges_lehmann,
-)
+from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs, hodges_lehmann
 from recipe.record.schema import Amount, Count, Positive, Text, Whole
 
 QUIET_CORES = 0.15  # that others may keep busy, on a small machine
@@ -72,21 +65,30 @@ class Block:
         """Cores that others kept busy in the most disturbed turn that counts."""
         return max(self.quiet_rounds.values())
 
-    def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
-        """The logarithm of the product of the sides' values, each to its power, over the rounds
-        that count: {"a": 1, "b": -1} is the ratio a / b."""
-        rounds = dict.fromkeys(self.quiet_rounds, 0.0)
-        for turn in self.turns:
-            if turn.round in rounds and turn.side in powers:
-                rounds[turn.round] += powers[turn.side] * math.log(value(turn))
-        return hodges_lehmann(list(rounds.values()))
-
-    def median(self, side: str, value: Callable[[Turn], float]) -> float:
-        """The median over the rounds that count of one side's value."""
+    def counted(self, side: str) -> list[Turn]:
+        """One side's turns in the rounds that count, by round."""
         rounds = self.quiet_rounds
-        return median(
-            value(turn) for turn in self.turns if turn.side == side and turn.round in rounds
-        )
+        own = (turn for turn in self.turns if turn.side == side and turn.round in rounds)
+        return sorted(own, key=lambda turn: turn.round)
+
+    def rate(self, side: str, value: Callable[[Turn], float]) -> float:
+        """One side's rate over all rounds that count, such as all images over all seconds: the
+        harmonic mean, since each turn has the same number of images."""
+        return harmonic_mean([value(turn) for turn in self.counted(side)])
+
+    def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
+        """The logarithm of the product of the sides' rates, each to its power: {"a": 1, "b": -1} is
+        the ratio a / b."""
+        return math.fsum(power * math.log(self.rate(side, value)) for side, power in powers.items())
+
+    def typical_log_contrast(self, powers: Mapping[str, int]) -> float:
+        """The same of the typical round: the Hodges-Lehmann estimate over the rounds that count,
+        which turns that were slow now and then do not move."""
+        rounds = [
+            [power * math.log(turn.images_per_second) for turn in self.counted(side)]
+            for side, power in powers.items()
+        ]
+        return hodges_lehmann([math.fsum(of_round) for of_round in zip(*rounds, strict=True)])
 
 
 def quiet_load(cores: int) -> float:
@@ -107,54 +109,28 @@ def work_per_cpu_second(turn: Turn) -> float:
 
 def estimate(
     blocks: Sequence[Block],
-    first: str,
-    second: str,
-    value: Callable[[Turn], float] = throughput,
-    confidence: float = CONFIDENCE,
-) -> Estimate:
-    """The ratio first / second over all blocks."""
-    return estimate_contrast(blocks, {first: 1, second: -1}, value, confidence)
-
-
-def estimate_contrast(
-    blocks: Sequence[Block],
     powers: Mapping[str, int],
     value: Callable[[Turn], float] = throughput,
     confidence: float = CONFIDENCE,
-    is_pooled: bool = True,
 ) -> Estimate:
-    """The product of the sides' values, each to its power, over the blocks that have them all;
-    `is_pooled`: a part of the variance is that of all pairs of sides."""
-    logs = [
-        block.log_contrast(powers, value) for block in blocks if powers.keys() <= {*block.order}
+    """The product of the sides' rates, each to its power, over the blocks that have them all:
+    {"a": 1, "b": -1} is the ratio a / b, {"a": 1} the rate of a as a ratio to 1."""
+    whole = (block for block in blocks if powers.keys() <= {*block.order})
+    return estimate_logs([block.log_contrast(powers, value) for block in whole], confidence)
+
+
+def typical_ratio(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
+    """The product of the sides' throughputs in the typical round, each to its power."""
+    whole = (block for block in blocks if powers.keys() <= {*block.order})
+    return math.exp(fmean(block.typical_log_contrast(powers) for block in whole))
+
+
+def tail(blocks: Sequence[Block], side: str) -> float:
+    """How long one side's slow turns take: the 95th percentile over the median of the seconds of
+    an image, each turn relative to its block."""
+    slowness = [
+        block.rate(side, throughput) / turn.images_per_second
+        for block in blocks
+        for turn in block.counted(side)
     ]
-    sides = sorted({side for block in blocks for side in block.order})
-    pooled = pooled_variance(blocks, sides, value) if is_pooled else None
-    if pooled is not None:  # of a difference of two sides, each of which counts once
-        pooled *= sum(power**2 for power in powers.values()) / 2
-    return estimate_logs(logs, pooled, len(sides), confidence)
-
-
-def pooled_variance(
-    blocks: Sequence[Block], sides: Sequence[str], value: Callable[[Turn], float]
-) -> float | None:
-    """The variance over blocks of the logarithm of two sides' ratio, in the mean of all pairs of
-    sides; None where a pair has too few blocks.
-
-    With all sides in all blocks it is twice the residual variance of block plus side.
-    """
-    found = []
-    for first, second in combinations(sides, 2):
-        both = [block for block in blocks if {first, second} <= {*block.order}]
-        if len(both) < MIN_BLOCKS:
-            return None
-        logs = [block.log_contrast({first: 1, second: -1}, value) for block in both]
-        found.append(float(np.var(logs, ddof=1)))
-    return mean(found) if found else None
-
-
-def estimate_value(
-    blocks: Sequence[Block], side: str, value: Callable[[Turn], float] = throughput
-) -> Estimate:
-    """One side's own value over all blocks, as a ratio to 1."""
-    return estimate_logs([math.log(block.median(side, value)) for block in blocks])
+    return float(np.quantile(slowness, 0.95) / np.median(slowness))

@@ -4,14 +4,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from statistics import median
 
 from compare.evidence.equality import Fact, compare_facts
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.stopping import minutes_to_show
-from compare.evidence.turns import estimate_contrast, throughput
+from compare.evidence.stopping import minutes_to_show, unfinished
+from compare.evidence.turns import estimate, tail, throughput, typical_ratio, work_per_cpu_second
 from compare.evidence.words import (
     bound_text,
     count,
@@ -24,6 +23,7 @@ from compare.evidence.words import (
 
 DIFFERENT = ("faster", "slower")
 FASTER = "{first} {times} {second}, {figures}"
+UNFINISHED = "nothing is decided between {first} and {second} yet ({ratio}, {figures} so far)"
 BETWEEN_TWO = {
     "faster": FASTER,
     "slower": FASTER,
@@ -66,6 +66,9 @@ class Verdict:
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     loss_gap: str = ""  # where the training losses are farthest apart, of unequal weights
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
+    is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
+    typical: float | None = None  # first / second, images a second in the typical round of turns
+    tails: tuple[float, ...] = ()  # of each: its slow turns' time over the usual one's, see `tail`
     family: int = 1  # verdicts of the report that Holm's correction is over
     block_seconds: float | None = None  # that a block of turns usually takes; None: not known
 
@@ -100,7 +103,8 @@ class Verdict:
                 f"interval, which needs {MIN_BLOCKS}, so nothing is decided"
             )
         sentences = WITH_ITSELF if self.is_null_test else BETWEEN_TWO
-        return sentences[self.decision].format(
+        sentence = sentences[self.decision] if self.is_finished else UNFINISHED
+        return sentence.format(
             first=self.first_label,
             second=self.second_label,
             times=times,
@@ -120,10 +124,25 @@ class Verdict:
         more, size = count(max(1, round(minutes)), "more minute"), percent_text(self.margin)
         return f"; about {more} would show a difference of {size}"
 
+    @property
+    def has_typical_turns(self) -> bool:
+        """Whether the interval of the throughputs contains the typical turn's ratio, too."""
+        speed, typical = self.speed, self.typical
+        if speed is None or typical is None or speed.low is None or speed.high is None:
+            return True
+        return speed.low <= typical <= speed.high
+
     def support(self) -> list[str]:
         """Say what supports a verdict: whether both did the same training, and their CPU time (a
         finding of its own: who takes longer often computes longer)."""
         lines = []
+        if self.speed is not None and not self.has_typical_turns:
+            slow = " and ".join(f"{tail:.2f}" for tail in self.tails)
+            lines.append(
+                f"Warning: in the typical turn the ratio is {self.typical:.3f}, outside of this "
+                f"interval, since one slows down now and then: slow turns (95th percentile) take "
+                f"{slow} times as long as usual ones."
+            )
         if self.equal_weights:
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
             only = "" if all(self.equal_weights) else "only "
@@ -143,7 +162,7 @@ def judge(
     """Return a verdict for each case, number of workers, and pair of configurations; where the
     configurations make a square, one on the interaction as well. `facts` are those of
     `compare_facts`, for whoever has them already."""
-    verdicts = []
+    verdicts, missing = list[Verdict](), unfinished(comparison)
     for place in itertools.product(comparison.plan.cases, comparison.workers):
         found = (facts or {}).get(place) or compare_facts(comparison, *place)
         differing = [fact for fact in found if not fact.is_same]
@@ -151,7 +170,10 @@ def judge(
             judge_pair(comparison, *place, pair, differing) for pair in comparison.plan.pairs()
         ]
         verdicts += [*pairs, *judge_interaction(comparison, *place, pairs)]
-    return decided(verdicts)
+    # Whoever may stop where it suits finds differences that are none.
+    return decided(
+        [replace(one, is_finished=(one.case, one.workers) not in missing) for one in verdicts]
+    )
 
 
 def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -166,7 +188,10 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     judged = {
         index: verdict.speed
         for index, verdict in enumerate(verdicts)
-        if verdict.speed is not None and verdict.speed.low is not None and not verdict.differences
+        if verdict.speed is not None
+        and verdict.speed.low is not None
+        and not verdict.differences
+        and verdict.is_finished
     }
     error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
     unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
@@ -236,13 +261,17 @@ def with_speed(verdict: Verdict, comparison: Comparison, powers: Mapping[str, in
     whole = [block for block in blocks if powers.keys() <= {*block.order}]
     if verdict.differences or not whole:
         return verdict
-    speed, cpu = (
-        estimate_contrast(blocks, powers, value, comparison.confidence, comparison.is_by_turns)
-        for value in (throughput, attrgetter("cpu_seconds_per_image"))
+    speed, work = (
+        estimate(blocks, powers, value, comparison.confidence)
+        for value in (throughput, work_per_cpu_second)
     )
     seconds = [block.measuring_seconds for block in whole if block.seconds > 0]
     usual = median(seconds) if seconds else None
-    return replace(verdict, speed=speed, cpu=cpu, block_seconds=usual)
+    verdict = replace(verdict, speed=speed, cpu=work.inverse(), block_seconds=usual)
+    if not comparison.is_by_turns or verdict.is_interaction:
+        return verdict
+    tails = tuple(tail(whole, side) for side in powers)
+    return replace(verdict, typical=typical_ratio(whole, powers), tails=tails)
 
 
 def judge_interaction(

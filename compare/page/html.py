@@ -44,7 +44,6 @@ def render_page(report: Report) -> str:
         plots=plots.draw_plots(report),
         commands=commands(comparison),
         environment={name: values_text(comparison, name) for name in ENVIRONMENT},
-        methods=list(dict.fromkeys(v.speed.method for v in verdicts if v.speed)),
     )
 
 

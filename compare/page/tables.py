@@ -91,10 +91,12 @@ def counted(number: int, planned: int | None) -> TableCell:
 
 SPEED = (
     Column("images/s", lambda row: (row.images_per_second, row.lowest, row.highest),
-           note="Medians over blocks; images/s with the range of the blocks."),
+           note="Images/s: all images over all seconds, with the range of the blocks."),
     Column("scaling, %", lambda row: row.scaling, "{:.0f}", scale=100, is_optional=True,
            note="Scaling: images/s per worker, as a percentage of that with the fewest workers in "
            "the block of the same number, with its interval."),
+    Column("slow turns", lambda row: row.slow_turns, "{:.2f}", is_optional=True,
+           note="Slow turns: the 95th percentile of a turn's time over its median."),
     Column("CPU ms per image", lambda row: row.cpu_ms_per_image,
            note="CPU time: of all workers."),
     Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),

@@ -202,7 +202,6 @@ def report_value(report: Report) -> dict[str, Any]:
             {
                 **vars(verdict),
                 "sentence": verdict.sentence(),
-                "interval_method": verdict.speed.method if verdict.speed else None,
             }
             for verdict in report.verdicts
         ],

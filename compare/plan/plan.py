@@ -221,6 +221,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         flag(
             "configurations that are judged against each other (default: each against the first)",
             "FIRST:SECOND",
+            identifies=True,
         ),
     ] = msgspec.field(default=(), name="pairs")
     null: Annotated[bool, flag("compare each configuration with itself", "", identifies=True)] = (
@@ -294,8 +295,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     until_interval: Annotated[
         Share,
         flag(
-            "add blocks until the 95 % interval of each speed ratio is no wider than +-P % "
-            "(default: 3%)",
+            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P %, "
+            "nor than half the margin unless it lies beyond the margin (default: 3%)",
             "P%",
         ),
     ] = Share(0.03)
@@ -314,6 +315,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "two speeds count as equal if the interval shows that they differ by less than P % "
             "(default: 3%)",
             "P%",
+            identifies=True,
         ),
     ] = Share(0.03)
     seed: Annotated[

@@ -21,8 +21,10 @@ from compare.plan.plan_file import check_names, typed
 from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.flags import last_value
+from recipe.record.schema import Whole
 
 IDENTIFIES = Meta(extra={"identifies": True})
+FORMAT = 2  # of plan.json and the blocks beside it; 1: when others ended and checked them less
 
 
 class Variables(Struct, frozen=True, kw_only=True):
@@ -39,6 +41,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     after an interruption."""
 
     created_utc: Text
+    format: Whole = 1
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.
     extensions: tuple[dict[str, Any], ...] = ()
@@ -60,6 +63,7 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
     return PlanRecord(
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},
         created_utc=created_utc,
+        format=FORMAT,
         trainers_sha256=trainers_sha256(),
         knobs={
             name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -20,11 +20,18 @@ from compare.evidence.run_folder import (
     read_outcome,
     read_record,
 )
-from compare.evidence.stopping import Group, estimates_of, group_of, next_group, reason_to_end
+from compare.evidence.stopping import (
+    Group,
+    estimates_of,
+    group_of,
+    is_enough,
+    next_group,
+    reason_to_end,
+)
 from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.environment import trainers_sha256
-from compare.plan.plan import Outcome, Plan, Run, percentage
+from compare.plan.plan import Outcome, Plan, Run
 from compare.plan.record import (
     PlanRecord,
     plan_differences,
@@ -255,11 +262,11 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     seconds = duration(sum(group.seconds for group in groups))
     disturbed = duration(sum(group.disturbed_seconds for group in groups))
     text = f"{reason}: {seconds} of measuring, beside {disturbed} in which others used the cores"
-    widest = max((one.relative_half_width for one in estimates_of(groups)), default=0.0)
-    if plan.blocks is None and widest > plan.until_interval:
+    if plan.blocks is None and not is_enough(estimates_of(groups), plan):
+        widest = max(one.relative_half_width for one in estimates_of(groups))
         text += (
-            f"\nthe widest interval is +-{percent_text(widest)}, wider than "
-            f"+-{percentage(plan.until_interval)}: the same command with more --minutes narrows it"
+            f"\nthe widest interval is +-{percent_text(widest)}: the same command with more "
+            "--minutes narrows it"
         )
     return text
 
