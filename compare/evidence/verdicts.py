@@ -206,7 +206,7 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
             decision = "equal"
         elif index in unequal:
             decision = "faster" if judged[index].ratio > 1 else "slower"
-        found.append(replace(verdict, decision=decision, family=len(judged)))
+        found.append(replace(verdict, decision=decision, family=len(judged) or 1))
     return found
 
 
