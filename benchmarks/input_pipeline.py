@@ -16,7 +16,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from os import getloadavg
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +62,13 @@ def measure(options: Options) -> Measured:
     blocks: list[Block] = []
     for number in range(1, options.num_blocks() + 1):
         say(f"row 3: block {number} of {options.num_blocks()}")
-        order, load = shuffled([RAW, *NAMES], options.seed, number), round(getloadavg()[0], 2)
+        order = shuffled([RAW, *NAMES], options.seed, number)
         # A new process, which knows nothing of this one's threads and memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             turns = pool.submit(
                 take_turns, jpegs, order, rounds, options.seed + number, options.patience
             ).result(LIMIT_SECONDS)
-        blocks.append(Block(number, tuple(order), load, tuple(turns)))
+        blocks.append(Block(number, tuple(order), tuple(turns)))
     speeds = {
         name: estimate(blocks, {name: 1}, work_per_cpu_second).ratio for name in (RAW, *NAMES)
     }
@@ -159,4 +158,4 @@ def take_turn(name: str, contender: Contender, batches: Sequence[list[int]], rou
     cpu_seconds, seconds = time.process_time() - cpu_began, time.monotonic() - began
     others = max(0.0, busy_cpu_seconds() - busy - cpu_seconds) / seconds
     images = sum(map(len, batches))
-    return Turn(name, round_, seconds, images / seconds, cpu_seconds / images, round(others, 3))
+    return Turn(name, round_, seconds, images, cpu_seconds / images, round(others, 3))

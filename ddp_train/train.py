@@ -121,7 +121,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
             group["lr"] = rate
 
         # Each lap ends a phase of the step: data, forward, backward, optimizer.
-        exchange = exchanges_gradients(config, progress.step)
+        exchange = hooks.exchanges() and exchanges_gradients(config, progress.step)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         for batch_number in range(1, config.batches_per_allreduce + 1):
             heartbeat()
@@ -163,7 +163,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
             session.keep_checkpoint(parts, figures, sum_over_ranks, from_rank_0)
-        hooks.step_ended()
+        hooks.step_ended(session, model)
         meter.restart()
 
     profiler.close(session.recorder.say)

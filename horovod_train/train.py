@@ -113,11 +113,10 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
             group["lr"] = rate
 
         # Each lap ends a phase of the step: data, forward, backward, optimizer.
-        exchange = exchanges_gradients(config, progress.step)
+        exchange = hooks.exchanges() and exchanges_gradients(config, progress.step)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
-        if config.ablation_steps:
-            passes = config.batches_per_allreduce if exchange else sys.maxsize
-            optimizer.set_backward_passes_per_step(passes)
+        passes = config.batches_per_allreduce if exchange else sys.maxsize
+        optimizer.set_backward_passes_per_step(passes)
         for _ in range(config.batches_per_allreduce):
             heartbeat()
             images, targets = to_device(next(session.batches), config, device)
@@ -161,7 +160,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
             finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
         if save or stopped:
             session.keep_checkpoint(parts, figures, sum_over_ranks, from_rank_0)
-        hooks.step_ended()
+        hooks.step_ended(session, model)
         meter.restart()
 
     profiler.close(session.recorder.say)

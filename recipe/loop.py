@@ -183,12 +183,12 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     return session, lr_scale
 
 
-def _step(rung: Rung, session: Session, lr_scale: int) -> tuple[Sums, float]:
+def _step(rung: Rung, session: Session, lr_scale: int, exchanges: bool) -> tuple[Sums, float]:
     """One step: its metrics on this rank, and its learning rate."""
     config, progress, meter = rung.config, rung.progress, session.meter
     seed_step(config, progress.step, session.readers.rank)
     rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
-    exchange = exchanges_gradients(config, progress.step)
+    exchange = exchanges and exchanges_gradients(config, progress.step)
     sums = torch.zeros(4, dtype=torch.float64, device=rung.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
         heartbeat()
@@ -219,7 +219,7 @@ def train(rung: Rung, hooks: Hooks) -> None:
     session.start_clocks()
     rung.network.train()
     while not finished and not stopped:
-        sums, rate = _step(rung, session, lr_scale)
+        sums, rate = _step(rung, session, lr_scale, hooks.exchanges())
         epoch_ended = session.end_step(sums, rate, rung.scaler.skipped_steps)
         finished = progress.samples_seen >= session.stop
         save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
@@ -237,7 +237,7 @@ def train(rung: Rung, hooks: Hooks) -> None:
             session.keep_checkpoint(trained, figures, *collectives)
             if not finished:
                 del trained  # which may be a copy
-        hooks.step_ended()
+        hooks.step_ended(session)
         meter.restart()
 
     if not finished:

@@ -24,8 +24,11 @@ class Hooks:
     """What a `main` takes from another program that starts it, to measure its steps."""
 
     # Called when all that a step entails is over, be it a line of the record or a checkpoint, and
-    # before the clocks of the next one start.
-    step_ended: Callable[[], object] = lambda: None
+    # before the clocks of the next one start: with the session, which counts samples and phases,
+    # and with the trained model where each rank holds all of it.
+    step_ended: Callable[..., object] = lambda session, model=None: None
+    # Whether the ranks exchange gradients in the next step, on all of them alike.
+    exchanges: Callable[[], bool] = lambda: True
     # An epoch has at least so many images: those that there are come again in it.
     epoch_images: int = 0
 

@@ -1,7 +1,9 @@
 """Records as a trainer writes them, made up; each field can be given."""
 
+import itertools
 import json
 import random
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +15,8 @@ from typing import Any
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Case, OwnConfiguration, Plan, Share, Words
+from compare.plan.plan import TRAINERS, Case, OwnConfiguration, Plan, Share, Words
+from compare.plan.record import read_plan
 from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
@@ -81,47 +84,71 @@ def a_block(
         for side, of_rounds in rates.items()
         for round_, (rate, load) in enumerate(zip(of_rounds, loads or repeat(0.0), strict=False))
     ]
-    return Block(number, tuple(rates), 0.0, tuple(turns))
+    return Block(number, tuple(rates), tuple(turns))
+
+
+STEPS = 2  # of a made-up turn
+PHASE_SHARES = {"data": 0.05, "forward": 0.25, "backward": 0.6, "optimizer": 0.09}
 
 
 def make_turns(
     folder: Path, speeds: dict[str, float], blocks: int = 6, rounds: int = 6, noise: float = 0.01
 ) -> Path:
     """Have a comparison's folder measure by turns: `speeds` are images/s of each configuration at
-    one worker. Each block is slower than the one before, and its last round is disturbed."""
+    one worker. Each block is slower than the one before, and its last round is disturbed. Without
+    exchange all are equally fast."""
     plan = json.loads((folder / "plan.json").read_text())
-    plan |= {"measure": "turns", "margin": 0.03, "extensions": [], "blocks": blocks}
-    (folder / "plan.json").write_text(json.dumps(plan))
+    own = {"margin": 0.03, "extensions": [], "blocks": blocks, "rounds": rounds, "order_seed": 3}
+    (folder / "plan.json").write_text(json.dumps(plan | {"measure": "turns", **own}))
+    record = read_plan(folder / "plan.json")
     dice, clock = random.Random(5), 1_800_000_000.0
-    for number in range(1, blocks + 1):
-        for case in plan["case"] or [""]:
-            for workers in plan["workers"]:
-                place = folder / "turns" / case / f"{workers}-workers/block-{number}"
-                order = list(speeds) if number % 2 else list(speeds)[::-1]
-                launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
-                turns = []
-                for at in range(rounds):
-                    for name in order if at % 2 == 0 else order[::-1]:
-                        rate = speeds[name] * workers**0.8 * launch[name] * dice.gauss(1, noise)
-                        turns.append({
-                            "side": name, "round": at, "seconds": 1.5, "images_per_second": rate,
-                            "cpu_seconds_per_image": workers / rate,
-                            "other_load": 0.8 if at == rounds - 1 else 0.02, "began": clock,
-                        })  # fmt: skip
-                        clock += 1.6
-                for name in order:
-                    run = place / name / "0/run"
-                    run.mkdir(parents=True)
-                    source = folder / "block-1" / case / f"{name}-{workers}"
-                    for file in ("config.json", "environment.json"):
-                        shutil.copy(source / file, run / file)
-                record = {
-                    "commands": [f"torchrun {name}" for name in order], "rounds": rounds - 1,
-                    "git_commit": "abc123", "number": number, "order": order, "load_before": 0.1,
-                    "turns": turns, "seconds": 40.0,
-                }  # fmt: skip
-                (place / "block.json").write_text(json.dumps(record))
-                clock += 20
+    for number, (case, workers) in itertools.product(range(1, blocks + 1), record.groups()):
+        place = folder / "turns" / case / f"{workers}-workers/block-{number}"
+        members = record.in_order(number, case, workers)
+        order = [one.name for one in members]
+        runs = [record.run(number, case, one, workers) for one in members]
+        images = {}
+        for run in runs:
+            source, side = folder / "block-1" / run.cell, place / run.configuration.name / "0/run"
+            side.mkdir(parents=True)
+            shutil.copy(source / "environment.json", side)
+            settings = json.loads((source / "config.json").read_text())
+            (side / "config.json").write_text(json.dumps(settings | {"seed": run.seed}))
+            images[run.configuration.name] = STEPS * settings["batch_size"] * workers
+        launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
+        turns, samples, slowest = [], dict.fromkeys(order, 0), min(speeds.values())
+        for at in range(rounds):
+            for purpose in ("speed", "ablation") if at % 3 == 2 else ("speed",):
+                for name in order if at % 2 == 0 else order[::-1]:
+                    rate = speeds[name] * workers**0.8 * launch[name] * dice.gauss(1, noise)
+                    seconds = images[name] / rate
+                    # What the slower ones take longer is their exchange.
+                    exchange = 0.0 if purpose == "speed" else seconds * (1 - slowest / 120)
+                    samples[name] += images[name] * (STEPS + 1) // STEPS
+                    phases = {
+                        phase: share * seconds / STEPS for phase, share in PHASE_SHARES.items()
+                    }
+                    phases["backward"] -= exchange / STEPS
+                    turns.append({
+                        "side": name, "round": at, "seconds": seconds - exchange,
+                        "images": images[name], "cpu_seconds_per_image": workers / rate,
+                        "other_load": 0.8 if at == rounds - 1 else 0.02, "began": round(clock, 2),
+                        "purpose": purpose, "samples": samples[name], "phases": phases,
+                        "straggler_ratio": 1.1 if workers > 1 else None,
+                    })  # fmt: skip
+                    clock += seconds + 0.1
+        commands = [
+            f"{run.configuration.launcher} ./{TRAINERS[run.configuration.engine]} "
+            f"{shlex.join(run.trainer_words('runs/by-hand', 'run'))}"
+            for run in runs
+        ]
+        block = {
+            "number": number, "order": order, "rounds": rounds, "comparison": record.order_seed,
+            "sources": record.trainers_sha256, "turns": turns, "seconds": 40.0,
+            "commands": commands, "steps": dict.fromkeys(order, STEPS),
+        }  # fmt: skip
+        (place / "block.json").write_text(json.dumps(block))
+        clock += 20
     return folder
 
 
@@ -149,9 +176,9 @@ class MadeUpBlocks:
             for at in range(rounds)
             for side in sides
         ]
-        turns = tuple(Turn(name, at, 64 / speed, speed, 0.001) for name, at, speed in speeds)
+        turns = tuple(Turn(name, at, 64 / speed, 64, 0.001) for name, at, speed in speeds)
         order, seconds = tuple(side.name for side in sides), 60.0 + self.disturbed
-        block = Block(number, order, 0.0, turns, seconds=seconds, disturbed_seconds=self.disturbed)
+        block = Block(number, order, turns, seconds=seconds, disturbed_seconds=self.disturbed)
         folder.mkdir(parents=True)
         write_json(folder / "block.json", asdict(block))
         self.folders.append(folder)

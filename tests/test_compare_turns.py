@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,11 @@ def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path)
 
 def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path, square):
     def speed(turn: dict[str, Any], number: int) -> float:
-        return 100.0 if turn["side"] == "horovod-gloo" else 100.2 + number / 1e4
+        rate = 1000.0 if turn["side"] == "horovod-gloo" else 1002.0 + number / 1e3
+        return turn["images"] / rate
 
     folder = by_turns(tmp_path / "compare-1", names=("ddp-torchrun", "horovod-gloo"))
-    [verdict] = judge(load_comparison(edit_blocks(folder, images_per_second=speed)))
+    [verdict] = judge(load_comparison(edit_blocks(folder, seconds=speed)))
     assert verdict.decision == "equal" and "95 % interval 1.002 to" in verdict.sentence()
     report = Report(square)
     [barely] = judged(report.verdicts[0], 1.0004, 1.045, 1)
@@ -183,10 +185,98 @@ def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message)
     assert judge(comparison)[0].speed.blocks == 3
 
 
+def turns_of(block: dict[str, Any], side: str) -> list[dict[str, Any]]:
+    return [turn for turn in block["turns"] if turn["side"] == side]
+
+
+def faster(block: dict[str, Any], factor: float) -> None:
+    """Change what the rate of a side comes from, and leave its seconds."""
+    for turn in turns_of(block, "ddp-mpi"):
+        turn["images"] *= factor
+
+
+def with_steps(block: dict[str, Any]) -> None:
+    """Three times the work in the same time."""
+    block["steps"]["ddp-mpi"] *= 3
+    faster(block, 3)
+
+
+def exchange_labels(block: dict[str, Any]) -> None:
+    other = {"ddp-mpi": "horovod-mpi", "horovod-mpi": "ddp-mpi"}
+    for turn in block["turns"]:
+        turn["side"] = other.get(turn["side"], turn["side"])
+
+
+def move_clock(block: dict[str, Any], seconds: float) -> None:
+    for turn in block["turns"]:
+        turn["began"] += seconds
+
+
+def leave_out(block: dict[str, Any]) -> None:
+    """A turn whose result did not suit."""
+    next(turn for turn in block["turns"] if turn["purpose"] == "ablation")["purpose"] = "disturbed"
+
+
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a rate times 1.15": (lambda b: faster(b, 1.15), "a turn of ddp-mpi has 147.2 images, and"),
+    "three times the steps": (with_steps, "and not the same number"),
+    "other sources": (lambda b: b.update(sources="0" * 64), "sources is '0000"),
+    "another comparison": (lambda b: b.update(comparison=7), "comparison is 7, but the plan"),
+    "fewer rounds": (lambda b: b.update(rounds=5), "rounds is 5, but the plan has 6"),
+    "a round less": (
+        lambda b: b.update(turns=[turn for turn in b["turns"] if turn["round"] != 4]),
+        "rounds of its turns is 20, but the plan has 24",
+    ),
+    "five quiet cores": (lambda b: b.update(quiet_cores=5), "quiet_cores is 5, which is much for"),
+    "a clock a day back": (lambda b: move_clock(b, -86400), r"began 8\d+\.\d s too early"),
+    "exchanged labels": (exchange_labels, "the turns of round 0 are of .*, which is not their"),
+    "a turn less": (leave_out, "was left out, and nobody had disturbed it"),
+    "another flag": (
+        lambda b: b.update(commands=[f"{one} --precision bf16" for one in b["commands"]]),
+        "--precision bf16, and not that of the plan",
+    ),
+    "samples that were not trained": (
+        lambda b: turns_of(b, "ddp-mpi")[3].update(samples=7),
+        r"ddp-mpi counted -\d+ samples to the end of a turn of 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_block_is_named_and_nothing_is_decided(forgery, tmp_path):
+    forge, message = FORGERIES[forgery]
+    folder = by_turns(tmp_path / "compare-1", blocks=4)
+    path = folder / "turns/2-workers/block-3/block.json"
+    block = json.loads(path.read_text())
+    forge(block)
+    path.write_text(json.dumps(block))
+    comparison = load_comparison(folder)
+    told = "\n".join(dict(notices(comparison))[MISSING])
+    assert re.search(f"unreadable: .*block-3/block.json: .*({message})", told)
+    assert {verdict.decision for verdict in judge(comparison)} == {"undecided"}
+
+
+@pytest.mark.parametrize(
+    ("number", "new", "message"),
+    [(2, 5, "order is|seed is 43, but the plan has 46"), (2, None, "block-2 is missing")],
+)
+def test_a_block_under_a_new_number_or_taken_away_is_named(tmp_path, number, new, message):
+    folder = by_turns(tmp_path / "compare-1", blocks=4)
+    old = folder / f"turns/2-workers/block-{number}"
+    if new is None:
+        shutil.rmtree(old)
+    else:
+        shutil.copytree(old, folder / f"turns/2-workers/block-{new}")
+        edit(folder / f"turns/2-workers/block-{new}/block.json", number=new)
+    comparison = load_comparison(folder)
+    assert re.search(message, "\n".join(why for *_, why in comparison.damaged_blocks))
+    assert {verdict.decision for verdict in judge(comparison)} == {"undecided"}
+
+
 def test_a_turn_whose_speed_is_none_is_damage(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=5)
-    speeds = dict(enumerate((math.nan, math.inf, 0, -1.0, 100.0), start=1))
-    edit_blocks(folder, images_per_second=lambda _, number: speeds[number])
+    wrong = dict(enumerate((math.nan, math.inf, 0, -1.0), start=1))
+    edit_blocks(folder, seconds=lambda turn, number: wrong.get(number, turn["seconds"]))
     assert [block.number for block in load_comparison(folder).blocks("", 2)] == [5]
 
 
@@ -204,12 +294,12 @@ def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
 def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=3)
     for path in folder.glob("turns/2-workers/*/ddp-mpi/0/run/config.json"):
-        edit(path, batch_size=16)
+        edit(path, precision="bf16")
     report = Report(load_comparison(folder))
     differences = [bool(verdict.differences) for verdict in report.verdicts]
     assert differences == [False, True, True, False, True]
     page = render_page(report)
-    assert "1 thing differed that must be equal: batch_size" in page
+    assert "1 thing differed that must be equal: precision" in page
     assert "Everything that was recorded" not in page
 
 
@@ -248,6 +338,6 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     for path in folder.glob("turns/2-workers/*/*/0/run/environment.json"):
         edit(path, torch="3.0")
     assert [*SideBySide([whole, Report(load_comparison(folder))]).differences] == ["torch"]
-    edit_blocks(folder, images_per_second=lambda *_: math.nan)
+    edit_blocks(folder, seconds=lambda *_: math.nan)
     assert report.main([str(folder)]) == 1
-    assert "images_per_second = nan" in capsys.readouterr().err
+    assert "seconds = nan" in capsys.readouterr().err

@@ -77,23 +77,31 @@ class MadeUp(Scheduler):
     def __init__(self, pace: dict[str, float], *loads: float) -> None:
         self.pace, self.loads = pace, list(loads)
 
-    def take_turn(self, side: Side, round_: int) -> Turn:
+    def take_turn(
+        self, side: Side, round_: int, purpose: turns.Purpose = "speed", **how: bool
+    ) -> Turn:
         load = self.loads.pop(0) if self.loads else 0.0
-        return Turn(side.name, round_, self.pace[side.name] * side.steps, 1.0, 1.0, load)
+        seconds = self.pace[side.name] * side.steps
+        return Turn(side.name, round_, seconds, 1.0, 1.0, load, purpose=purpose)
 
 
 def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     sides = [side(name="quick", steps=0), side(name="slow", steps=0), side(name="usual", steps=7)]
-    made = with_steps(MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1}), sides)
+    made, trials = with_steps(MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1}), sides)
     assert [one.steps for one in made] == [5, 5, 7]
+    assert [(one.side, one.purpose) for one in trials] == [
+        ("quick", "trial"), ("slow", "trial"), ("usual", "trial"),
+    ]  # fmt: skip
 
 
 def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> None:
     pair, lines = [side(name="a"), side(name="b")], list[str]()
     scheduler = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6)
     taken, seconds = scheduler.take_rounds(pair, 2, 0.0, lines.append)
-    assert [(t.side, t.round, t.other_load) for t in taken] == [
-        ("a", 0, 0.1), ("b", 0, 0.2), ("b", 1, 0.6), ("a", 1, 0.0),
+    assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
+        ("a", 0, 0.5, "disturbed"), ("a", 0, 0.1, "speed"), ("b", 0, 0.2, "speed"),
+        ("b", 1, 0.9, "disturbed"), ("b", 1, 0.8, "disturbed"), ("b", 1, 0.7, "disturbed"),
+        ("b", 1, 0.6, "speed"), ("a", 1, 0.0, "speed"),
     ]  # fmt: skip
     assert seconds > 0
     assert lines == ["round 1 of 2, 0 turns taken again", "round 2 of 2, 1 turns taken again"]
@@ -187,11 +195,12 @@ def test_sides_take_turns_and_leave_nothing(
     folder = tmp_path / "block-1"
     found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
     assert marked(str(tmp_path)) == []
-    assert [(turn.side, turn.round) for turn in found.turns] == [
+    assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
+    assert [(turn.side, turn.round) for turn in found.of("speed")] == [
         ("one", 0), ("pair", 0), ("pair", 1), ("one", 1),
     ]  # fmt: skip
     assert found.steps["pair"] == 4 and found.steps["one"] >= 1
-    for turn in found.turns:
+    for turn in found.of("speed"):
         assert turn.seconds >= found.steps[turn.side] * 0.01
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
     assert lines[0] == "block 1: starting one, pair"
@@ -199,7 +208,7 @@ def test_sides_take_turns_and_leave_nothing(
     # What an interrupted call has left is taken up; other sides are measured anew.
     assert run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append) == found
     assert lines[-1] == "block 1: is there already"
-    assert len(run_block(sides[:1], 1, folder, 1, "block 1").turns) == 1
+    assert len(run_block(sides[:1], 1, folder, 1, "block 1").of("speed")) == 1
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
@@ -310,7 +319,7 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
     sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
     with Scheduler(folder) as scheduler:
         scheduler.start(*sides)
-        steps = with_steps(scheduler, sides)
+        steps, _ = with_steps(scheduler, sides)
         everything = marked_processes(scheduler.mark)
         stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]
         assert len(stopped) >= 4 * len(sides)  # two ranks, and a loader worker of each

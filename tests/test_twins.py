@@ -41,7 +41,7 @@ REASONS = {
     ),
     "the engine's timeline": ("timeline =",),
     "steps without an exchange of gradients": (
-        "if config.ablation_steps:", "passes = ", "set_backward_passes_per_step(passes)",
+        "passes = ", "set_backward_passes_per_step(passes)",
     ),
     "accumulation": (
         "range(", "# Gradients add up", "is_last =", "sync_gradients =", "with autocast(",

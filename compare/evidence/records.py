@@ -8,7 +8,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from compare.evidence import packed
+from compare.evidence import audit, packed
 from compare.evidence.paired import confidence_after
 from compare.evidence.run_folder import (
     Measured,
@@ -244,8 +244,10 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
 def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     """Read the blocks of turns of one case at one number of workers, in their order."""
     blocks = comparison.turns.setdefault((case, workers), [])
-    place, members = Path("turns", case, f"{workers}-workers"), comparison.configurations
-    for path in packed.find(comparison.folder, f"{place}/block-*/block.json"):
+    place, plan = Path("turns", case, f"{workers}-workers"), comparison.plan
+    members, problems = comparison.configurations, list[str]()
+    paths = packed.find(comparison.folder, f"{place}/block-*/block.json")
+    for path in sorted(paths, key=lambda path: int(path.parent.name.rpartition("-")[2])):
         try:
             block = read_block(path, members)
             if path.parent.name != f"block-{block.number}":
@@ -254,18 +256,25 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
                 RunRecord(
                     folder=path.parent / name, block=block.number, case=case, configuration=name,
                     engine=members[name].engine, launcher=members[name].launcher, workers=workers,
-                    is_side=True,
+                    seed=plan.run(block.number, case, members[name], workers).seed, is_side=True,
                 )
                 for name in block.order
             ]  # fmt: skip
             for side in sides:
                 read_written(side, side.folder / "0/run")
+            told = {side.configuration: (side.config, side.environment) for side in sides}
+            for problem in audit.contradictions(block, plan, (case, workers), told):
+                raise UserError(f"{path}: {problem}")
+            if blocks and (problem := audit.after(blocks[-1], block)):
+                raise UserError(f"{path}: {problem}")
         except UserError as error:
-            comparison.damaged_blocks.append((case, workers, str(error)))
+            problems.append(str(error))
         else:
             blocks.append(block)
             comparison.sides.extend(sides)
-    blocks.sort(key=lambda block: block.number)
+    missing = {*range(1, len(paths) + 1)} - {int(p.parent.name.rpartition("-")[2]) for p in paths}
+    problems += [f"{comparison.folder / place}/block-{number} is missing" for number in missing]
+    comparison.damaged_blocks += [(case, workers, problem) for problem in problems]
 
 
 def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:

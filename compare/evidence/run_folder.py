@@ -78,9 +78,13 @@ def contradictions(config: Settings, summary: Measured, last_step: Any) -> Itera
 
 def read_block(path: Path, sides: Iterable[str]) -> Block:
     """Read block.json; UserError if it is not of each of these sides once a round."""
-    block, expected = read_record(path, Block), sorted(sides)
+    told, expected = read_object(path), sorted(sides)
+    for turn in told.get("turns", ()):  # earlier versions wrote the rate in place of the images
+        if "images_per_second" in turn and "images" not in turn:
+            turn["images"] = turn["images_per_second"] * turn.get("seconds", math.nan)
+    block = parse(told, Block, path)
     rounds = {"order": [*block.order]}
-    for turn in block.turns:
+    for turn in block.of("speed"):
         rounds.setdefault(f"round {turn.round}", []).append(turn.side)
     if not block.turns:
         raise UserError(f"{path}: it holds no turn")
@@ -102,11 +106,12 @@ def blocks_of_runs(runs: Iterable[tuple[int, str, Measured, float]]) -> list[Blo
     seconds that all of it took (0: not known)."""
     turns, seconds = defaultdict[int, list[Turn]](list), defaultdict[int, float](float)
     for number, name, one, taken in runs:
-        rates = one.images_per_second, one.cpu_seconds_per_image
-        turns[number].append(Turn(name, 0, one.train_seconds, *rates))
+        images = one.images_per_second * one.train_seconds
+        turn = Turn(name, 0, one.train_seconds, images, one.cpu_seconds_per_image)
+        turns[number].append(turn)
         seconds[number] += taken
     return [
-        Block(number, tuple(turn.side for turn in own), 0.0, tuple(own), seconds=seconds[number])
+        Block(number, tuple(turn.side for turn in own), tuple(own), seconds=seconds[number])
         for number, own in turns.items()
     ]
 

@@ -197,6 +197,9 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
         for place in plan.groups()
     ]
+    damaged = {(case, workers): f"{why}" for case, workers, why in comparison.damaged_blocks}
+    if damaged:
+        return damaged
     if plan.blocks is not None:
         return {
             (group.case, group.workers): f"{group.blocks} of {plan.blocks} blocks"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, harmonic_mean
+from typing import Literal
 
 import numpy as np
 
@@ -14,6 +15,9 @@ QUIET_CORES = 0.15  # that others may keep busy, on a small machine
 MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
 
 
+Purpose = Literal["speed", "disturbed", "ablation", "trial"]
+
+
 @dataclass(frozen=True)
 class Turn:
     """What a side did in one turn. A whole run is one, too: that of its configuration in its
@@ -21,11 +25,25 @@ class Turn:
 
     side: Text
     round: Whole  # from 0
-    seconds: Positive  # of its steps, the lead-in aside; the mean over ranks, of the slowest copy
-    images_per_second: Positive  # of all copies together
+    seconds: Positive  # of its steps, the lead-in aside; the mean over ranks
+    images: Positive  # in these steps, as its trainer counts them; of all copies together
     cpu_seconds_per_image: Positive
     other_load: Amount = 0.0  # cores that others kept busy meanwhile
     began: Amount | None = None  # seconds since 1970; None: not written down
+    # What it is for: a ratio of speeds; nothing, as others disturbed it; the time of a step that
+    # exchanges no gradients; the number of steps that fill a turn.
+    purpose: Purpose = "speed"
+    samples: Whole | None = None  # since its trainer began, as that counts them
+    phases: dict[str, Amount] = field(default_factory=dict)  # seconds of the mean step and rank
+    # Of forward and backward without exchange: the slowest rank's seconds over the median rank's.
+    straggler_ratio: Amount | None = None
+    major_faults: Whole = 0  # of all ranks
+    context_switches: Whole = 0
+    steal_seconds: Amount = 0.0  # core-seconds that a hypervisor gave to others
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.seconds
 
 
 @dataclass(frozen=True)
@@ -35,14 +53,16 @@ class Block:
 
     number: Count  # from 1
     order: tuple[Text, ...]
-    load_before: Amount  # the system's one-minute average
-    turns: tuple[Turn, ...]
+    turns: tuple[Turn, ...]  # all that there were, in their order
     steps: dict[str, int] = field(default_factory=dict)  # of each side, in a turn
-    # Wall time of turns that others disturbed, and of waiting for quiet. Such turns are not here,
-    # unless others were never quiet for long.
-    disturbed_seconds: Amount = 0.0
+    disturbed_seconds: Amount = 0.0  # of turns that others disturbed, and of waiting for quiet
     seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
     quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts
+    rounds: Whole = 0  # that were asked for; 0: not written down, and so are the following
+    commands: tuple[Text, ...] = ()  # of the sides, in their order
+    sources: Text = ""  # digest of the trainers'
+    comparison: Whole | None = None  # of which it is a block: the seed of its order
+    weights: dict[str, Text] = field(default_factory=dict)  # of sides, digest after the last round
 
     @property
     def measuring_seconds(self) -> float:
@@ -54,7 +74,7 @@ class Block:
         """The rounds that count, and the cores that others kept busy in the most disturbed turn of
         each: those in which others were quiet, or the quietest third."""
         load: dict[int, float] = {}
-        for turn in self.turns:
+        for turn in self.of("speed"):
             load[turn.round] = max(load.get(turn.round, 0.0), turn.other_load)
         quiet = sum(value <= self.quiet_cores for value in load.values())
         counted = max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))
@@ -65,11 +85,35 @@ class Block:
         """Cores that others kept busy in the most disturbed turn that counts."""
         return max(self.quiet_rounds.values())
 
+    def of(self, purpose: str) -> list[Turn]:
+        """The turns for this purpose."""
+        return [turn for turn in self.turns if turn.purpose == purpose]
+
     def counted(self, side: str) -> list[Turn]:
         """One side's turns in the rounds that count, by round."""
         rounds = self.quiet_rounds
-        own = (turn for turn in self.turns if turn.side == side and turn.round in rounds)
+        own = (turn for turn in self.of("speed") if turn.side == side and turn.round in rounds)
         return sorted(own, key=lambda turn: turn.round)
+
+    def phases(self, side: str) -> dict[str, float]:
+        """Where the time of one side's mean step goes, in seconds, in the rounds that count; with
+        the exposed communication where turns without exchange show it. Its step is that of `rate`.
+        Empty where it was not measured."""
+        own = self.counted(side)
+        if not all(turn.phases for turn in own):
+            return {}
+        seconds = {name: fmean(turn.phases[name] for turn in own) for name in own[0].phases}
+        step = fmean(turn.seconds for turn in own) / self.steps[side]
+        seconds["other"] = step - math.fsum(seconds.values())
+        ablated = [
+            turn.phases["backward"]
+            for turn in self.of("ablation")
+            if turn.side == side and turn.other_load <= self.quiet_cores
+        ]
+        if ablated:
+            seconds["exposed_communication"] = seconds["backward"] - fmean(ablated)
+            seconds["backward"] = fmean(ablated)
+        return {f"{name}_seconds": value for name, value in {**seconds, "step": step}.items()}
 
     def rate(self, side: str, value: Callable[[Turn], float]) -> float:
         """One side's rate over all rounds that count, such as all images over all seconds: the

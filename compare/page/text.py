@@ -163,11 +163,15 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
                     "workers": workers,
                     "block": block.number,
                     "round": turn.round,
-                    "counts": int(turn.round in quiet),
+                    "purpose": turn.purpose,
+                    "counts": int(turn.purpose == "speed" and turn.round in quiet),
                     "turn_seconds": turn.seconds,
                     "images_per_second": turn.images_per_second,
                     "cpu_seconds_per_image": turn.cpu_seconds_per_image,
                     "other_load_cores": turn.other_load,
+                    "steal_seconds": turn.steal_seconds,
+                    "major_faults": turn.major_faults,
+                    "context_switches": turn.context_switches,
                 }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+ROUNDS = 10  # of a comparison's block of turns: in each every side has a turn
+LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 
 
 def shuffled(things: Iterable[T], *place: object) -> list[T]:

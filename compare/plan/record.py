@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from compare.plan.blocks import ROUNDS
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
     REMOVED_VARIABLES,
@@ -42,6 +43,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
 
     created_utc: Text
     format: Whole = 1
+    rounds: Whole = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.
     extensions: tuple[dict[str, Any], ...] = ()
@@ -64,6 +66,7 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},
         created_utc=created_utc,
         format=FORMAT,
+        rounds=ROUNDS,
         trainers_sha256=trainers_sha256(),
         knobs={
             name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

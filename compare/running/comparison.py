@@ -30,6 +30,7 @@ from compare.evidence.stopping import (
 )
 from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
+from compare.plan.blocks import ROUNDS
 from compare.plan.environment import trainers_sha256
 from compare.plan.plan import Outcome, Plan, Run
 from compare.plan.record import (
@@ -54,7 +55,6 @@ from compare.running.sides import NoTurns, training_side
 from recipe.errors import UserError
 from recipe.record.schema import Summary
 
-ROUNDS = 10  # of a block of turns: in each every side has a turn
 REACH_QUESTION = (
     "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
 )
@@ -227,6 +227,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
         block_label(group, number),
         report=lambda text: print_live([text, *so_far]),
         timeout=plan.timeout,
+        comparison=plan.order_seed,
     )
 
 

@@ -8,11 +8,13 @@ as it is quiet: two ranks that wait for each other suffer more from a neighbour 
 not.
 
 A block starts each side, in an order of its own, lets all warm up, and goes through the turns,
-forwards and backwards alternately. Its ratio of two sides is the Hodges-Lehmann estimate over its
-rounds. The unit of evidence is the block, since what chance decides once a launch (how pages and
-threads are placed) stays for all turns of it: compare/evidence/paired.py makes the estimate and the
-interval from the blocks' ratios. sides.py says what is started, rank_agent.py is beside each rank,
-and take_turns.py inside.
+forwards and backwards alternately. Now and then comes a round of turns without the exchange of
+gradients, which shows what that costs. All turns are written down, those that did not count as
+well, with what each trainer counted. A block's ratio of two sides is that of all their images over
+all their seconds. The unit of evidence is the block, since what chance decides once a launch (how
+pages and threads are placed) stays for all turns of it: compare/evidence/paired.py makes the
+estimate and the interval from the blocks' ratios. sides.py says what is started, take_turns.py is
+beside and inside each rank.
 """
 
 import contextlib
@@ -31,13 +33,14 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 from typing import Any
 
 import psutil
 
 from compare.evidence.run_folder import read_block
-from compare.evidence.turns import Block, Turn, quiet_load
+from compare.evidence.turns import Block, Purpose, Turn, quiet_load
+from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import trainers_sha256
 from compare.running.launch import (
     Launches,
@@ -46,7 +49,7 @@ from compare.running.launch import (
     shown_tail,
 )
 from compare.running.sides import MeasurementError, NoTurns, Side
-from compare.running.take_turns import LEAD_IN_STEPS, SCHEDULER, UNREACHABLE, State, receive, send
+from compare.running.take_turns import SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import write_json
 
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
@@ -65,6 +68,7 @@ NO_TURNS = {
 TURN_SECONDS = 0.5
 TRIAL_STEPS = 2  # by which that is found
 PATIENCE = 2.0  # seconds that a disturbed turn waits for others to leave the cores alone
+ABLATION_EVERY = 3  # rounds: then comes one without the exchange of gradients
 LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are paused
 
 
@@ -82,41 +86,46 @@ def run_block(
     patience: float = PATIENCE,
     report: Callable[[str], None] = say,
     timeout: float = LIMIT_SECONDS,
+    comparison: int | None = None,
 ) -> Block:
     """Start the sides in this order, warm them up, let them take turns, and write block.json; or
     return what an interrupted call has left there of the same sides and sources.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
-    turns of each side are, on the average. `timeout`: seconds for the start, and for a turn.
+    turns of each side are, on the average. `timeout`: seconds for the start, and for a turn;
+    `comparison`: whose block it is.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
-    path, commands = folder / "block.json", [side.shown() for side in sides]
-    origin = {"commands": commands, "rounds": rounds, "sources": trainers_sha256()}
+    path = folder / "block.json"
+    origin = {
+        "number": number,
+        "order": [side.name for side in sides],
+        "rounds": rounds,
+        "commands": [side.shown() for side in sides],
+        "sources": trainers_sha256(),
+        "comparison": comparison,
+    }
     if path.exists() and origin.items() <= json.loads(path.read_text()).items():
         report(f"{label}: is there already")
         return read_block(path, [side.name for side in sides])
-    load, began = os.getloadavg()[0], time.monotonic()
+    began = time.monotonic()
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
         scheduler.start(*sides)
-        sides = with_steps(scheduler, sides)
+        sides, trials = with_steps(scheduler, sides)
         turns, disturbed = scheduler.take_rounds(
             sides, rounds, patience, lambda line: report(f"{label}, {line}")
         )
-        quiet_cores = scheduler.quiet_cores
-    block = Block(
-        number,
-        tuple(side.name for side in sides),
-        round(load, 2),
-        tuple(turns),
-        {side.name: side.steps for side in sides},
-        round(disturbed, 3),
-        round(time.monotonic() - began, 3),
-        quiet_cores,
-    )
-    write_json(path, origin | asdict(block))
-    return block
+        measured = {
+            "turns": [asdict(turn) for turn in (*trials, *turns)],
+            "steps": {side.name: side.steps for side in sides},
+            "disturbed_seconds": round(disturbed, 3),
+            "quiet_cores": scheduler.quiet_cores,
+            "weights": scheduler.weights(),
+        }
+    write_json(path, origin | measured | {"seconds": round(time.monotonic() - began, 3)})
+    return read_block(path, [side.name for side in sides])
 
 
 @dataclass
@@ -131,7 +140,7 @@ class Rank:
     cores: int  # of the machine
     connection: Connection
     state: State = State.STARTING
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 class Scheduler(Launches):
@@ -206,31 +215,56 @@ class Scheduler(Launches):
         spare = most
         for round_ in range(rounds):
             report(f"round {round_ + 1} of {rounds}, {most - spare} turns taken again")
-            for side in sides if round_ % 2 == 0 else sides[::-1]:
+            order = sides if round_ % 2 == 0 else sides[::-1]
+            for side in order:
                 while True:
                     began = time.monotonic()
-                    turn = self.take_turn(side, round_)
+                    turn = self.take_turn(side, round_, digest=round_ == rounds - 1)
                     is_disturbed, is_last = turn.other_load > self.quiet_cores, spare == 0
                     if is_disturbed and not is_last:
                         spare -= 1
+                        turn = replace(turn, purpose="disturbed")
                         wait_for_quiet(patience)
+                    turns.append(turn)
                     disturbed_seconds += is_disturbed * (time.monotonic() - began)
                     if is_last or not is_disturbed:
                         break
-                turns.append(turn)
+            if round_ % ABLATION_EVERY == ABLATION_EVERY - 1:
+                ablated = [side for side in order if side.ablates]
+                turns += [
+                    self.take_turn(one, round_, "ablation", exchange=False) for one in ablated
+                ]
         return turns, disturbed_seconds
 
-    def take_turn(self, side: Side, round_: int) -> Turn:
-        """Let a side alone go on for its number of steps, and return what it measured."""
+    def take_turn(self, side: Side, round_: int, purpose: Purpose = "speed", **how: bool) -> Turn:
+        """Let a side alone go on for its number of steps, and return what it measured. `how`: with
+        `exchange` of gradients (the default), and a `digest` of the weights at its end."""
         self.on_turn, began = side.name, time.time()
-        ask = {"steps": side.steps, "overruns": side.copies > 1}
-        ranks = self.request(side, State.RUNNING, State.READY, **ask)
+        ask = {"steps": side.steps, "overruns": side.copies > 1, "exchange": True, "digest": False}
+        ranks = self.request(side, State.RUNNING, State.READY, **ask | how)
         cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
         if side.copies > 1:
             # Who was done first has gone on: that, too, is the side's own load.
             self.request(side, State.READY, State.READY)
         self.request(side, State.PAUSED, State.PAUSED)
-        return make_turn(side, round_, round(began, 2), ranks, cpu_seconds)
+        turn = make_turn(side, round_, round(began, 2), ranks, cpu_seconds)
+        return replace(turn, purpose=purpose)
+
+    def weights(self) -> dict[str, str]:
+        """Return the digest of each side's weights, where a trainer told it; MeasurementError for
+        a side whose ranks hold different ones: their gradients were not averaged."""
+        digests = defaultdict[str, set[str]](set)
+        for rank in self.ranks:
+            if "weights" in rank.measured:
+                digests[rank.side].add(rank.measured["weights"])
+        for side, found in digests.items():
+            if len(found) > 1:
+                raise MeasurementError(
+                    f"{side}: its ranks ended with {len(found)} different weights, so it does not "
+                    "average the gradients of all: it does less work than it is to be compared by",
+                    side,
+                )
+        return {side: found.pop() for side, found in digests.items()}
 
     def request(self, side: Side, wanted: State, until: State, **values: Any) -> list[Rank]:
         """Send all ranks of a side which state to take; return them when all are in `until`."""
@@ -358,16 +392,16 @@ def start_side(
     return launches.launch(command, folder, variables, side.directory)
 
 
-def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> Sequence[Side]:
+def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> tuple[Sequence[Side], list[Turn]]:
     """Return the sides, each with the number of steps that makes a turn: by the pace of a trial,
     which is also their first turn with the cores to themselves. All get the same number, or the
-    work would not be the same."""
+    work would not be the same. Also return the trials."""
     if all(side.steps for side in sides):
-        return sides
-    trials = [scheduler.take_turn(replace(side, steps=TRIAL_STEPS), 0) for side in sides]
+        return sides, []
+    trials = [scheduler.take_turn(replace(side, steps=TRIAL_STEPS), 0, "trial") for side in sides]
     pace = median(turn.seconds for turn in trials) / TRIAL_STEPS
     steps = max(1, round(TURN_SECONDS / pace))
-    return [replace(side, steps=side.steps or steps) for side in sides]
+    return [replace(side, steps=side.steps or steps) for side in sides], trials
 
 
 def make_turn(
@@ -377,27 +411,47 @@ def make_turn(
 
     Ranks that train together take the same time from one step's end to another's, but for a few
     milliseconds by which one of them is ahead: their mean counts. Independent copies add up. What
-    the cores of a machine did beside all of the side's processes is others'. CPU time is that of
-    the lead-in as well.
+    the cores of a machine did beside all of the side's processes is others'. CPU time and counters
+    are those of the lead-in as well. MeasurementError for a trainer that counts other images than
+    its flags promise.
     """
     by_copy, by_machine = defaultdict(list), defaultdict(list)
     for rank in ranks:
         by_copy[rank.copy].append(rank.measured["seconds"])
         by_machine[rank.machine].append(rank.measured)
-    seconds = [mean(of_ranks) for of_ranks in by_copy.values()]
+    seconds, expected = (
+        [mean(of_ranks) for of_ranks in by_copy.values()],
+        side.steps * side.images_per_step,
+    )
+    told = [rank.measured for rank in ranks]
+    if wrong := {one["images"] for one in told if one.get("images", expected) != expected}:
+        raise MeasurementError(
+            f"{side.name}: its trainer counted {wrong.pop()} images in a turn of {expected}",
+            side.name,
+        )
+    rate, copies = sum(expected / each for each in seconds), len(seconds)
+    phases = [one["phases"] for one in told if "phases" in one]
+    computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
         (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
         / max(m["window"] for m in of_ranks)
         for of_ranks in by_machine.values()
     ]
     return Turn(
-        side.name,
-        round_,
-        max(seconds),
-        sum(side.steps * side.images_per_step / each for each in seconds),
-        cpu_seconds / ((LEAD_IN_STEPS + side.steps) * side.images_per_step * len(seconds)),
-        max(0.0, round(max(loads), 3)),
-        began,
+        side=side.name,
+        round=round_,
+        seconds=copies * expected / rate,
+        images=copies * expected,
+        cpu_seconds_per_image=cpu_seconds
+        / ((LEAD_IN_STEPS + side.steps) * side.images_per_step * copies),
+        other_load=max(0.0, round(max(loads), 3)),
+        began=began,
+        samples=told[0].get("samples"),
+        phases={name: fmean(one[name] for one in phases) for name in phases[0]} if phases else {},
+        straggler_ratio=max(computing) / median(computing) if len(computing) > 1 else None,
+        major_faults=sum(one.get("major_faults", 0) for one in told),
+        context_switches=sum(one.get("context_switches", 0) for one in told),
+        steal_seconds=round(max(one.get("steal_seconds", 0.0) for one in told), 3),
     )
 
 

@@ -12,6 +12,7 @@ from compare.running.take_turns import SCHEDULER
 from recipe.config import read_flags
 from recipe.errors import UserError
 
+ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 
 
@@ -42,6 +43,7 @@ class Side:
     warm_up: int = 3  # steps
     environment: dict[str, str] = field(default_factory=dict)
     directory: Path = ROOT  # in which it is started
+    ablates: bool = False  # can it leave out the exchange of gradients?
     over_hosts: bool = False  # some of its ranks are on other hosts, or may be
     interface: str | None = None  # of the network between them; None: any that leads here
 
@@ -82,6 +84,7 @@ def training_side(run: Run, folder: Path, **others: Any) -> Side:
         program=(trainer, *run.trainer_words("{folder}", "run")),
         images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
+        ablates=configuration.engine in ABLATES and "--use-adasum" not in run.arguments,
         directory=Path.cwd(),
         over_hosts=run.leaves_this_host or configuration.has_daemons,
         interface=configuration.interface,

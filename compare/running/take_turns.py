@@ -17,7 +17,8 @@ the rank; if the agent is gone, a rank that is not paused ends itself.
 A message is a `State` with values, as JSON, one a message of multiprocessing.connection, never
 pickled. The scheduler sends which state a rank is to take:
 
-    RUNNING   do a turn of `steps` steps, and further ones if it `overruns`
+    RUNNING   do a turn of `steps` steps, and further ones if it `overruns`; does it `exchange`
+              gradients, and is a `digest` of the weights asked for at its end?
     READY     of those that overrun: do no more steps now
     PAUSED    be stopped
     ENDED     end
@@ -30,6 +31,7 @@ import enum
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -50,12 +52,12 @@ from typing import Any
 
 import psutil
 
+from compare.plan.blocks import LEAD_IN_STEPS
 from compare.running.launch import busy_cpu_seconds, send_signal
 from recipe.errors import one_message
 from recipe.start import Hooks, start
 from recipe.world import read_world
 
-LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 # Longer than a side is ever paused: Horovod's background threads on Gloo wait for each other all
 # the time, and by a clock that goes on.
 NEVER_S = "1000000"
@@ -207,28 +209,56 @@ class Client:
 
     def __init__(self, agent: Connection, warm_up: int) -> None:
         self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
-        self.done, self.began, self.cpu_began = 0, 0.0, 0.0
+        self.exchange, self.digest = True, False
+        self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
+        self.before = counters()
 
-    def step_ended(self) -> None:
-        """Count a step; at a turn's end report it and wait for the next one."""
+    def step_ended(self, session: Any = None, model: Any = None) -> None:
+        """Count a step; at a turn's end report it and wait for the next one. A trainer gives its
+        session, and the model if each rank holds all of it."""
         self.done += 1
         left = LEAD_IN_STEPS + self.steps - self.done
+        if session is not None:
+            self.laps += session.meter.clock.ended
         if left == 0:
             synchronize()
-            send(self.agent, State.READY, seconds=time.monotonic() - self.began, **self.spent())
+            told = {"seconds": time.monotonic() - self.began, **self.spent()}
+            send(self.agent, State.READY, **told, **self.trained(session, model))
             if not self.overruns:
                 self.wait()
         elif self.done == LEAD_IN_STEPS:
             synchronize()
+            if session is not None:
+                self.samples, self.laps = session.progress.samples_seen, []
             self.began = time.monotonic()
         elif left < 0 and self.agent.poll():
             self.wait()
 
     def spent(self) -> dict[str, float]:
-        """Return the CPU time since the turn began, and until when; and by then that of the whole
-        machine, read before this process looks at all others, which would count as theirs."""
+        """Return the CPU time and other counters since the turn began, and until when; and by then
+        the CPU time of the whole machine, read before this process looks at all others, which would
+        count as theirs."""
         now, busy = time.monotonic(), busy_cpu_seconds()
-        return {"cpu_seconds": cpu_seconds() - self.cpu_began, "until": now, "busy": busy}
+        used = {name: value - self.before[name] for name, value in counters().items()}
+        return {**used, "until": now, "busy": busy}
+
+    def trained(self, session: Any, model: Any) -> dict[str, Any]:
+        """Return what the trainer itself says of the turn: images, phases of the mean step, samples
+        so far, and the digest of the weights if it was asked for."""
+        if session is None:
+            return {}
+        samples = session.progress.samples_seen
+        phases = session.meter.clock.seconds(self.laps)
+        told = {
+            "images": samples - self.samples,
+            "samples": samples,
+            "phases": {phase: seconds / self.steps for phase, seconds in phases.items()},
+        }
+        if self.digest and model is not None:
+            from recipe.record.environment import weights_sha256  # loads torch
+
+            told["weights"] = weights_sha256(model, buffers=False)
+        return told
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
@@ -241,8 +271,9 @@ class Client:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        self.steps, self.overruns = values["steps"], values["overruns"]
-        self.done, self.cpu_began = 0, cpu_seconds()
+        for name, value in values.items():  # steps, overruns, exchange, digest
+            setattr(self, name, value)
+        self.done, self.before = 0, counters()
 
 
 def synchronize() -> None:
@@ -261,13 +292,30 @@ def cpu_seconds() -> float:
     return total
 
 
+def counters() -> dict[str, float]:
+    """Return what grows while this process works: its CPU time, its pages that had to be read from
+    a disk, how often it lost or left its core, and the time that a hypervisor gave to others."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "cpu_seconds": cpu_seconds(),
+        "major_faults": used.ru_majflt,
+        "context_switches": used.ru_nvcsw + used.ru_nivcsw,
+        "steal_seconds": float(getattr(psutil.cpu_times(), "steal", 0.0)),
+    }
+
+
 CLIENT: Client | None = None
 
 
-def step_ended() -> None:
+def step_ended(session: Any = None, model: Any = None) -> None:
     """Say that an optimizer step has ended; does nothing when nobody measures."""
     if CLIENT is not None:
-        CLIENT.step_ended()
+        CLIENT.step_ended(session, model)
+
+
+def exchanges() -> bool:
+    """Whether this turn's steps exchange gradients."""
+    return CLIENT is None or CLIENT.exchange
 
 
 def main() -> None:
@@ -295,7 +343,7 @@ def train(folder: str, script: str) -> None:
     config = replace(config, max_steps=None, batch_size_warmup_epochs=0)
     trainer = importlib.import_module(f"{folder}.{script}")  # loads torch: after the knobs are set
     with one_message(world):
-        trainer.main(config, world, Hooks(step_ended, ENDLESS_IMAGES))
+        trainer.main(config, world, Hooks(step_ended, exchanges, ENDLESS_IMAGES))
 
 
 if __name__ == "__main__":

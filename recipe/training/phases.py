@@ -40,13 +40,17 @@ def begins_stretch(config: Config, step: int) -> bool:
     return config.ablation_steps is not None and step % config.ablation_steps == 0
 
 
+Laps = list[tuple[str, Any, Any]]  # of a step: phase, begin, end
+
+
 class StepClock:
     """Durations of steps and their phases without holding the device up: CUDA events there, the
     system's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.steps: list[list[tuple[str, Any, Any]]] = [[]]  # of each step: phase, begin, end
+        self.steps: list[Laps] = [[]]
+        self.ended: Laps = []  # of the last step that has ended
         self.restart()
 
     def _now(self) -> Any:
@@ -68,6 +72,7 @@ class StepClock:
 
     def end_step(self) -> None:
         """End the step."""
+        self.ended = self.steps[-1]
         self.steps.append([])
 
     def take(self) -> list[dict[str, float]]:
@@ -77,10 +82,11 @@ class StepClock:
         self.steps = [current]
         if self.on_cuda:
             torch.cuda.synchronize()
-        seconds = []
-        for laps in ended:
-            step = dict.fromkeys(PHASES, 0.0)
-            for phase, begin, end in laps:
-                step[phase] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
-            seconds.append(step)
+        return [self.seconds(laps) for laps in ended]
+
+    def seconds(self, laps: Laps) -> dict[str, float]:
+        """Seconds of each phase of these laps; on CUDA the device must have come past them."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, begin, end in laps:
+            seconds[phase] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
         return seconds

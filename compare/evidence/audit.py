@@ -1,0 +1,102 @@
+"""Audit a block of turns: what of it does not fit its plan, its sides' own records, or itself.
+
+A damaged or mixed-up record is to be found here, before it is part of a verdict. Whoever changes
+all of a record's files consistently is not found: only another measurement is proof against that.
+"""
+
+import math
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from compare.evidence.turns import Block, Turn, quiet_load
+from compare.plan.blocks import LEAD_IN_STEPS
+from compare.plan.plan import TRAINERS
+from compare.plan.record import FORMAT, PlanRecord
+from recipe.record.schema import Environment, Settings
+
+CLOCK_SECONDS = 0.05  # by which a turn may seem to begin too early: its time is rounded
+
+
+def contradictions(
+    block: Block,
+    plan: PlanRecord,
+    place: tuple[str, int],
+    sides: Mapping[str, tuple[Settings, Environment]],
+) -> Iterator[str]:
+    """Yield what is wrong with a block of this case and number of workers."""
+    yield from against_plan(block, plan, place)
+    yield from against_sides(block, sides)
+    yield from against_clock(block.turns, datetime.fromisoformat(plan.created_utc).timestamp())
+
+
+def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iterator[str]:
+    """Yield in what it is another block than the plan's, as far as its version wrote that down."""
+    members = plan.in_order(block.number, *place)
+    order = tuple(member.name for member in members)
+    if plan.format >= FORMAT:
+        facts: tuple[tuple[str, Any, Any], ...] = (
+            ("order", block.order, order),
+            ("rounds", block.rounds, plan.rounds),
+            ("rounds of its turns", len(block.of("speed")), plan.rounds * len(order)),
+            ("sources", block.sources, plan.trainers_sha256),
+            ("comparison", block.comparison, plan.order_seed),
+        )
+        for name, written, wanted in facts:
+            if written != wanted:
+                yield f"{name} is {written!r}, but the plan has {wanted!r}"
+        for member, command in zip(members, block.commands, strict=False):
+            run, words = plan.run(block.number, place[0], member, place[1]), shlex.split(command)
+            planned = run.trainer_words("runs/by-hand", "run")
+            trainer, *flags = words[-len(planned) - 1 :]
+            if not trainer.endswith(TRAINERS[member.engine]) or flags != planned:
+                yield f"the command of {member.name} is {command}, and not that of the plan"
+    by_round = defaultdict[int, list[str]](list)
+    for turn in block.of("speed"):
+        by_round[turn.round].append(turn.side)
+    for number, names in by_round.items():
+        if names != [*block.order][:: -1 if number % 2 else 1]:
+            yield f"the turns of round {number} are of {names}, which is not their order"
+
+
+def against_sides(block: Block, sides: Mapping[str, tuple[Settings, Environment]]) -> Iterator[str]:
+    """Yield in what turns contradict the sides' settings, each other, or the rule by which a turn
+    is left out."""
+    cores = max(environment.cores for _, environment in sides.values())
+    if block.quiet_cores > quiet_load(cores):
+        yield f"quiet_cores is {block.quiet_cores:g}, which is much for {cores} cores"
+    if len(set(block.steps.values())) > 1:
+        yield f"its sides make {block.steps} steps a turn, and not the same number"
+    for side, (settings, environment) in sides.items():
+        passes = settings.flags.get("batches_per_allreduce", 1) * environment.world_size
+        images_per_step = (settings.batch_size or 0) * passes
+        own = [turn for turn in block.turns if turn.side == side]
+        expected = block.steps.get(side, 0) * images_per_step
+        for turn in own:
+            if turn.purpose != "trial" and not math.isclose(turn.images, expected or turn.images):
+                yield f"a turn of {side} has {turn.images:g} images, and its steps {expected}"
+            if turn.purpose == "disturbed" and turn.other_load <= block.quiet_cores:
+                yield f"a turn of {side} was left out, and nobody had disturbed it"
+        for before, after in pairwise(own):
+            grown = (after.samples or 0) - (before.samples or 0)
+            if after.samples and grown != after.images + LEAD_IN_STEPS * images_per_step:
+                yield f"{side} counted {grown} samples to the end of a turn of {after.images:g}"
+
+
+def against_clock(turns: tuple[Turn, ...], earliest: float) -> Iterator[str]:
+    """Yield which turn began before the one before it had ended, or before the comparison."""
+    for turn in turns:
+        if turn.began is not None:
+            if turn.began < earliest - CLOCK_SECONDS:
+                yield f"a turn of {turn.side} began {earliest - turn.began:.1f} s too early"
+            earliest = turn.began + turn.seconds
+
+
+def after(block: Block, following: Block) -> str:
+    """Say it if the following block began before this one had ended; empty if not."""
+    *_, last = block.turns
+    ended = (last.began or 0.0) + last.seconds
+    return next(against_clock(following.turns[:1], ended), "")
