@@ -92,14 +92,15 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     return "Gloo" if enabled["gloo"] else "MPI"
 
 
-def average_gradients(optimizer: Any, device: torch.device) -> None:
+def average_gradients(optimizer: Any, config: Config, device: torch.device) -> None:
     """Wait until the gradients of a `hvd.DistributedOptimizer` are the averages over ranks.
 
-    On a CPU the wait is asleep. Horovod itself would ask again and again and only yield its core in
-    between (WaitAndClear in its torch/mpi_ops_v2.cc): that takes cores from the threads which carry
-    and add up the gradients, this rank's and the others' of its host.
+    On a CPU the wait is asleep, unless --no-sleeping-poll is given. Horovod itself asks again and
+    again and only yields its core in between (WaitAndClear in its torch/mpi_ops_v2.cc): that takes
+    cores from the threads which carry and add up the gradients, this rank's and the others' of its
+    host.
     """
-    if device.type == "cpu":
+    if config.sleeping_poll and device.type == "cpu":
         for handle, _ in optimizer._handles.values():
             while handle is not None and not hvd.poll(handle):
                 time.sleep(POLL_SECONDS)

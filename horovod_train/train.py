@@ -133,7 +133,7 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
         elif exchange:
-            average_gradients(optimizer, device)  # before they are unscaled and clipped
+            average_gradients(optimizer, config, device)  # before they are unscaled and clipped
             meter.lap("backward")
             unscale_and_clip(parts, config.clip_grad_norm)
             with optimizer.skip_synchronize():

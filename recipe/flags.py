@@ -319,6 +319,9 @@ class SpeedFlags:
     )
     """Exchange the gradients in so many groups, each as soon as all of it is ready (Horovod only,
     fp32 only). Default: each cycle sends what is ready."""
+    sleeping_poll: bool = speed(True, needs="workers", engine="horovod")
+    """On a CPU, sleep 0.2 ms between two looks at whether the gradients are averaged (Horovod
+    only). Without it the wait is Horovod's own, which looks again and again."""
     cuda: bool = place(True, decides=("device", "device_name", "CUDA version"))
     """Use GPUs where there are any."""
     deterministic: bool = work(False)

@@ -46,8 +46,8 @@ from recipe.world import World
 ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
-    "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "ablation_steps",
-    "tensor_steps", "profile_steps",
+    "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
+    "ablation_steps", "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 

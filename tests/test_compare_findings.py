@@ -168,6 +168,41 @@ def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan,
         assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
 
 
+CORNERS = ("ddp-gloo", "ddp-mpi", "horovod-mpirun-gloo", "horovod-mpirun-mpi")
+BACKEND, SLEEP, YIELD = "DDP's exchange over MPI", "Horovod's sleep", "yields its core"
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "flags", "variables", "said"),
+    [
+        (CORNERS, "cpu", {"sleeping_poll": True}, {}, {BACKEND, SLEEP, YIELD}),
+        (CORNERS, "cpu", {}, {}, {BACKEND}),  # an earlier trainer's
+        (CORNERS[::2], "cpu", {"sleeping_poll": True}, {}, {SLEEP}),
+        (CORNERS[::2], "cuda", {"sleeping_poll": True}, {}, set()),
+        (
+            CORNERS[2:],
+            "cpu",
+            {"sleeping_poll": False},
+            {"OMPI_MCA_mpi_yield_when_idle": "0"},
+            set(),
+        ),
+        (CORNERS[2:], "cpu", {"sleeping_poll": False}, {}, {YIELD}),
+    ],
+)
+def test_a_report_says_what_is_this_projects_own(tmp_path, names, device, flags, variables, said):
+    comparison = compare(tmp_path, configurations=names, blocks=1)
+    for run in comparison.runs:
+        run.config.flags.update(flags)
+        change(run.environment, device=device, variables=variables)
+    report = Report(comparison)
+    assert {text for text in (BACKEND, SLEEP, YIELD) if text in report.ours} == said
+    assert bool(report.ours) is bool(said)
+    for written in (as_text([report]), as_text([report], markdown=True)):
+        assert ("This project's own" in written) is bool(said)
+    assert ("This project&#39;s own" in render_page(report)) is bool(said)
+    assert sorted(comparison.square.values()) == (sorted(names) if names == CORNERS else [])
+
+
 # ------------------------------------------------------------------------- what the plan varies
 
 

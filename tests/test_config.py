@@ -366,6 +366,7 @@ def test_what_cannot_be_combined(
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "ddp", 2),
         ({"gradient_predivide_factor": 2.0}, "gradient-predivide-factor", "horovod", 1),
         ({"num_groups": 2}, "num-groups", "ddp", 2),
+        ({"sleeping_poll": False}, "sleeping-poll", "ddp", 2),
         ({"bucket_cap_mb": 2.0}, "bucket-cap-mb", "horovod", 2),
         ({"first_bucket_mb": 2.0}, "first-bucket-mb", "horovod", 2),
         ({"wire_format": "fp16"}, "wire-format", "ddp", 1),

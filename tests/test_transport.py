@@ -166,6 +166,21 @@ def test_transport_of_horovod_is_refused(
         module.check_transport(config, world, device)
 
 
+@pytest.mark.parametrize(
+    ("asleep", "device", "sleeps"), [(True, CPU, 2), (False, CPU, 0), (True, GPU, 0)]
+)
+def test_horovods_wait_is_asleep_on_a_cpu_unless_it_is_to_be_horovods_own(
+    asleep: bool, device: torch.device, sleeps: int, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, clock, looks = engine(), Mock(), iter([False, False, True])
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module.hvd, "poll", lambda handle: next(looks), raising=False)
+    optimizer = Mock(_handles={"not sent yet": (None, None), "sent": (7, None)})
+    module.average_gradients(optimizer, a_config(sleeping_poll=asleep), device)
+    assert clock.sleep.call_count == sleeps
+    optimizer.synchronize.assert_called_once()
+
+
 COLLECTIVES = """
 import sys
 import torch

@@ -38,6 +38,8 @@ COMPARED = {
     "images/s": ("images_per_second", "unpaired_ratios_to_first"),
     "CPU ms per image": ("cpu_ms_per_image", "unpaired_cpu_ratios_to_first"),
 }
+# What a record holds of the two waits: earlier ones do not have the first.
+SLEEP, YIELD = "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
 NOT_SETTINGS = {"log_dir", "name", "seed"}
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
@@ -119,6 +121,28 @@ class Report:
                 at = place_text(case, workers) if case else f"At {count(workers, 'worker')}"
                 lines.append(f"{at}, not beaten: {' or '.join(left) or 'none'}.")
         return lines
+
+    @property
+    def ours(self) -> str:
+        """Say what in the configurations is this project's own, as their runs record it: who starts
+        an engine as it comes measures without."""
+        runs = self.comparison.written
+        over_mpi = [run for run in runs if run.environment.transport == "MPI"]
+        on_cpus = [run for run in runs if run.environment.device == "cpu"]
+        said = [
+            (any(run.engine == "ddp" for run in over_mpi),
+             "DDP's exchange over MPI (mpi4py in a thread of Python)"),
+            (any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
+             "Horovod's sleep between two looks at its gradients"),
+            (any(SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
+                 for run in over_mpi),
+             "that MPI yields its core between two polls"),
+        ]  # fmt: skip
+        own = ", ".join(text for applies, text in said if applies)
+        return (
+            own
+            and f"This project's own: {own}. Without it ratios are others: the plan stock measures them."
+        )
 
     @property
     def reproduce(self) -> list[str]:

@@ -58,7 +58,7 @@ def finding_parts(report: Report, markdown: bool) -> list[str]:
         below = [*map(difference_text, verdict.differences), *verdict.support()]
         parts.append(listed(verdict.sentence(), below, markdown))
     notices = [listed(f"{title}:", lines, markdown) for title, lines in report.notices]
-    return [*parts, report.correction, *notices]
+    return [*parts, report.ours, report.correction, *notices]
 
 
 def table_part(table: Table, markdown: bool) -> str:
@@ -214,6 +214,7 @@ def report_value(report: Report) -> dict[str, Any]:
         "phases": [*report.phases, *report.phase_differences],
         "runs": list(run_lines(comparison)),
         "turns": list(turn_lines(comparison)),
+        "ours": report.ours,
         "correction": report.correction,
         "notices": dict(report.notices),
         "limits": report.limits,
