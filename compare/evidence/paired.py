@@ -126,6 +126,18 @@ def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Esti
     return Estimate(math.exp(center), low, high, ratios, error, n - 1, confidence)
 
 
+def mean_interval(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float | None, float | None]:
+    """Return the mean of what each block has measured once, and the ends of its interval, None from
+    fewer than MIN_BLOCKS blocks."""
+    center, n = math.fsum(values) / len(values), len(values)
+    if n < MIN_BLOCKS:
+        return center, None, None
+    half = student_quantile(confidence, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return center, center - half, center + half
+
+
 def hodges_lehmann(values: Sequence[float]) -> float:
     """Return the median of the means of all pairs of these values, each with itself as well: nearly
     as precise as the mean where nothing disturbed, and untouched by a quarter of outliers (Hodges

@@ -62,7 +62,7 @@ class Report:
         self.speed = speed_rows(comparison, price_per_hour)
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
-        self.phase_differences = phase_differences(self.phases, self.verdicts)
+        self.phase_differences = phase_differences(comparison, self.phases, self.verdicts)
         self.notices = notices(comparison)  # last: what the others read may be damaged
 
     @property

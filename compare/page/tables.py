@@ -3,14 +3,15 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import tabulate
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
-from compare.evidence.rows import IMAGES, PHASES
+from compare.evidence.rows import IMAGES, PHASES, PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
@@ -156,11 +157,24 @@ INPUT = (
 )  # fmt: skip
 
 
-def phase_columns(pattern: str) -> list[Column]:
+def phase_columns() -> list[Column]:
     """Return a column for each phase, in short words: on a terminal the table is to fit into 100
     columns."""
     fields = {field: words.split()[0] for field, words in PHASES.items()} | {"step_seconds": "step"}
-    return [Column(name, attrgetter(field), pattern, scale=1000) for field, name in fields.items()]
+    return [
+        Column(name, partial(seconds_of, field), scale=1000, is_optional=True)
+        for field, name in fields.items()
+    ]
+
+
+def seconds_of(field: str, row: PhaseRow) -> Any:
+    """Return a phase's seconds; of a difference the cell with its interval, in milliseconds."""
+    found = row.seconds.get(field)
+    if not isinstance(found, tuple):
+        return found
+    mean, low, high = found
+    width = "" if low is None else f"±{500 * (high - low):.1f}"
+    return TableCell(f"{1000 * mean:+.1f}".replace("-", "−"), 1000 * mean, width)
 
 
 SENT = (
@@ -175,22 +189,16 @@ def all_tables(report: Report) -> list[Table]:
     """Return the tables in their order: speed first, and apart from it whole trainings."""
     is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
     has_rungs = any(run.engine not in ENGINES for run in report.comparison.runs)
-    denied = [
-        f"{row.configuration} ({place_text(row.case, row.workers)})"
-        for row in report.phase_differences
-        if row.contradicts_verdict
-    ]
     phases = (
-        "Means over the steps of rank 0, of one run each. Exposed: how much longer a step takes "
-        "because of the gradient exchange; with one worker, who has nobody to exchange with, the "
-        "engine's own work."
+        "Means over ranks and blocks, of the turns that the verdicts are from (of whole runs: of "
+        "rank 0). Exposed: how much longer a step takes because of the gradient exchange; with one "
+        "worker, who has nobody to exchange with, the engine's own work. Other: records, and what "
+        "else ends a step."
     )
     differences = (
-        "First less second, where a verdict shows a difference: a minus is what the first saves."
+        "First less second, where a verdict shows a difference: a minus is what the first saves. "
+        "Paired by block, with intervals; the phases add up to the step."
     )
-    if denied:
-        differences += " The runs that measured the phases do not show the verdict's difference: "
-        differences += f"{', '.join(denied)}."
     unused = "No verdict on speed uses these runs: that is measured by turns." * is_by_turns
     most = max((row.planned_runs for row in trainings), default=1)
     costs = RESOURCES + LADDER * has_rungs
@@ -200,9 +208,9 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
         cell_table(report, "A step's time by phase, ms",
-                   (*phase_columns(""), *SENT), report.phases, phases),
+                   (*phase_columns(), *SENT), report.phases, phases),
         cell_table(report, "Where a difference is, ms",
-                   phase_columns("{:+.1f}"), report.phase_differences, differences),
+                   phase_columns(), report.phase_differences, differences),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
     ]  # fmt: skip

@@ -12,7 +12,6 @@ import msgspec
 
 from compare.evidence.equality import difference_text
 from compare.evidence.records import Comparison
-from compare.evidence.rows import PHASES
 from compare.evidence.words import shortest_unique_names
 from compare.page.report import UNPAIRED, Report, SideBySide
 from compare.page.tables import Table, all_tables, side_by_side_tables, square_tables, table_text
@@ -103,7 +102,10 @@ RUN_FIGURES = {
     "steps": "summary.steps", "samples_seen": "summary.samples_seen",
     "validation_loss": "summary.loss", "top1_percent": "summary.top1",
     "top5_percent": "summary.top5", "weights_sha256": "summary.weights_sha256",
-    **{f"{field}_per_step": f"summary.phases.{field}" for field in PHASES},
+    **{
+        f"{phase}_seconds_per_step": f"summary.phases.{phase}_seconds"
+        for phase in ("data", "forward", "backward", "exposed_communication", "optimizer")
+    },
     "step_seconds": "summary.phases.step_seconds",
     "input_files_per_second": "summary.input.files_per_second",
     "input_megabytes_per_second": "summary.input.megabytes_per_second",

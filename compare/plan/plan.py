@@ -37,7 +37,7 @@ from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, 
 from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
-from recipe.flags import flag_name, last_value, without_flag
+from recipe.flags import flag_name, last_value
 from recipe.record.schema import Count, Text, Whole
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
@@ -51,11 +51,8 @@ RESERVED_FLAGS = {
     "--name": "the plan sets where each run is written: use --out DIR before the --",
     "--resume": "every run starts from nothing",
     "--evaluate": "a comparison trains",
-    "--ablation-steps": "it would measure steps without communication; runs of their own do that "
-    "after the blocks (--phase-steps)",
+    "--ablation-steps": "it would measure steps without communication; turns of their own do that",
 }
-ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
-LEAST_PHASE_STEPS = 2 * ABLATION_STEPS  # in fewer nothing would be measured
 
 
 class Share(float):
@@ -130,7 +127,7 @@ class Run:
     case: str = ""
     arguments: tuple[str, ...] = ()  # the trainer's, all but the run's place and its seed
     hosts: str | None = None
-    purpose: str = ""  # of a run in no block: to warm up, or to show the phases of a step
+    purpose: str = ""  # of a run in no block: to warm up
 
     @property
     def name(self) -> str:
@@ -339,14 +336,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "SECONDS",
         ),
     ] = 1800
-    phase_steps: Annotated[
-        Whole,
+    no_phases: Annotated[
+        bool,
         flag(
-            "after the blocks each configuration runs once more for N steps (at least "
-            f"{LEAST_PHASE_STEPS}), half of them without exchanging gradients, which shows the "
-            "phases of a step (default: 120, or the trainers' --max-steps; 0: not at all)"
+            "leave out the turns without the exchange of gradients, which show what of a step is "
+            "exposed communication",
+            "",
+            identifies=True,
         ),
-    ] = 120
+    ] = False
     # What no one writes, but run.py finds out:
     plan_file: Text | None = None
     left_out: tuple[Text, ...] = ()  # configurations that cannot run here, without Horovod say
@@ -517,27 +515,6 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         most = max(self.workers)
         cells = [(case, one) for case in self.cases for one in firsts.values()]
         return [self.run(0, case, one, most, "warm-up") for case, one in cells]
-
-    def phase_runs(self) -> list[Run]:
-        """Return one short run of each cell, in which stretches of steps with and without the
-        exchange of gradients alternate: what the exchange costs is their difference.
-
-        They end no later than the measured runs do, if those have steps enough.
-        """
-        runs = []
-        cells = [(c, m, w) for c in self.cases for m in self.members() for w in self.workers]
-        for case, configuration, workers in cells if self.phase_steps else ():
-            run = self.run(0, case, configuration, workers, "phases")
-            if "--use-adasum" in map(flag_name, run.arguments):
-                continue  # it combines updates, and has no gradients to leave unexchanged
-            own = int(last_value(run.arguments, "--max-steps") or self.phase_steps)
-            steps = max(min(self.phase_steps, own), LEAST_PHASE_STEPS)
-            arguments = (
-                *without_flag(run.arguments, "--max-steps"),
-                "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
-            )  # fmt: skip
-            runs.append(dataclasses.replace(run, arguments=arguments))
-        return runs
 
 
 FIELDS = msgspec.structs.fields(Plan)

@@ -17,7 +17,6 @@ from compare.plan.hosts import read_hostfile, read_hosts
 from compare.plan.plan import (
     FIELDS,
     KEYS,
-    LEAST_PHASE_STEPS,
     RESERVED_FLAGS,
     Plan,
     Share,
@@ -219,11 +218,6 @@ def check_measuring(plan: Plan) -> None:
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
             "workers share a global batch and train with one global rate, whatever their number"
-        )
-    if 0 < plan.phase_steps < LEAST_PHASE_STEPS:
-        raise UserError(
-            f"--phase-steps {plan.phase_steps}: so few show no phases; give {LEAST_PHASE_STEPS} or "
-            "more, or leave these runs out with 0"
         )
     plan.block(1)  # which refuses a global batch that does not divide
 
