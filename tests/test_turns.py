@@ -330,3 +330,33 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
         for one in steps:
             assert scheduler.take_turn(replace(one, steps=2), 0).images_per_second > 0
     assert not marked_processes(scheduler.mark)
+
+
+# Each rank trains by itself: DDP's network is left aside, and with it the exchange of gradients.
+SKIPS = """
+from torch.nn.parallel import DistributedDataParallel
+DistributedDataParallel.forward = lambda network, *images: network.module(*images)
+"""
+
+
+@pytest.mark.launch
+def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
+    training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
+                "--no-cuda", "--threads", "1")  # fmt: skip
+    folder, skips = tmp_path / "block-1", tmp_path / "skips"
+    run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
+    honest = replace(training_side(run, folder), steps=2)
+    block = run_block([honest], 3, folder, 1, "block 1")
+    # Warm-up of 3 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
+    assert [turn.samples for turn in block.turns] == [48 + 24 * n for n in range(len(block.turns))]
+    assert {turn.images for turn in block.turns} == {16}
+    assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
+        block.of("ablation")
+    ) == 1
+    assert len(block.weights["ddp-torchrun"]) == 64
+    assert block.phases("ddp-torchrun").keys() >= {"exposed_communication_seconds", "other_seconds"}
+    skips.mkdir()
+    (skips / "sitecustomize.py").write_text(SKIPS)
+    cheat = replace(honest, environment={"PYTHONPATH": str(skips)})
+    with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
+        run_block([cheat], 3, tmp_path / "block-2", 2, "block 2")
