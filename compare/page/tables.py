@@ -290,7 +290,8 @@ def square_table(report: Report, case: str, workers: int) -> Table:
         f"Engine and transport, {place_text(case, workers)}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
-        "on each other.",
+        "on each other, on the scale of ratios only: differences in images/s would say something "
+        "else.",
         [Column(head, itemgetter(i), is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),
