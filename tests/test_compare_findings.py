@@ -342,6 +342,43 @@ def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     assert explained(comparison) == []
 
 
+# ------------------------------------------------------------------------- the interaction
+
+CORNERS = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")  # one of 100 images/s: Horovod
+
+
+@pytest.mark.parametrize(
+    ("gloo", "mpi", "words"),
+    [
+        (
+            122.0, 109.0,
+            "DDP is 22 % faster than Horovod over Gloo and 9 % faster over MPI: the ratio DDP / "
+            "Horovod over MPI is 0.89",
+        ),
+        (
+            105.0, 95.0,
+            "DDP is 5 % faster than Horovod over Gloo and 5 % slower over MPI: the ratio DDP / "
+            "Horovod over MPI is 0.90",
+        ),
+        (
+            110.0, 110.0,
+            "DDP is 10 % faster than Horovod over Gloo and 10 % faster over MPI: that is the same "
+            "within 0.5 %, ratio of ratios 1.000, 95 % interval 0.995 to 1.005, 3 blocks.",
+        ),
+    ],
+)  # fmt: skip
+def test_the_interaction_is_said_as_what_one_engine_leads_by(tmp_path, gloo, mpi, words):
+    pairs = ((CORNERS[0], CORNERS[1]), (CORNERS[2], CORNERS[3]), (CORNERS[2], CORNERS[0]))
+    comparison = compare(tmp_path, configurations=CORNERS, judged_pairs=pairs)
+    for block, factor in enumerate((0.998, 1.0, 1.002), start=1):
+        for name, speed in zip(CORNERS, (gloo, 100.0, mpi * factor, 100.0), strict=True):
+            change(find(comparison, block, name, 2, "").summary, images_per_second=speed)
+    found = judge(comparison)[-1]
+    assert found.is_interaction and found.sentence().startswith(f"At 2 workers {words}")
+    noisy = replace(found, decision="undecided").sentence()
+    assert "over MPI: whether these two differ is not decided, they differ by at most" in noisy
+
+
 # ------------------------------------------------------------------------- cases
 
 

@@ -42,6 +42,7 @@ SENTENCES = (
     rf"DDP over MPI trained 1\.1\d+ times as fast as Horovod over MPI{INTERVAL}",
     rf"DDP over MPI trained 1\.0\d+ times as fast as DDP over Gloo{INTERVAL}",
     rf"Horovod over MPI trained 0\.\d+ times as fast as Horovod over Gloo{INTERVAL}",
+    r"DDP is [\d.]+ % (faster|slower) than Horovod over Gloo and 1\d % faster over MPI: "
     rf"the ratio DDP / Horovod over MPI is 1\.1\d+ times that over Gloo{INTERVAL}",
 )
 

@@ -43,6 +43,14 @@ WITH_ITSELF = {
     "equal": f"{FIT}equal within {{bound}}, {{ratio}}, {{figures}}",
     "undecided": f"{FIT}it differs from itself by at most {{bound}}, {{ratio}}, {{figures}}",
 }
+DEPENDS = "{leads}: {first} {times} {second}, {figures}"
+OF_RATIOS = {
+    "faster": DEPENDS,
+    "slower": DEPENDS,
+    "equal": "{leads}: that is the same within {bound}, {ratio}, {figures}",
+    "undecided": "{leads}: whether these two differ is not decided, they differ by at most {bound} "
+    "({ratio}, {figures}){more}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,7 @@ class Verdict:
     margin: float  # within which "equal" is said
     is_null_test: bool = False  # both are the same: a difference would be the machine's
     is_interaction: bool = False
+    leads: str = ""  # of an interaction: how much faster one engine is over each transport
     speed: Estimate | None = None  # first / second, images a second
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
@@ -96,17 +105,19 @@ class Verdict:
         blocks, number = count(speed.blocks, "block"), ratio_text(speed)
         times, ratio = f"trained {number} times as fast as", f"speed ratio {number}"
         if self.is_interaction:
-            times, ratio = f"is {number} times", f"ratio {number}"
+            times, ratio = f"is {number} times", f"ratio of ratios {number}"
         if speed.low is None:
             return (
                 f"{self.first_label} {times} {self.second_label} in {blocks}: too few for an "
                 f"interval, which needs {MIN_BLOCKS}, so nothing is decided"
             )
         sentences = WITH_ITSELF if self.is_null_test else BETWEEN_TWO
+        sentences = OF_RATIOS if self.is_interaction else sentences
         sentence = sentences[self.decision] if self.is_finished else UNFINISHED
         return sentence.format(
             first=self.first_label,
             second=self.second_label,
+            leads=self.leads,
             times=times,
             ratio=ratio,
             figures=f"{interval_text(speed)}, {blocks}",
@@ -298,7 +309,20 @@ def judge_interaction(
         is_interaction=True,
     )
     verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
+    if verdict.speed is not None:
+        over, over_other = (  # a power of 0: of the same blocks
+            lead_text(comparison, verdict, {a: 0, b: 0, c: 0, d: 0} | powers)
+            for powers in ({a: 1, b: -1}, {c: 1, d: -1})
+        )
+        leads = f"DDP is {over_other} than Horovod over {other_transport} and {over} over "
+        verdict = replace(verdict, leads=leads + transport)
     return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
+
+
+def lead_text(comparison: Comparison, verdict: Verdict, powers: Mapping[str, int]) -> str:
+    """Say how much faster or slower one configuration is than another, in percent."""
+    lead = estimate(comparison.blocks(verdict.case, verdict.workers), powers).ratio - 1
+    return f"{percent_text(abs(lead))} {'slower' if lead < 0 else 'faster'}"
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
