@@ -2,6 +2,7 @@
 of all rows."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not s
 NO_GOAL = "for reference"
 # An interval that contains its goal decides, too, if it ends no more than this share beyond it, on
 # the wrong side: on which side the truth lies could take hours to show, and would change no choice.
+# Of a ratio it is half the goal's distance from 1 where that is less: that distance is the cost
+# that the goal allows, or the gain that it asks for, and twice the cost or no gain is another
+# answer. So a goal of 1, which allows no cost, has no tolerance; other units have no such 1.
 NEAR = 0.02
 
 
@@ -107,7 +111,8 @@ class Row:
             return REACHED
         if better < goal:
             return MISSED
-        return AT_GOAL if worse >= goal - NEAR * abs(goal) else OPEN
+        allowed = abs(1 - self.goal) / 2 if self.unit == "ratio" else math.inf
+        return AT_GOAL if worse >= goal - min(NEAR * abs(goal), allowed) else OPEN
 
     def measured(self, found: Estimate, *notes: str) -> "Row":
         """The row with an estimate in it, and more notes."""
@@ -151,11 +156,14 @@ class Record(msgspec.Struct):
 def measure_and_keep(
     name: str, measure: Callable[[Options], Measured], options: Options
 ) -> list[Row]:
-    """Measure, write the record, return its rows. UserError if two sides have one name."""
+    """Measure, write the record, return its rows. MeasurementError if two sides have one
+    name, so that the record would lose a command."""
     options.out.mkdir(parents=True, exist_ok=True)
     started, measured = utc_now(), measure(options)
     commands = {side.name: side.shown() for side in measured.sides}
-    assert len(commands) == len(measured.sides), f"{name}: two sides have one name"
+    if len(commands) < len(measured.sides):
+        names = ", ".join(side.name for side in measured.sides)
+        raise MeasurementError(f"{name}: two sides have one name, of {names}; rename one")
     record = {
         "benchmark": name,
         "created_utc": started,

@@ -138,7 +138,9 @@ def test_every_setting_of_a_real_trainer_changed_alone_is_caught(real):
 
 
 # Of environment.json: what is no condition of a comparison, or stands in the fingerprint as well.
-NO_CONDITION = {"command", "started_utc", "git_commit", "version", "format", *START}
+NO_CONDITION = {
+    "command", "started_utc", "git_commit", "version", "format", "gpu_clock_mhz", *START,
+}  # fmt: skip
 
 
 def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_condition(real):
@@ -169,6 +171,8 @@ def test_what_must_be_equal_between_configurations_of_one_engine(tmp_path, plan,
     """Versions of what both use; in a null test even the start; beside a variable that the plan
     varies all others."""
     comparison = compare(tmp_path, blocks=1, **plan)
+    for run in comparison.runs:
+        change(run.environment, nccl="2.27.3")
     assert differing(comparison) == [[]]
     for field in fields:
         assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
@@ -247,6 +251,19 @@ def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
         if run.configuration == "horovod-tuned":
             change(run.environment, variables={"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"})
     assert differing(comparison) == [["NCCL_ALGO"]]
+
+
+@pytest.mark.parametrize(
+    ("second", "fields"), [("horovod-gloo", []), ("horovod-tuned", ["LD_LIBRARY_PATH"])]
+)
+def test_what_a_launcher_may_set_differs_with_the_launcher_alone(tmp_path, second, fields):
+    """horovod-gloo is not started by mpirun, which sets it for its ranks."""
+    plan = {"configurations": ("horovod-mpi", second), "defined": (HOROVOD_TUNED,)}
+    comparison = compare(tmp_path, **plan)
+    for run in comparison.runs:
+        if run.configuration == "horovod-mpi":
+            change(run.environment, variables={"LD_LIBRARY_PATH": "/opt/openmpi/lib"})
+    assert differing(comparison) == [fields]
 
 
 def tune_runs(comparison: Comparison, *names: str, knobs: str | None = "knobs.toml") -> None:

@@ -12,14 +12,17 @@ from recipe.flags import FLAGS, names_of
 PLACES = {"log_dir", "name"}
 # What may differ as well where the plan starts the two in different ways.
 START = {"engine", "launcher", "transport"}
+# What a launcher may set for its ranks: mpirun does, where it is given --prefix or its whole path.
+OF_LAUNCHER = {"LD_LIBRARY_PATH"}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 # Records of earlier trainers lack some of these.
 EQUAL_IN_ENVIRONMENT = (
     "hosts", "local_size", "world_size", "device", "device_name", "cpu_model", "cores", "threads",
-    "kernel", "cuda", "rank_hosts", "affinity", "allocator", "python", "torch", "torchvision",
+    "cpu_quota_cores", "kernel", "cuda", "driver", "gpu_clock_limit_mhz", "rank_hosts", "affinity",
+    "allocator", "python", "torch", "torchvision",
 )  # fmt: skip
 # Software that not every configuration uses: equal among those that do.
-EQUAL_WHERE_USED = ("horovod", "mpi")
+EQUAL_WHERE_USED = ("horovod", "mpi", "nccl")
 ABSENT = "absent"
 # What each block has of its own.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
@@ -116,7 +119,7 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     their files of knobs: each engine reads its own tables of such a file, and nothing in it changes
     what is computed (recipe/knobs.py sees to that), only how fast."""
     a, b = comparison.configurations[first], comparison.configurations[second]
-    varied = set(START) if a.kind != b.kind else set()
+    varied = START | OF_LAUNCHER if a.kind != b.kind else set()
     if a.flags != b.flags:
         for field in comparison.plan.varied:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}

@@ -28,7 +28,8 @@ from recipe.flags import Config
 # What environment.json says of machine and software, the seed's and the clock's aside.
 ENVIRONMENT = (
     "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
-    "launcher", "transport", "kernel", "python", "torch", "torchvision", "horovod", "mpi", "cuda",
+    "cpu_quota_cores", "launcher", "transport", "kernel", "python", "torch", "torchvision",
+    "horovod", "mpi", "cuda", "nccl", "driver", "gpu_clock_limit_mhz", "gpu_clock_mhz",
     "git_commit",
 )  # fmt: skip
 UNPAIRED = (
