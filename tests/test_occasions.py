@@ -1,14 +1,22 @@
 """What several comparisons that asked the same say together."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from test_compare_records import edit
+from test_compare_turns import by_turns
 
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
+from compare.evidence.records import load_comparison
 from compare.evidence.verdicts import Verdict
+from compare.page.html import render_side_by_side
+from compare.page.report import Report, SideBySide, asks_other
+from compare.page.text import as_json, as_text
 
 
 def an_estimate(log: float, error: float) -> Estimate:
@@ -63,3 +71,43 @@ def test_only_finished_verdicts_on_the_same_two_are_pooled(others):
     [row] = over_occasions([same, other, same])
     assert row.found == (A_VERDICT.speed, None, A_VERDICT.speed)
     assert over_occasions([same, other]) == []
+
+
+def two_comparisons(folder: Path, **environment: object) -> list[Report]:
+    """Reports of two squares, the second of which was measured in another environment."""
+    folders = [by_turns(folder / f"compare-{i}", blocks=7) for i in (1, 2)]
+    for path in folders[1].rglob("environment.json"):
+        edit(path, **environment)
+    return [Report(load_comparison(folder)) for folder in folders]
+
+
+@pytest.mark.parametrize("same", [{"git_commit": "f" * 40}, {"hosts": ["another"]}, {}])
+def test_comparisons_of_one_question_are_summarized(tmp_path, same):
+    reports = two_comparisons(tmp_path, **same)
+    told = SideBySide(reports)
+    assert not told.not_pooled and len(told.occasions) == 5  # with the interaction
+    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+        assert "Over occasions" in text and "DDP over MPI to Horovod over MPI" in text
+    [row, *_] = json.loads(as_json(reports))["occasions"]
+    assert row["pooled"]["low"] < row["pooled"]["ratio"] < row["pooled"]["high"]
+
+
+@pytest.mark.parametrize("other", [{"torch": "3.0"}, {"hosts": ["one", "two"]}, {"cores": 99}])
+def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path, other):
+    reports = two_comparisons(tmp_path, **other)
+    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+        assert f"they differ in what they ask: {', '.join(other)}." in text
+        assert "Over occasions" not in text
+    assert json.loads(as_json(reports))["occasions"] == []
+
+
+@pytest.mark.parametrize(("name", "values", "is_other"), [
+    ("optimizer", ("sgd", "not recorded"), False),  # older versions had no other
+    ("optimizer", ("lars", "not recorded"), True),
+    ("optimizer", ("not recorded", "not recorded"), False),
+    ("preset", ("digits", "digits-resnet18"), False),  # what it sets is compared by itself
+    ("batch_size", ("32", "64"), True),
+    ("measured by", ("turns", "runs"), True),
+])  # fmt: skip
+def test_what_makes_another_question(name, values, is_other):
+    assert asks_other(name, values) is is_other

@@ -8,6 +8,7 @@ from typing import Any
 
 from compare.evidence.equality import compare_facts
 from compare.evidence.notices import notices
+from compare.evidence.occasions import over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.references import Reference
@@ -22,6 +23,7 @@ from compare.evidence.run_folder import recorded
 from compare.evidence.verdicts import DIFFERENT, correction_text, judge
 from compare.evidence.words import count, percent_text, place_text, short, shortest_unique_names
 from compare.plan.plan_file import plan_words
+from recipe.flags import Config
 
 # What environment.json says of machine and software, the seed's and the clock's aside.
 ENVIRONMENT = (
@@ -39,6 +41,10 @@ COMPARED = {
     "CPU ms per image": ("cpu_ms_per_image", "unpaired_cpu_ratios_to_first"),
 }
 NOT_SETTINGS = {"log_dir", "name", "seed"}
+NOT_RECORDED = "not recorded"
+# In what occasions of one question may differ: this project's versions, whose presets have changed
+# names (what a preset sets is compared by itself).
+OF_VERSIONS = {"git_commit", "preset"}
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
@@ -166,7 +172,8 @@ class SideBySide:
     """What several reports show of each other: before and after a change, or two machines.
 
     Their runs were not made in the same blocks. Whatever the machines did meanwhile is in a ratio
-    of the two, and no interval could be trusted: there are ratios here, but no verdicts.
+    of the two, and no interval could be trusted: there are ratios here, but no verdicts. What each
+    measured in its own blocks is another matter: verdicts on the same question are pooled.
     """
 
     def __init__(self, reports: Sequence[Report]):
@@ -189,6 +196,25 @@ class SideBySide:
             values = [values_text(one, name) for one in comparisons]
             if len(set(values)) > 1 and name not in NOT_SETTINGS:
                 self.differences[name] = values
+        others = [name for name, values in self.differences.items() if asks_other(name, values)]
+        pooled = over_occasions([report.verdicts for report in reports])
+        self.occasions = [] if others else pooled
+        self.not_pooled = ""
+        if pooled and others:
+            self.not_pooled = (
+                "These comparisons are not summarized over occasions, since they differ in what "
+                f"they ask: {', '.join(others)}."
+            )
+
+
+def asks_other(name: str, values: Sequence[str]) -> bool:
+    """Tell whether comparisons with these values of a setting, or of a fact, ask other questions.
+    Hosts may have other names; and what a version did not know yet, it did as by default."""
+    if name == "hosts":
+        values = [str(value.count(",")) for value in values]
+    known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
+    meant = {known if value == NOT_RECORDED else value for value in values}
+    return name not in OF_VERSIONS and len(meant) > 1
 
 
 def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
@@ -211,5 +237,5 @@ def values_text(comparison: Comparison, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
     told = (recorded(run.environment) if name in ENVIRONMENT else run.config.flags for run in runs)
-    values = (fields.get(name, "not recorded") for fields in told)
+    values = (fields.get(name, NOT_RECORDED) for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

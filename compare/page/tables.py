@@ -15,6 +15,12 @@ from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
 
+POOLED = (
+    "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
+    "effects model. The standard deviation is that of the occasions' own truths; of two or three "
+    "occasions it is hardly known, and the common interval is wide. Verdicts of unfinished "
+    "measurements are left out."
+)
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 EQUAL = {True: "equal", False: "other", None: "–"}
 
@@ -299,7 +305,8 @@ def square_table(report: Report, case: str, workers: int) -> Table:
 
 
 def side_by_side_tables(both: SideBySide) -> list[Table]:
-    """Return the table of the speeds, and that of what differs if anything does."""
+    """Return the table of the speeds, that of what is pooled over occasions, and that of what
+    differs, the latter two if there is anything."""
     columns = [Column("case", itemgetter("case"), is_number=False)]
     columns *= any(line["case"] for line in both.lines)
     columns.append(Column("configuration", itemgetter("configuration"), is_number=False))
@@ -314,12 +321,32 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         for i, head in enumerate(["differs", *both.letters])
     ]
     lines = [(name, *values) for name, values in both.differences.items()]
-    speed = Table("Results", f"Medians over blocks. {UNPAIRED}", columns, both.lines)
-    return [speed, Table("What differs", "", texts, lines)] if lines else [speed]
+    found = [
+        Table("Results", f"Medians over blocks. {UNPAIRED}", columns, both.lines),
+        Table("Over occasions", POOLED, occasion_columns(both), both.occasions),
+        Table("What differs", "", texts, lines),
+    ]
+    return [table for table in found if table.lines]
+
+
+def occasion_columns(both: SideBySide) -> list[Column]:
+    """Return the columns of what comparisons found for one verdict, and what they say together."""
+    ratio = "{:.3f}"
+    return [
+        Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
+        Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
+        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
+        Column("all occasions", attrgetter("pooled"), ratio),
+        Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
+        Column("occasions", lambda row: row.pooled.blocks, "{}"),
+    ]
 
 
 def value_column(name: str, field: str, at: int, pattern: str = "") -> Column:
-    return Column(name, lambda line: line[field][at], pattern)
+    def value(line: Any) -> Any:
+        return (line[field] if isinstance(line, dict) else getattr(line, field))[at]
+
+    return Column(name, value, pattern)
 
 
 # ---------------------------------------------------------------------------------------- as text

@@ -30,7 +30,7 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
     if len(reports) > 1:
         both = SideBySide(reports)
         parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
-        parts += [] if markdown else [UNPAIRED]
+        parts += [both.not_pooled, *([] if markdown else [UNPAIRED])]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
             parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
     elif markdown:
@@ -188,6 +188,8 @@ def as_json(reports: Sequence[Report]) -> str:
             "comparisons": [report_value(report) for report in reports],
             "side_by_side": both.lines,
             "differences": both.differences,
+            "occasions": both.occasions,
+            "not_pooled": both.not_pooled,
             "note": UNPAIRED,
         }
     text = msgspec.json.encode(value, enc_hook=float)  # a plan's fractions
