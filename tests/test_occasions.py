@@ -87,7 +87,11 @@ def test_comparisons_of_one_question_are_summarized(tmp_path, same):
     told = SideBySide(reports)
     assert not told.not_pooled and len(told.occasions) == 5  # with the interaction
     for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
-        assert "Over occasions" in text and "DDP over MPI to Horovod over MPI" in text
+        assert (
+            "12.7 for two" in text
+            and "Over occasions" in text
+            and "DDP over MPI to Horovod over MPI" in text
+        )
     [row, *_] = json.loads(as_json(reports))["occasions"]
     assert row["pooled"]["low"] < row["pooled"]["ratio"] < row["pooled"]["high"]
 
@@ -99,6 +103,12 @@ def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path,
         assert f"they differ in what they ask: {', '.join(other)}." in text
         assert "Over occasions" not in text
     assert json.loads(as_json(reports))["occasions"] == []
+
+
+def test_comparisons_under_another_variable_of_an_engine_ask_another_question(tmp_path):
+    reports = two_comparisons(tmp_path, variables={"HOROVOD_CYCLE_TIME": "5"})
+    told = SideBySide(reports)
+    assert told.occasions == [] and "they ask: HOROVOD_CYCLE_TIME." in told.not_pooled
 
 
 @pytest.mark.parametrize(("name", "values", "is_other"), [

@@ -33,8 +33,8 @@ ENVIRONMENT = (
     "git_commit",
 )  # fmt: skip
 UNPAIRED = (
-    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
-    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
+    "Ratios are unpaired: these runs were not made in the same blocks, so a change of the machine "
+    "between them is part of the ratio. They have no interval; there is no verdict."
 )
 # Fields of a line, and those of the ratios of their values to the first one.
 COMPARED = {
@@ -162,6 +162,9 @@ class Report:
              f"machines. All workers share {count(environment.cores, 'core')}, and more workers "
              "have fewer threads: the column “scaling” shows how well those cores were used, not "
              "what a second machine would bring."),
+            (bool(widths), "Other occasions. An interval is of this hour on this machine: squares "
+             "repeated on the recorded machines differed between occasions by a standard deviation "
+             "of up to 3.5 %. Measure again at other hours, and give report.py all folders."),
             (bool(widths), f"Small differences. Such a comparison shows a difference of {shown}, "
              "or less for some verdicts, in four cases of five, and one of two thirds of that in "
              "half."),
@@ -191,8 +194,10 @@ class SideBySide:
         self.differences: dict[str, Sequence[str]] = {}
         if len(set(methods)) > 1:
             self.differences["measured by"] = methods
-        settings = dict.fromkeys(name for one in comparisons for run in one.written
-                                 for name in run.config.flags)  # fmt: skip
+        settings = dict.fromkeys(
+            name for one in comparisons for run in one.written
+            for name in run.config.flags | run.environment.variables
+        )  # fmt: skip
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
             values = [values_text(one, name) for one in comparisons]
             if len(set(values)) > 1 and name not in NOT_SETTINGS:
@@ -237,6 +242,11 @@ def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
 def values_text(comparison: Comparison, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
-    told = (recorded(run.environment) if name in ENVIRONMENT else run.config.flags for run in runs)
+    told = (
+        recorded(run.environment)
+        if name in ENVIRONMENT
+        else run.config.flags | run.environment.variables
+        for run in runs
+    )
     values = (fields.get(name, NOT_RECORDED) for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

@@ -18,8 +18,9 @@ from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
 
 POOLED = (
     "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
-    "effects model. The standard deviation is that of the occasions' own truths; of two or three "
-    "occasions it is hardly known, and the common interval is wide. Verdicts of unfinished "
+    "effects model. The standard deviation is that of the occasions' own truths. Of two or three "
+    "occasions it is hardly known, and the common interval is wide (Student's quantile is 12.7 for "
+    "two, 4.3 for three, 2.8 for five). Verdicts of unfinished "
     "measurements are left out."
 )
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns

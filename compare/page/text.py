@@ -14,7 +14,14 @@ from compare.evidence.equality import difference_text
 from compare.evidence.records import Comparison
 from compare.evidence.words import shortest_unique_names
 from compare.page.report import UNPAIRED, Report, SideBySide
-from compare.page.tables import Table, all_tables, side_by_side_tables, square_tables, table_text
+from compare.page.tables import (
+    POOLED,
+    Table,
+    all_tables,
+    side_by_side_tables,
+    square_tables,
+    table_text,
+)
 from recipe.record.schema import Energy
 
 # ------------------------------------------------------------- for the terminal, and as Markdown
@@ -29,7 +36,8 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
     if len(reports) > 1:
         both = SideBySide(reports)
         parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
-        parts += [both.not_pooled, *([] if markdown else [UNPAIRED])]
+        notes = [UNPAIRED, POOLED * bool(both.occasions)]  # which Markdown has below the tables
+        parts += [both.not_pooled, *([] if markdown else notes)]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
             parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
     elif markdown:
