@@ -344,10 +344,10 @@ def occasion_columns(both: SideBySide) -> list[Column]:
     return [
         Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
         Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
-        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
         Column("all occasions", attrgetter("pooled"), ratio),
         Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
+        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
     ]
 
 
