@@ -33,6 +33,7 @@ PAIRS = ((0, 1), (2, 0), (2, 3), (3, 1))  # of these: engine at each transport, 
 # Each side's power in what is estimated: each pair, and the square's interaction.
 CONTRASTS = (*({a: 1, b: -1} for a, b in PAIRS), {0: 1, 1: -1, 2: -1, 3: 1})
 TRUTH = (0.04, 0.0, -0.03, 0.02)  # each side's speed, on logarithms
+MINUTES = {2: 10, 3: 8, 4: 8}  # by the number of sides
 # Of one side on two cores: its start and end, its turns, and those without exchange.
 SIDE_SECONDS = (33 + 4.5 * ROUNDS + 3 * (ROUNDS // ABLATION_EVERY)) / 4
 # Standard deviations of one side's logarithm: of what a launch decides for all its turns
@@ -91,12 +92,8 @@ def turns(seed, sides, noise=TURN, launch=LAUNCH, outliers=0.0, drift=0.0, echo=
     return speeds + machine(random, round_ * sides + place, drift)
 
 
-def minutes(sides: int) -> int:
-    return 10 if sides == 2 else 8
-
-
 def most_blocks(sides: int) -> int:
-    return int(60 * minutes(sides) // (sides * SIDE_SECONDS))
+    return int(60 * MINUTES[sides] // (sides * SIDE_SECONDS))
 
 
 def log_throughput(logs: Array) -> Array:
@@ -109,7 +106,7 @@ def measure(speeds: Array) -> list[list[Estimate]]:
     """Do as run.py: block after block until there is a reason to stop; by experiment and contrast.
     The interaction has no say in when that is."""
     most, sides = speeds.shape[1], speeds.shape[3]
-    plan, block_seconds = Plan(minutes=minutes(sides)), sides * SIDE_SECONDS
+    plan, block_seconds = Plan(minutes=MINUTES[sides]), sides * SIDE_SECONDS
     pairs = sum(max(pair) < sides for pair in PAIRS)
     powers = [[one.get(side, 0) for side in range(sides)] for one in CONTRASTS]
     powers = powers if sides == len(SQUARE) else powers[:pairs]
@@ -125,18 +122,12 @@ def measure(speeds: Array) -> list[list[Estimate]]:
     return found
 
 
-def coverage(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> list[float]:
-    """The share of experiments in which each contrast's interval covers the true one, of these
-    logarithms of the sides' speeds."""
+def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:
+    """Of each contrast's intervals, with these logarithms of the sides' speeds."""
     shares = []
     for powers, estimates in zip(CONTRASTS, zip(*found, strict=True), strict=False):
         log = sum(power * truth[side] for side, power in powers.items())
         shares.append(mean(math.log(one.low) <= log <= math.log(one.high) for one in estimates))
-    return shares
-
-
-def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:
-    shares = coverage(found, truth)
     assert LEAST <= mean(shares) <= MOST
     assert min(shares) >= LEAST - 0.005  # of five, one is easily three standard errors off
 
