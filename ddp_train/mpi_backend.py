@@ -1,6 +1,6 @@
 """DDP over MPI: a backend of torch.distributed made of mpi4py, since torch's wheels have none.
 
-Import it when MPI has been prepared (`rendezvous.start_mpi`): mpi4py initialises MPI.
+Import it when MPI has been prepared (`recipe.meeting.start_mpi`): mpi4py initialises MPI.
 """
 
 # Of the signatures that torch's stubs have it calls one.

@@ -1,6 +1,5 @@
 """Where the ranks of a DDP run meet, under any launcher; the user never sets MASTER_ADDR."""
 
-import ipaddress
 import os
 import re
 import socket
@@ -10,13 +9,13 @@ from datetime import timedelta
 from threading import Thread
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.meeting import keep_gloo_off_loopback, prepare_gloo, server_address, start_mpi
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
-from recipe.world import World, lone_copy_message, prepare_gloo, prepare_mpi
+from recipe.world import World
 
 # Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
 # shared file system, or to list its data; how long a process at a port may take to answer; what a
@@ -26,10 +25,6 @@ MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
 
 def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
     """Arguments of `init_process_group` for the launcher that started this process."""
-    # Also where NCCL carries the gradients Gloo carries what lies in the CPU's memory.
-    interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
-    if interface in psutil.net_if_addrs():  # and no list of prefixes
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     prepare_gloo(world)
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
@@ -51,52 +46,8 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
         arguments["store"] = _store_through_slurm(world)
     else:
         arguments["store"], first_host = _store_through_mpi(world)
-    if world.local_size < world.size and "GLOO_SOCKET_IFNAME" not in os.environ:
-        _keep_gloo_off_loopback(first_host)
+    keep_gloo_off_loopback(world, first_host)
     return arguments
-
-
-def _keep_gloo_off_loopback(first_host: str) -> None:
-    """Name the interface that leads to `first_host` for Gloo, which listens at the address of
-    this host's name: on Debian and Ubuntu that is 127.0.1.1, which no other host reaches.
-
-    UserError if there is none.
-    """
-    name = socket.gethostname()
-    own = "127.0.0.1"  # Gloo's address for a host without one
-    with suppress(OSError):
-        own = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
-    if not ipaddress.ip_address(own).is_loopback:
-        return
-    interfaces = _interfaces()
-    # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
-    # by an address that is nobody's (RFC 5737). Nothing is sent to either.
-    found = []
-    for other in (first_host, "192.0.2.1"):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect((other, 9))
-            found.append(interfaces.get(asking.getsockname()[0]))
-    if len(set(interfaces.values())) == 1:
-        found += interfaces.values()
-    if chosen := next(filter(None, found), None):
-        os.environ["GLOO_SOCKET_IFNAME"] = chosen
-        return
-    raise UserError(
-        f"{name}: this host's name resolves to {own}, where other hosts cannot reach it: let "
-        "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "
-        "interface that leads to them; there are " + ", ".join(psutil.net_if_addrs())
-    )
-
-
-def _interfaces() -> dict[str, str]:
-    """The interface of each IPv4 address of this host that others may reach."""
-    return {
-        address.address: interface
-        for interface, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-        and not ipaddress.ip_address(address.address).is_loopback
-    }
 
 
 def patience(config: Config) -> timedelta:
@@ -171,34 +122,13 @@ def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
     )
 
 
-def start_mpi(world: World, instead: str) -> Any:
-    """mpi4py's MPI, initialised; UserError, with what to do `instead`, where it is missing or sees
-    other ranks than the launcher has started."""
-    prepare_mpi(world)
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the latter: it finds no library of MPI
-        raise UserError(
-            f"DDP needs mpi4py here ({error}): pip install mpi4py, or {instead}"
-        ) from None
-    remedy = (
-        "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or "
-        f"{instead}"
-    )
-    if message := lone_copy_message(world, MPI.COMM_WORLD.size, remedy):
-        raise UserError(message)
-    return MPI
-
-
 def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
     """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
     comm = start_mpi(world, "start with torchrun").COMM_WORLD
     address: tuple[str, int] | None = None
     if world.is_first:
-        host = "127.0.0.1" if world.local_size == world.size else _own_address()
-        # By which address the others come to a host's name is not known; else it listens at one
-        # alone, and a listener of the store's own would be open to all networks.
-        listener = socket.create_server(("" if host == socket.gethostname() else host, 0))
+        host, listens_at = server_address(world)
+        listener = socket.create_server((listens_at, 0))  # the store's own is open to all networks
         store = dist.TCPStore(
             host,
             listener.getsockname()[1],
@@ -212,18 +142,3 @@ def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
     if not world.is_first:
         store = dist.TCPStore(host, port, world.size, is_master=False)
     return store, host
-
-
-def _own_address() -> str:
-    """This host as the others reach it: by the interface that the user chose for Gloo or NCCL, else
-    by its name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-    if interface is None:
-        return socket.gethostname()
-    for address, name in _interfaces().items():
-        if name == interface:
-            return address
-    raise UserError(
-        f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME={interface}: this host has no such interface "
-        "with an IPv4 address; it has " + ", ".join(psutil.net_if_addrs())
-    )

@@ -2,9 +2,9 @@
 
 import torch
 
-from ddp_train.rendezvous import start_mpi
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.meeting import start_mpi
 from recipe.world import World
 
 BACKENDS = {

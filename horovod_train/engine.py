@@ -43,15 +43,17 @@ def _ask_for(transport: str, world: World) -> None:
             f"--transport {transport}: this Horovod was built without it; build it again: python "
             "horovod_train/build_horovod.py"
         )
-    starts_gloo = world.launcher == "horovodrun"  # over MPI it is mpirun
-    if world.launcher != "none" and starts_gloo != (transport == "gloo"):
-        by = world.started_by.shown or world.launcher
+    if transport == "mpi" and world.launcher == "horovodrun":  # over MPI it is mpirun
         raise UserError(
-            f"--transport {transport}: {by} started this process, where Horovod cannot "
-            f"use it; start it with horovodrun --{transport}"
+            f"--transport mpi: {world.started_by.shown} started this process, and no ranks of MPI; "
+            "start it with mpirun or horovodrun --mpi"
         )
     for name in SELECTORS:
         os.environ.setdefault(name, transport)
+    if transport == "gloo" and world.started_by.starts_mpi:
+        from horovod_train.rendezvous import meet_through_mpi  # loads Horovod's launcher
+
+        meet_through_mpi(world)
 
 
 def refuse_lone_copies(world: World) -> None:

@@ -30,6 +30,7 @@ RESUME_HINT = (
 )
 # Together they tell one job on a host from another, whichever launcher started it.
 JOB_VARIABLES = [name for launcher in LAUNCHERS.values() for name in launcher.job]
+AS_STARTED = dict(os.environ)  # an engine adds variables of that kind, for itself
 LOST_PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -111,7 +112,7 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
         os._exit(exit_code)
 
 
-def job_on_host(environ: Mapping[str, str] = os.environ) -> str:
+def job_on_host(environ: Mapping[str, str] = AS_STARTED) -> str:
     """A name for this job that its ranks on a host share: for what they share there."""
     job = "/".join(environ.get(name, "") for name in JOB_VARIABLES)
     return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}"

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.meeting import prepare_gloo
 from recipe.watch import engine_timeout
-from recipe.world import World, prepare_gloo
+from recipe.world import World
 
 
 @contextmanager

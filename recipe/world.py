@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
 
-import psutil
-
 TRANSPORTS = "OMPI_MCA_btl"
 SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
 
@@ -179,13 +177,6 @@ def _free_shared_memory() -> int:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
         return 0
-
-
-def prepare_gloo(world: World) -> None:
-    """If all ranks are on one host, have Gloo listen at the loopback interface, unless the user has
-    chosen another one: others have no business with its ports."""
-    if world.local_size == world.size and "lo" in psutil.net_if_addrs():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def prepare_mpi(world: World) -> None:

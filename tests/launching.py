@@ -35,6 +35,7 @@ LAUNCHERS = {
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
     "mpirun": "mpirun -np {ranks} {python} {trainer}",
+    "mpirun --transport gloo": "mpirun -np {ranks} {python} {trainer} --transport gloo",
     "mpirun --transport mpi": "mpirun -np {ranks} {python} {trainer} --transport mpi",
 }
 # Each engine by the launchers whose transports differ.

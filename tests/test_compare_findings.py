@@ -163,13 +163,16 @@ def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_conditi
     [
         ({"configurations": ("horovod-mpi", "horovod-mpirun")}, EQUAL_WHERE_USED),
         ({"configurations": ("horovod-mpi",), "null": True}, START),
+        ({"configurations": ("ddp-gloo", "horovod-mpirun-gloo")}, START - {"engine"}),
+        ({"configurations": ("ddp-mpi", "ddp-gloo")}, START - {"transport"}),
+        ({"configurations": ("horovod-mpi", "horovod-mpirun-mpi")}, {"engine"}),
         ({"configurations": ("horovod-mpi", "horovod-tuned"), "defined": (HOROVOD_TUNED,)},
          ("affinity", "allocator")),
     ],
 )  # fmt: skip
-def test_what_must_be_equal_between_configurations_of_one_engine(tmp_path, plan, fields):
-    """Versions of what both use; in a null test even the start; beside a variable that the plan
-    varies all others."""
+def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan, fields):
+    """Versions of what both use; of the start all that the plan does not vary, in a null test the
+    whole of it; beside a variable that the plan varies all others."""
     comparison = compare(tmp_path, blocks=1, **plan)
     for run in comparison.runs:
         change(run.environment, nccl="2.27.3")

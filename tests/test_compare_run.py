@@ -384,16 +384,18 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 2
 
 
+MPIRUN = "mpirun -np 2 -H localhost:2 --bind-to none --mca pml ob1 --mca btl '^openib' python"
+
+
 def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
     monkeypatch.chdir(ROOT)
     begins = {
         "ddp-torchrun": "torchrun --standalone --nproc-per-node 2 ddp_train/train.py",
-        "ddp-mpirun": "mpirun -np 2 -H localhost:2 --bind-to none python ddp_train/train.py",
+        "ddp-mpirun": f"{MPIRUN} ddp_train/train.py",
         "horovod-mpi": "horovodrun --mpi -np 2 python horovod_train/train.py",
         "horovod-gloo": "horovodrun --gloo -np 2 python horovod_train/train.py",
-        "horovod-mpirun":
-            "mpirun -np 2 -H localhost:2 --bind-to none python horovod_train/train.py",
-    }  # fmt: skip
+        "horovod-mpirun": f"{MPIRUN} horovod_train/train.py",
+    }
     plan = Plan(configurations=tuple(begins), workers=(2,), blocks=1,
                 trainer_arguments=("--epochs", "1"))  # fmt: skip
     assert {shlex.join(run.command(Path("logs"))) for run in plan.runs()} == {

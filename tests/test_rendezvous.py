@@ -17,6 +17,7 @@ from making import a_world
 
 from ddp_train import rendezvous
 from ddp_train.rendezvous import meeting_point, slurm_address
+from recipe import meeting
 from recipe.errors import UserError
 
 
@@ -73,13 +74,13 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     nccl: str, gloo: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
+    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
     monkeypatch.setattr(
-        rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))]
+        meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))]
     )
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
-        monkeypatch.setattr(rendezvous.os, "environ", environ)
+        monkeypatch.setattr(meeting.os, "environ", environ)
         meeting_point(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
         meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
@@ -114,9 +115,9 @@ def test_a_host_whose_name_stands_for_loopback(
 
     lines = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"}
     interfaces = {name: [Address(socket.AF_INET, address)] for name, address in lines.items()}
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
-    monkeypatch.setattr(rendezvous.socket, "socket", lambda *_: Asking())
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
+    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(meeting.socket, "socket", lambda *_: Asking())
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
     monkeypatch.setenv("MASTER_ADDR", "node7")
     world = a_world(1, 4, local_size=2)
     # Taken out again after the test, whatever is put there in it.
@@ -237,11 +238,11 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         "eth0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.0.0.7")],
         "ib0": [Address(socket.AF_INET6, "fe80::2")],
     }
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
-    assert rendezvous._own_address() == socket.gethostname()
+    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
+    assert meeting._own_address() == socket.gethostname()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    assert rendezvous._own_address() == "10.0.0.7"
+    assert meeting._own_address() == "10.0.0.7"
     for missing in ("ib0", "eth9"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", missing)  # comes first
         with pytest.raises(UserError, match=f"{missing}: .* it has eth0, ib0"):
-            rendezvous._own_address()
+            meeting._own_address()

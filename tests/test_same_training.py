@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 Trained = Callable[..., Path]
 DDP, HOROVOD, HOROVOD_GLOO = ENGINES
 DDP_MPI, FLOOR = ("mpirun --transport mpi", "ddp"), ("mpirun", "mpi4py")
+HOROVOD_MPIRUN_GLOO = ("mpirun --transport gloo", "horovod")
 # Each adds something that an engine could do in its own way.
 VARIANTS = {
     "fp32": "",
@@ -102,7 +103,7 @@ def check_equal(*folders: Path) -> None:
     ("variant", "one", "other"),
     [
         # Both engines over both transports.
-        *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, DDP_MPI]),
+        *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, HOROVOD_MPIRUN_GLOO, DDP_MPI]),
         (ALL, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         rarely(ALL, DDP, HOROVOD),
         *(rarely(variant, DDP, HOROVOD) for variant in [MANY, RECIPES, SYNC, O2]),

@@ -90,6 +90,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "horovod_train.engine", raising=False)
     engine = importlib.import_module("horovod_train.engine")
     monkeypatch.delitem(sys.modules, "horovod_train.engine")
+    met = SimpleNamespace(meet_through_mpi=lambda world: environ.update(met_by=world.launcher))
+    monkeypatch.setitem(sys.modules, "horovod_train.rendezvous", met)
     environ = {}
     monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
@@ -117,6 +119,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("auto", "horovodrun", "gloo", CPU, False, "Gloo"),
         ("gloo", "horovodrun", "gloo", CPU, False, "Gloo"),
         ("gloo", "none", "gloo", CPU, False, "Gloo"),
+        ("gloo", "mpirun", "gloo", CPU, False, "Gloo"),
         ("auto", "mpirun", "gloo mpi", CPU, False, "Gloo"),  # MPI only for what they agree on
         ("auto", "mpirun", "mpi", GPU, True, "NCCL"),
         ("nccl", "mpirun", "mpi", GPU, True, "NCCL"),
@@ -132,6 +135,7 @@ def test_transport_of_horovod(
     module.prepare(config, world)
     asked = {wanted} if wanted in ("gloo", "mpi") else set()
     assert {module.os.environ.get(name) for name in module.SELECTORS} - {None} == asked
+    assert ("met_by" in module.os.environ) is (wanted == "gloo" and launcher == "mpirun")
     assert module.check_transport(config, world, device) == recorded
 
 
@@ -140,8 +144,7 @@ def test_transport_of_horovod(
     [
         ("auto", "horovodrun", {"enabled": "gloo", "adasum": True}, CPU,
          "--use-adasum: needs MPI, not Gloo: start it by horovodr"),
-        ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* start it with horovodrun --mpi"),
-        ("gloo", "mpirun", {}, CPU, "mpirun started .* start it with horovodrun --gloo"),
+        ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* mpirun or horovodrun --mpi$"),
         ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
         ("mpi", "mpirun", {"enabled": "mpi", "nccl": True}, GPU, "by NCCL; use nccl, or add --no"),
         ("nccl", "mpirun", {"enabled": "mpi"}, GPU, "has no NCCL: make setup NCCL=1"),

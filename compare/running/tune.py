@@ -229,7 +229,8 @@ def knobs_for(run: Run) -> dict[str, Values]:
     on_gpus = "--no-cuda" not in run.arguments and checks.visible_gpus() > 0
     by_nccl = on_gpus and checks.horovod_facts().get("NCCL", False)
     is_open_mpi = "Open MPI" in (checks.mpi_version() or "")
-    by_mpi = not by_nccl and run.configuration.controller != "gloo" and is_open_mpi
+    over_gloo = "gloo" in (run.configuration.controller, run.configuration.transport)
+    by_mpi = is_open_mpi and not by_nccl and not over_gloo
     # With fewer workers Open MPI takes another algorithm in Rabenseifner's place.
     algorithms = [name for name in ALGORITHMS if name != "Rabenseifner" or run.workers >= 4]
     variables = {

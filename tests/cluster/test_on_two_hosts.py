@@ -23,6 +23,8 @@ STARTS = {
     "mpirun -np 4 --hostfile HOSTFILE -x HOROVOD_FUSION_THRESHOLD python horovod_train/train.py": (
         "horovod-mpi"
     ),
+    "mpirun -np 4 --hostfile HOSTFILE -x HOROVOD_FUSION_THRESHOLD python horovod_train/train.py "
+    "--transport gloo": "horovod-gloo",
     "mpirun -np 4 --hostfile HOSTFILE python ddp_train/train.py": "ddp-gloo",
 }
 # The same four ranks on one host.

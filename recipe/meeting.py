@@ -1,0 +1,112 @@
+"""How ranks find each other that MPI has started, and at which interface Gloo listens: both engines
+ask for the same. MPI carries addresses here, and no gradient.
+"""
+
+import ipaddress
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from recipe.errors import UserError
+from recipe.world import World, lone_copy_message, prepare_mpi
+
+
+def prepare_gloo(world: World) -> None:
+    """Choose the interface at which Gloo listens, unless the user has: the one chosen for NCCL,
+    beside which Gloo carries what lies in the CPU's memory; or, if all ranks are on one host, the
+    loopback, since others have no business with its ports."""
+    interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if interface not in psutil.net_if_addrs():  # such as a list of prefixes
+        interface = "lo" if world.local_size == world.size else ""
+    if interface in psutil.net_if_addrs():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def keep_gloo_off_loopback(world: World, first_host: str) -> None:
+    """On several hosts, unless an interface is chosen, name the one that leads to `first_host` for
+    Gloo, which listens at the address of this host's name: on Debian and Ubuntu that is 127.0.1.1,
+    which no other host reaches.
+
+    UserError if there is none.
+    """
+    if world.local_size == world.size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    own = "127.0.0.1"  # Gloo's address for a host without one
+    with suppress(OSError):
+        own = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
+    if not ipaddress.ip_address(own).is_loopback:
+        return
+    interfaces = _interfaces()
+    # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
+    # by an address that is nobody's (RFC 5737). Nothing is sent to either.
+    found = []
+    for other in (first_host, "192.0.2.1"):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect((other, 9))
+            found.append(interfaces.get(asking.getsockname()[0]))
+    if len(set(interfaces.values())) == 1:
+        found += interfaces.values()
+    if chosen := next(filter(None, found), None):
+        os.environ["GLOO_SOCKET_IFNAME"] = chosen
+        return
+    raise UserError(
+        f"{name}: this host's name resolves to {own}, where other hosts cannot reach it: let "
+        "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "
+        "interface that leads to them; there are " + ", ".join(psutil.net_if_addrs())
+    )
+
+
+def _interfaces() -> dict[str, str]:
+    """The interface of each IPv4 address of this host that others may reach."""
+    return {
+        address.address: interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+        and not ipaddress.ip_address(address.address).is_loopback
+    }
+
+
+def start_mpi(world: World, instead: str) -> Any:
+    """mpi4py's MPI, initialised; UserError, with what to do `instead`, where it is missing or sees
+    other ranks than the launcher has started."""
+    prepare_mpi(world)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # the latter: it finds no library of MPI
+        raise UserError(
+            f"mpi4py is needed here ({error}): pip install mpi4py, or {instead}"
+        ) from None
+    remedy = (
+        "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or "
+        f"{instead}"
+    )
+    if message := lone_copy_message(world, MPI.COMM_WORLD.size, remedy):
+        raise UserError(message)
+    return MPI
+
+
+def server_address(world: World) -> tuple[str, str]:
+    """Rank 0's host as the others reach it, and where its server is to listen: on one host nobody
+    else has business with it. By which address the others come to a host's name is not known."""
+    host = "127.0.0.1" if world.local_size == world.size else _own_address()
+    return host, "" if host == socket.gethostname() else host
+
+
+def _own_address() -> str:
+    """This host as the others reach it: by the interface that the user chose for Gloo or NCCL, else
+    by its name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    if interface is None:
+        return socket.gethostname()
+    for address, name in _interfaces().items():
+        if name == interface:
+            return address
+    raise UserError(
+        f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME={interface}: this host has no such interface "
+        "with an IPv4 address; it has " + ", ".join(psutil.net_if_addrs())
+    )
