@@ -75,9 +75,7 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
     monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
-    monkeypatch.setattr(
-        meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))]
-    )
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
         monkeypatch.setattr(meeting.os, "environ", environ)
