@@ -30,12 +30,11 @@ from msgspec.structs import replace
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
-from compare.evidence.stopping import width_text
 from compare.evidence.words import count
 from compare.plan.environment import shell_lines
 from compare.plan.hosts import check_logins
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import Plan
+from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
@@ -235,7 +234,7 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     print(f"{count(len(plan.runs()), 'run')}, {done} of them there already, into {folder}")
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     until = (
-        f"until the 95 % interval of each pair is within {width_text(plan)}, for "
+        f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
     )
     if plan.pairs():

@@ -63,12 +63,6 @@ class Estimate:
         return math.sqrt(self.high / self.low) - 1 if self.low and self.high else math.inf
 
     @property
-    def least(self) -> float:
-        """The smallest difference, either way, that the interval leaves possible, in proportion;
-        0 or less if it contains 1."""
-        return max(self.low, 1 / self.high) - 1 if self.low and self.high else -math.inf
-
-    @property
     def bound(self) -> float:
         """The largest difference, either way, that the interval leaves possible, in proportion."""
         return max(self.high, 1 / self.low) - 1 if self.low and self.high else math.inf

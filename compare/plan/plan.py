@@ -292,11 +292,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     until_interval: Annotated[
         Share,
         flag(
-            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P %, "
-            "nor than half the margin unless it lies beyond the margin (default: 3%)",
+            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P % "
+            "(default: 1.5%; half the margin, or equal speeds are hardly ever shown to be equal)",
             "P%",
         ),
-    ] = Share(0.03)
+    ] = Share(0.015)
     minutes: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)],
         flag(
