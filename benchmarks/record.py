@@ -21,7 +21,7 @@ from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE
-from compare.running.sides import MeasurementError, Side
+from compare.running.sides import MeasurementError, Side, commands_of
 from recipe.files import write_json
 from recipe.record.environment import cpu_model, git_commit
 
@@ -156,14 +156,9 @@ class Record(msgspec.Struct):
 def measure_and_keep(
     name: str, measure: Callable[[Options], Measured], options: Options
 ) -> list[Row]:
-    """Measure, write the record, return its rows. MeasurementError if two sides have one
-    name, so that the record would lose a command."""
+    """Measure, write the record, return its rows."""
     options.out.mkdir(parents=True, exist_ok=True)
     started, measured = utc_now(), measure(options)
-    commands = {side.name: side.shown() for side in measured.sides}
-    if len(commands) < len(measured.sides):
-        names = ", ".join(side.name for side in measured.sides)
-        raise MeasurementError(f"{name}: two sides have one name, of {names}; rename one")
     record = {
         "benchmark": name,
         "created_utc": started,
@@ -171,7 +166,7 @@ def measure_and_keep(
         "rows": [{**asdict(row), "verdict": row.verdict} for row in measured.rows],
         "options": {**asdict(options), "out": str(options.out)},
         "machine": machine(),
-        "commands": commands,
+        "commands": commands_of(measured.sides),
         "details": measured.details,
         "blocks": {case: [asdict(one) for one in found] for case, found in measured.blocks.items()},
     }

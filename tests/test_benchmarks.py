@@ -22,6 +22,7 @@ from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
 from compare.evidence.turns import Block
+from compare.running.scheduler import run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
@@ -135,10 +136,15 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
 
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
-    measured = Measured([], [Side(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")])
-    with pytest.raises(MeasurementError, match="memory: two sides have one name, of x, y, x"):
-        record.measure_and_keep("memory", lambda _: measured, Options(tmp_path))
-    assert not [*tmp_path.iterdir()]
+    """Where they take turns before anything is measured; in any case in the record."""
+    sides = [Side(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
+    for measure in (
+        lambda _: run_block(sides, 1, tmp_path / "block-1", 1, "block 1"),
+        lambda _: Measured([], sides),
+    ):
+        with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
+            record.measure_and_keep("memory", measure, Options(tmp_path))
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-bench")), ids=str)

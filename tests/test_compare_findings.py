@@ -40,6 +40,7 @@ from compare.page.plots import plot_phases
 from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.configurations import Configuration
+from compare.plan.plan import Share
 from recipe.config import Config
 from recipe.data.batches import open_data
 from recipe.flags import FLAGS
@@ -360,6 +361,37 @@ def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     assert verdict.second_label == "DDP (torchrun, Gloo), again"
     assert verdict.sentence().startswith(words)
     assert explained(comparison) == []
+
+
+DELAYED = "DDP (torchrun, Gloo) / the same with the delay "
+
+
+@pytest.mark.parametrize(
+    ("speed", "noise", "blocks", "decision", "words"),
+    [
+        (103.0, 0.001, 6, "faster", f"a delay of 3 % was found: {DELAYED}1.029, "),
+        (101.0, 0.001, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.009, "),
+        (106.0, 0.001, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.059, "),
+        (103.0, 0.05, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.0"),
+        (103.0, 0.001, 7, "undecided", "nothing is decided between DDP (torchrun, Gloo) and"),
+    ],
+)
+def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision, words):
+    """It is no verdict of the report's family."""
+    names = ("ddp-torchrun", "ddp-torchrun-again", "ddp-torchrun-delayed")
+    plan = a_plan(
+        configurations=names[:1], null=True, control=Share(0.03), measure="turns", workers=(2,)
+    )
+    folder = make_comparison(tmp_path / "compare-1", plan)
+    make_turns(folder, dict(zip(names, (speed, speed, 100.0), strict=True)), noise=noise)
+    edit(folder / "plan.json", blocks=blocks)
+    comparison = load_comparison(folder)
+    null, control = judge(comparison)
+    assert (control.first, control.second) == names[::2]
+    assert control.second_label == "DDP (torchrun, Gloo) with COMPARE_DELAY=0.03"
+    assert (control.decision, null.family) == (decision, 1)
+    assert null.decision in ("equal", "undecided")
+    assert control.finding().startswith(words)
 
 
 # ------------------------------------------------------------------------- the interaction

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
-from compare.plan.environment import path_from_here
+from compare.plan.environment import DELAY, path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value
@@ -224,6 +224,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     null: Annotated[bool, flag("compare each configuration with itself", "", identifies=True)] = (
         False
     )
+    control: Annotated[
+        Share | None,
+        flag(
+            "with --null, by turns: the first configuration once more, with turns that take P % "
+            "longer: a known delay, which must be found (default: none)",
+            "P%",
+            identifies=True,
+        ),
+    ] = None
     workers: Annotated[
         Annotated[tuple[Count, ...], NOT_EMPTY],
         flag("numbers of worker processes (default: 2)", identifies=True),
@@ -361,6 +370,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.named_hosts == SLURM
 
     @property
+    def delay(self) -> Share | None:
+        """The control's known delay, as a share of its turns; None where there is none."""
+        return self.control if self.null and self.measure == "turns" else None
+
+    @property
     def cases(self) -> list[str]:
         """The cases' names; the one name "" in a plan without cases."""
         return list(self.case) or [""]
@@ -375,13 +389,19 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         }
 
     def members(self) -> list[Configuration]:
-        """Return the configurations that run; in a null test each runs again, as another one."""
+        """Return the configurations that run; in a null test each runs again, as another one, and
+        the first one with the known delay."""
         known, nic = self.known(), self.network_interface
         chosen = [dataclasses.replace(known[name], interface=nic) for name in self.configurations]
         if not self.null:
             return chosen
         again = [dataclasses.replace(one, name=f"{one.name}-again") for one in chosen]
-        return [twin for both in zip(chosen, again, strict=True) for twin in both]
+        twins = [twin for both in zip(chosen, again, strict=True) for twin in both]
+        if self.delay is not None:
+            first = chosen[0]
+            name, own = f"{first.name}-delayed", first.environment | {DELAY: f"{self.delay:g}"}
+            twins.append(dataclasses.replace(first, name=name, environment=own))
+        return twins
 
     @property
     def names(self) -> list[str]:
@@ -407,10 +427,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return max(self.workers) + max(configuration.servers for configuration in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return which configurations are judged against each other."""
-        if self.null:
-            return [(name, f"{name}-again") for name in self.configurations]
+        """Return which configurations are judged against each other; the control comes last."""
         first, *others = self.configurations
+        if self.null:
+            delayed = [(first, f"{first}-delayed")] if self.delay is not None else []
+            return [*((name, f"{name}-again") for name in self.configurations), *delayed]
         return list(self.judged_pairs) or [(first, other) for other in others]
 
     @property

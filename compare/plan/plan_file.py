@@ -209,6 +209,10 @@ def check_measuring(plan: Plan) -> None:
                 f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
                 f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks"
             )
+    if plan.control is not None and not plan.null:
+        raise UserError(
+            f"--control {percentage(plan.control)}: belongs to a null test; give --null, too"
+        )
     if plan.measure == "runs" and plan.full_runs != default.full_runs:
         raise UserError(
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "

@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ class Side:
         words = [f"{name}={value}" for name, value in self.environment.items()]
         text = shlex.join([*words, *self.command(Path("runs/by-hand"), 0)])
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
+
+
+def commands_of(sides: Sequence[Side]) -> dict[str, str]:
+    """Each side's command for a reader, by its name. MeasurementError if two have one name: they
+    would have one folder, and nobody could tell their turns apart."""
+    commands = {side.name: side.shown() for side in sides}
+    if len(commands) < len(sides):
+        names = ", ".join(side.name for side in sides)
+        raise MeasurementError(f"two sides have one name, of {names}; rename one")
+    return commands
 
 
 def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Side:

@@ -84,6 +84,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         full_runs=0,
         no_phases=True,
         null=False,
+        control=None,
         order_seed=plan.seed,
     )
 
