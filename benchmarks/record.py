@@ -2,6 +2,7 @@
 of all rows."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from compare.evidence.turns import Block, Turn, estimate, throughput
 from compare.keep import without_paths
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE
-from compare.running.sides import MeasurementError, Side
+from compare.running.sides import MeasurementError, Side, commands_of
 from recipe.files import write_json
 from recipe.record.environment import cpu_model, git_commit
 
@@ -31,6 +32,9 @@ REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not s
 NO_GOAL = "for reference"
 # An interval that contains its goal decides, too, if it ends no more than this share beyond it, on
 # the wrong side: on which side the truth lies could take hours to show, and would change no choice.
+# Of a ratio it is half the goal's distance from 1 where that is less: that distance is the cost
+# that the goal allows, or the gain that it asks for, and twice the cost or no gain is another
+# answer. So a goal of 1, which allows no cost, has no tolerance; other units have no such 1.
 NEAR = 0.02
 
 
@@ -107,7 +111,8 @@ class Row:
             return REACHED
         if better < goal:
             return MISSED
-        return AT_GOAL if worse >= goal - NEAR * abs(goal) else OPEN
+        allowed = abs(1 - self.goal) / 2 if self.unit == "ratio" else math.inf
+        return AT_GOAL if worse >= goal - min(NEAR * abs(goal), allowed) else OPEN
 
     def measured(self, found: Estimate, *notes: str) -> "Row":
         """The row with an estimate in it, and more notes."""
@@ -151,11 +156,9 @@ class Record(msgspec.Struct):
 def measure_and_keep(
     name: str, measure: Callable[[Options], Measured], options: Options
 ) -> list[Row]:
-    """Measure, write the record, return its rows. UserError if two sides have one name."""
+    """Measure, write the record, return its rows."""
     options.out.mkdir(parents=True, exist_ok=True)
     started, measured = utc_now(), measure(options)
-    commands = {side.name: side.shown() for side in measured.sides}
-    assert len(commands) == len(measured.sides), f"{name}: two sides have one name"
     record = {
         "benchmark": name,
         "created_utc": started,
@@ -163,7 +166,7 @@ def measure_and_keep(
         "rows": [{**asdict(row), "verdict": row.verdict} for row in measured.rows],
         "options": {**asdict(options), "out": str(options.out)},
         "machine": machine(),
-        "commands": commands,
+        "commands": commands_of(measured.sides),
         "details": measured.details,
         "blocks": {case: [asdict(one) for one in found] for case, found in measured.blocks.items()},
     }

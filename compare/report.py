@@ -3,7 +3,8 @@
     python compare/report.py                       the newest comparison under runs/
     python compare/report.py runs/compare-20261121-120000 --html /tmp/page.html
     python compare/report.py runs/compare-... --markdown | gh issue create --body-file -
-    python compare/report.py BEFORE AFTER          several side by side, without a verdict
+    python compare/report.py BEFORE AFTER          several side by side, and what those that ask
+                                                   the same on several occasions say together
 
 Without one of the flags for formats it prints the table and writes report.html into DIR; with
 some of them it writes what they ask for, and the table, unless a format goes to the terminal.

@@ -30,12 +30,11 @@ from msgspec.structs import replace
 from compare.errors import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
-from compare.evidence.stopping import width_text
 from compare.evidence.words import count
 from compare.plan.environment import shell_lines
 from compare.plan.hosts import check_logins
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import Plan
+from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
@@ -210,8 +209,8 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
 
 
 def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> int:
-    """Make whole runs, then blocks until enough is known, then the runs for the phases; return the
-    exit code. `block` names the only block that is wanted."""
+    """Make whole runs, then blocks until enough is known; return the exit code. `block` names the
+    only block that is wanted."""
     is_measured, failed = True, make_missing(plan.runs(), plan, folder, block)
     if block is None and not failed:
         try:
@@ -219,18 +218,14 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
         except MeasurementError as error:
             is_measured = False
             print_line(f"a block of turns failed: {error}")
-    phase_runs, failed_phases = plan.phase_runs(), []
-    if block is None or not missing(plan.runs(), folder):  # of an array's jobs, the last
-        failed_phases = make_missing(phase_runs, plan, folder)
-    if failed or failed_phases or not is_measured:
+    if failed or not is_measured:
         print(
-            f"{len(failed)} of {len(plan.runs())} runs failed, and {len(failed_phases)} of "
-            f"{len(phase_runs)} short runs for the phases: their output is kept, and no verdict is "
-            f"drawn from them. To try again what failed:\n    "
+            f"{len(failed)} of {len(plan.runs())} runs failed: their output is kept, and no "
+            "verdict is drawn from them. To try again what failed:\n    "
             f"{shlex.join(command_words(argv, folder))}"
         )
     print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
-    return 1 if failed or failed_phases or not is_measured else 0
+    return 1 if failed or not is_measured else 0
 
 
 def print_outlook(plan: Plan, folder: Path) -> None:
@@ -239,13 +234,11 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     print(f"{count(len(plan.runs()), 'run')}, {done} of them there already, into {folder}")
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     until = (
-        f"until the 95 % interval of each pair is within {width_text(plan)}, for "
+        f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
     )
     if plan.pairs():
         print(f"blocks {how}: {plan.blocks or until}")
-    if plan.phase_steps:
-        print(f"then {count(len(plan.phase_runs()), 'short run')} for the phases of a step")
 
 
 def dry_run_lines(
@@ -254,7 +247,6 @@ def dry_run_lines(
     """Return shell lines that do what run.py does; they can be pasted as they are."""
     runs = plan.warm_up_runs() if with_warm_up else []
     runs += [run for run in plan.runs() if block in (None, run.block)]
-    runs += plan.phase_runs() if block in (None, plan.run_blocks) else []
     lines = [shlex.join(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
         lines.append("# then, in each block of turns, these at once:")

@@ -6,6 +6,7 @@ from recipe.world import LAUNCHERS
 STEERING_PREFIXES = (
     "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
+    "LD_LIBRARY_PATH", "ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE",
     "SLURM_MPI_TYPE", "SLURM_PMIX_FENCE", "SLURM_CPU_BIND",
 )  # fmt: skip
 # Those of Horovod that only steer its speed. By name, so that a typing error in a file of knobs is

@@ -22,6 +22,7 @@ from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
 from compare.evidence.turns import Block
+from compare.running.scheduler import run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
@@ -37,8 +38,9 @@ from recipe.data.image_folder import Listing, list_images
         (0.96, 0.97, True, record.MISSED),
         (0.96, 0.97, False, record.REACHED),
         (0.97, 1.00, False, record.OPEN),
-        (0.97, 1.05, True, record.AT_GOAL),
-        (0.90, 0.99, False, record.AT_GOAL),
+        (0.971, 1.05, True, record.AT_GOAL),
+        (0.969, 1.05, True, record.OPEN),
+        (0.90, 0.989, False, record.AT_GOAL),
         (0.985, 0.99, False, record.MISSED),
         (None, None, True, record.OPEN),
     ],
@@ -46,6 +48,33 @@ from recipe.data.image_folder import Listing, list_images
 def test_verdicts(low: float | None, high: float | None, at_least: bool, verdict: str) -> None:
     row = Row(1, "x", 0.98, at_least=at_least, value=0.98, low=low, high=high)
     assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("goal", "unit", "near"),
+    [
+        (0.995, "ratio", 0.0025),  # a true 0.990 is twice the cost that is allowed
+        (0.97, "ratio", 0.015),
+        (0.88, "ratio", 0.0176),
+        (1.0, "ratio", 0),  # it allows no cost
+        (1.01, "ratio", 0.005),  # 1, no gain at all, is not near it
+        (1.25, "ratio", 0.025),
+        (3200, "images/s", 64),
+    ],
+)
+@pytest.mark.parametrize("at_least", [True, False])
+def test_at_the_goal_is_within_half_of_what_it_allows(
+    goal: float, unit: str, near: float, at_least: bool
+) -> None:
+    def verdict(off: float) -> str:
+        """Of an interval that ends so far from the goal on its wrong side."""
+        worse, better = (goal - off, goal * 1.1) if at_least else (goal + off, goal * 0.9)
+        row = Row(1, "x", goal, unit, at_least, goal, min(worse, better), max(worse, better))
+        return row.verdict
+
+    small = 1e-6 * goal
+    assert verdict(near - small) == (record.AT_GOAL if near else record.REACHED)
+    assert verdict(near + small) == record.OPEN
 
 
 @pytest.mark.parametrize(
@@ -104,6 +133,18 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     (options.out / "memory.json").write_text("{}")
     with pytest.raises(MeasurementError, match=r"memory\.json: is no record"):
         record.read_rows(options.out, "memory")
+
+
+def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Where they take turns before anything is measured; in any case in the record."""
+    sides = [Side(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
+    for measure in (
+        lambda _: run_block(sides, 1, tmp_path / "block-1", 1, "block 1"),
+        lambda _: Measured([], sides),
+    ):
+        with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
+            record.measure_and_keep("memory", measure, Options(tmp_path))
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-bench")), ids=str)

@@ -189,7 +189,7 @@ BROAD = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
 ])  # fmt: skip
 def test_the_check_sees_a_fault(browser, pages, tmp_path, pattern, new, width, words):
     path = tmp_path / "page.html"
-    path.write_text(re.sub(pattern, new, pages["two engines"].read_text()))
+    path.write_text(re.sub(pattern, new, pages["square"].read_text()))
     with opened(browser, path, width) as page:
         assert any(words in fault for fault in page.evaluate(FAULTS))
 

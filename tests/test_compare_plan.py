@@ -50,7 +50,7 @@ def plan_of(*words: str) -> Plan:
 
 def dry_run(*words: str) -> list[list[str]]:
     """The words of each whole run's command."""
-    flags = ["--measure", "runs", "--dry-run", "--no-warm-up", "--no-phases"]
+    flags = ["--measure", "runs", "--dry-run", "--no-warm-up"]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         assert main([*words, *flags]) == 0
     lines = output.getvalue().splitlines()
@@ -90,7 +90,7 @@ order_seed = 3
 margin = "2.5 %"
 timeout = 60
 flags = "--arch resnet18 --data '/a b'"
-phase_steps = 40
+no_phases = true
 
 [configuration.ddp-fp16]
 base = "ddp-torchrun"
@@ -112,7 +112,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     expected = {
         "configurations": ("ddp-torchrun", "ddp-fp16", "horovod-tuned"), "workers": (2, 4),
         "blocks": 5, "seed": 7, "timeout": 60, "measure": "runs", "margin": 0.025,
-        "order_seed": 3, "phase_steps": 40,
+        "order_seed": 3, "no_phases": True,
     }  # fmt: skip
     assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
@@ -123,7 +123,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert record.pairs() == [("ddp-fp16", "ddp-torchrun")]
     assert record.varied == ["fp16_allreduce", "threads"]
     assert record.known()["horovod-tuned"].controller == "gloo"
-    assert len(record.runs()) == 3 * 2 * 2 * 5 and len(record.phase_runs()) == 3 * 2 * 2
+    assert len(record.runs()) == 3 * 2 * 2 * 5
     run = next(run for run in plan.runs() if run.cell == "a/ddp-fp16-2")
     ends = ["--precision", "bf16", "--fp16-allreduce", "--threads", "1"]
     assert run.command(Path("logs"))[-5:] == ends  # the nearer to the run, the later; it wins
@@ -135,7 +135,7 @@ def test_flags_win_over_the_file(here):
         name, "--workers", "1", "--seed", "8", "--configurations", "ddp-torchrun", "horovod-tuned",
         "--case", "c=--arch alexnet", "--no-phases", "--", "--arch", "vgg16",
     )  # fmt: skip
-    assert (plan.workers, plan.seed, plan.phase_steps) == ((1,), 8, 0)
+    assert (plan.workers, plan.seed, plan.no_phases) == ((1,), 8, True)
     assert plan.pairs() == [("ddp-torchrun", "horovod-tuned")]  # the file's pair is gone
     assert plan.cases == ["c"]
     assert plan.trainer_arguments[4:6] == ("--arch", "vgg16")
@@ -177,6 +177,8 @@ def test_flags_win_over_the_file(here):
         ("pairs = [['ddp-torchrun', 'horovod-gloo']]", ["horovod-gloo: there is no"]),
         ("pairs = [['ddp-torchrun', 'ddp-torchrun']]", ["null"]),
         ("null = true\npairs = [['ddp-torchrun', 'horovod-mpi']]", ["null", "pairs"]),
+        ("control = '3%'", ["--control 3%", "--null"]),
+        ("null = true\ncontrol = 3", ["control = 3", "percentage"]),
         ("global_batch_size = 64", ["global-batch-size", "global-learning-rate"]),
         ("hosts = 'a:2,b'", ["'b'", "name:N"]),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
@@ -200,9 +202,9 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
     assert plan.plan_file == f"compare/plans/{name}.toml"
-    assert len(dry_run(name)) == len(plan.runs()) >= 2
+    assert len(dry_run(name)) == len(plan.in_whole_runs().runs()) >= 2
     runs = {
-        (run.cell, run.arguments): run for run in [*plan.runs(), *plan.phase_runs()]
+        (run.cell, run.arguments): run for run in plan.runs()
     }  # of all blocks one: they differ in their seed
     for run in runs.values():
         words = run.command(Path("logs"))
@@ -225,7 +227,7 @@ def test_a_ready_plan_still_trains_what_was_recorded(name: str, record: str) -> 
     earlier = {"ddp-gloo": "ddp-torchrun", "horovod-mpirun-gloo": "horovod-gloo",
                "horovod-mpirun-mpi": "horovod-mpi"}  # when launchers differed  # fmt: skip
     for run in plan_of(name).block(1):
-        own = run.configuration.name.removesuffix("-again")
+        own = re.sub("-again$|-delayed$", "", run.configuration.name)
         folder = record.format(earlier.get(own, own))
         recorded = json.loads(read_text(ROOT / "results/xeon-2-cores" / folder / "config.json"))
         world = World(0, run.workers, 0, run.workers, "torchrun", "here")
@@ -405,7 +407,6 @@ def test_the_port_of_a_rendezvous_is_free(here):
         (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
-        (["--phase-steps", "19"], ["--phase-steps 19", "give 20 or more"]),
         (["--measure", "runs", "--blocks", "3", "--block", "4"], ["--block 4"]),
         (["--block", "1", "--blocks", "3"], ["--block 1", "--measure runs --blocks N"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
@@ -452,9 +453,7 @@ def test_one_block_alone(here):
     def folders(*words):
         return [words[words.index("--log-dir") + 1] for words in dry_run(*words)]
 
-    assert {Path(f).name for f in folders("--blocks", "3", "--block", "2", "--no-phases")} == {
-        "block-2"
-    }
+    assert {Path(f).name for f in folders("--blocks", "3", "--block", "2")} == {"block-2"}
 
 
 def test_srun_outside_slurm_is_told(capsys, monkeypatch):
@@ -504,30 +503,15 @@ def test_varied_settings_bear_the_names_of_the_configuration():
     assert plan.varied == ["batch_size", "cuda", "wd", "static_graph", "lr_min"]
 
 
-@pytest.mark.parametrize(("own", "steps"), [((), "120"), (("--max-steps", "30"), "30"),
-                                            (("--max_steps=5",), "20"),
-                                            (("--max-steps", "500"), "120")])  # fmt: skip
-def test_runs_for_the_phases_end_no_later_than_the_measured_ones(own, steps):
-    for run in plan_of("--", *own).phase_runs():
-        assert run.arguments[-4:] == ("--ablation-steps", "10", "--max-steps", steps)
-        assert sum(word.startswith(("--max-steps", "--max_steps")) for word in run.arguments) == 1
-
-
-def test_adasum_has_no_runs_for_the_phases():
-    plan = plan_of("--configurations", "horovod-mpi", "--", "--use-adasum")
-    assert plan.runs() and plan.phase_runs() == []
-
-
 RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
 def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) -> None:
     plan, recorded = read_plan(path), json.loads(path.read_text())
-    for made, there in ((plan.runs(), "runs"), (plan.phase_runs(), "phase_runs")):
-        names = [(run.folder, run.configuration.launcher, run.seed) for run in made]
-        folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded[there]]
-        assert sorted(names) == sorted(folders)  # the order was drawn in another way
+    names = [(run.folder, run.configuration.launcher, run.seed) for run in plan.runs()]
+    folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded["runs"]]
+    assert sorted(names) == sorted(folders)  # the order was drawn in another way
     copy = tmp_path / "plan.json"
     write_plan(copy, structs.replace(plan, blocks_there=0))
     runs = {key: recorded[key] for key in ("runs", "phase_runs")}  # which plan.json also held once
@@ -537,7 +521,7 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) ->
     asked |= {"question": None, "plan_file": None, "left_out": (), "blocks_there": 0}
     asked |= {"order_seed": None}  # who repeats a comparison draws another order
     if plan.blocks is not None:
-        asked |= {"until_interval": 0.03, "minutes": 10.0}
+        asked |= {"until_interval": 0.015, "minutes": 10.0}
     assert make_plan(parse_options(plan_words(plan), "")) == Plan(**asked)
 
 

@@ -39,7 +39,7 @@ def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) 
     plan = plan or a_plan()
     folder.mkdir(parents=True, exist_ok=True)
     write_plan(folder / "plan.json", plan_record(plan, "2026-11-21T12:00:00+00:00"))
-    for run in (*plan.runs(), *plan.phase_runs()):
+    for run in plan.runs():
         make_run(folder, run, ratio)
     return folder
 
@@ -191,7 +191,7 @@ TWO_CASES = {
 @pytest.fixture
 def one_block(tmp_path):
     """A comparison of one block, without phases."""
-    return make_comparison(tmp_path / "compare-1", a_plan(blocks=1, phase_steps=0))
+    return make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
 
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -311,13 +311,11 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
 
 def test_failed_and_missing_runs_keep_their_place(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-    for place, code in (("block-1", 3), ("phases", 1)):
-        edit(folder / place / "ddp-torchrun-1/outcome.json", status="failed", exit_code=code)
-        shutil.rmtree(folder / place / "ddp-torchrun-2")
-    comparison = load_comparison(folder)
-    for runs, code in ((comparison.runs, 3), (comparison.phase_runs, 1)):
-        found = {run.name: (run.status, run.exit_code) for run in runs if not run.is_complete}
-        assert found == {"ddp-torchrun-1": ("failed", code), "ddp-torchrun-2": ("not run", None)}
+    edit(folder / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
+    shutil.rmtree(folder / "block-1/ddp-torchrun-2")
+    runs = load_comparison(folder).runs
+    found = {run.name: (run.status, run.exit_code) for run in runs if not run.is_complete}
+    assert found == {"ddp-torchrun-1": ("failed", 3), "ddp-torchrun-2": ("not run", None)}
 
 
 def test_the_newest_comparison_is_found_by_its_name(tmp_path):
@@ -329,12 +327,11 @@ def test_the_newest_comparison_is_found_by_its_name(tmp_path):
 
 def test_failures_of_cases_are_found(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(cases=TWO_CASES, blocks=1))
-    failed = [folder / f"{place}/VGG-16/horovod-mpi-2.failed-1" for place in ("block-1", "phases")]
-    for path in failed:
-        path.mkdir()
+    failed = folder / "block-1/VGG-16/horovod-mpi-2.failed-1"
+    failed.mkdir()
     comparison = load_comparison(folder)
-    assert comparison.plan.cases == ["ResNet-18", "VGG-16"] and len(comparison.phase_runs) == 8
-    assert comparison.earlier_failures == failed
+    assert comparison.plan.cases == ["ResNet-18", "VGG-16"]
+    assert comparison.earlier_failures == [failed]
 
 
 def swap(one: Path, two: Path) -> None:
@@ -373,7 +370,7 @@ def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
     plan = a_plan(cases=TWO_CASES, blocks=1)
     folder = make_comparison(tmp_path / "runs/compare-1", plan)
     for inside in ("", "plan.json", "block-1", "block-1/VGG-16", "block-1/VGG-16/horovod-mpi-2",
-                   "block-1/VGG-16/horovod-mpi-2/summary.json", "phases"):  # fmt: skip
+                   "block-1/VGG-16/horovod-mpi-2/summary.json"):  # fmt: skip
         assert find_comparison(folder / inside).resolve() == folder
     monkeypatch.chdir(tmp_path)
     assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
@@ -383,7 +380,7 @@ def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
 
 def test_a_path_that_is_no_comparison_is_one_message_with_what_is_there(tmp_path):
     for name in ("compare-1", "compare-2"):
-        make_comparison(tmp_path / "runs" / name, a_plan(blocks=1, phase_steps=0))
+        make_comparison(tmp_path / "runs" / name, a_plan(blocks=1))
     for name, message in (("nowhere", "does not exist"), ("runs", r"holds no plan\.json")):
         with pytest.raises(UserError, match=f"{name} {message}.*: give the path of one"):
             find_comparison(tmp_path / name)

@@ -178,14 +178,13 @@ SMALL = (
     "--workers",
     "1",
     "--no-warm-up",
-    "--no-phases",
     "--out",
     "out",
 )  # four runs
 
 
 def test_every_run_is_made_once_in_blocks_and_said(comparing):
-    words = ("--workers", "1", "2", "--blocks", "3", "--no-warm-up", "--no-phases")
+    words = ("--workers", "1", "2", "--blocks", "3", "--no-warm-up")
     output = comparing.run(*words)
     cells = [f"{name}-{n}" for name in ("ddp-torchrun", "horovod-mpi") for n in (1, 2)]
     assert sorted(comparing.names()) == [f"block-{n}/{cell}" for n in (1, 2, 3) for cell in cells]
@@ -223,9 +222,9 @@ def test_blocks_have_their_seed_and_what_is_done_is_not_run_again(comparing):
 @pytest.mark.parametrize(
     ("words", "place", "number"),
     [
-        (["--blocks", "2", "--no-phases"], "block-2/ddp-torchrun-1", signal.SIGINT),
-        (["--blocks", "1"], "phases/horovod-mpi-1", signal.SIGTERM),
-        (["--blocks", "2", "--no-phases", "--case", "a=--x 1", "--case", "b=--x 2"],
+        (["--blocks", "2"], "block-2/ddp-torchrun-1", signal.SIGINT),
+        (["--blocks", "1"], "block-1/horovod-mpi-1", signal.SIGTERM),
+        (["--blocks", "2", "--case", "a=--x 1", "--case", "b=--x 2"],
          "block-2/b/horovod-mpi-1", signal.SIGINT),
     ],
 )  # fmt: skip
@@ -281,7 +280,7 @@ def test_a_killed_run_py_takes_its_run_with_it(comparing):
 
 
 def test_another_plan_starts_afresh(comparing):
-    words = ["--blocks", "1", "--workers", "1", "--no-warm-up", "--no-phases"]
+    words = ["--blocks", "1", "--workers", "1", "--no-warm-up"]
     comparing.run(*words, "--", "--fail", "block-1/ddp-torchrun-1", code=1)
     for number in (2, 3):  # other flags for the trainers; and that one is complete then
         comparing.run(*words)
@@ -289,16 +288,9 @@ def test_another_plan_starts_afresh(comparing):
     assert len(comparing.starts()) == 6
 
 
-@pytest.mark.parametrize(
-    ("words", "place", "runs", "failed"),
-    [
-        ([], "block-1/horovod-mpi-1", 4, "1 of 4 runs failed"),
-        (["--blocks", "1", "--workers", "1", "2", "--phase-steps", "120"],
-         "phases/horovod-mpi-2", 8, "0 of 4 runs failed, and 1 of 4 short runs for the phases"),
-    ],
-)  # fmt: skip
-def test_a_failed_run_is_kept_shown_and_tried_again(comparing, words, place, runs, failed):
-    command = [*SMALL, *words, "--", "--fail", place]
+def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
+    place, runs, failed = "block-1/horovod-mpi-1", 4, "1 of 4 runs failed"
+    command = [*SMALL, "--", "--fail", place]
     output = comparing.run(*command, code=1)
     for said in ("FAILED after", "(exit code 1)", "| the gradients went away", failed):
         assert said in output
@@ -338,7 +330,7 @@ def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_
 
 
 def test_the_warm_up_is_one_run_an_engine_and_is_thrown_away(comparing):
-    output = comparing.run("--blocks", "1", "--no-phases", "--out", "out")
+    output = comparing.run("--blocks", "1", "--out", "out")
     assert comparing.names()[:2] == ["warm-up/ddp-torchrun-2", "warm-up/horovod-mpi-2"]
     assert output.count("thrown away") == 2
 
@@ -386,12 +378,10 @@ def test_dry_run_prints_commands_only_and_they_can_be_pasted(comparing):
     lines = output.splitlines()
     assert lines[0] == f"unset {' '.join(REMOVED_VARIABLES)}"
     commands = [line for line in lines if not line.startswith(("unset ", "export "))]
-    assert len(commands) == 2 + 4 + 2
+    assert len(commands) == 2 + 4
     subprocess.run(["sh", "-e"], input=output, text=True, check=True)
-    assert len(comparing.starts()) == 8
-    for runs in ("block-2", "phases"):
-        there = comparing.folder.glob(f"runs/compare-*/{runs}/*/summary.json")
-        assert len(list(there)) == 2
+    assert len(comparing.starts()) == 6
+    assert len(list(comparing.folder.glob("runs/compare-*/block-2/*/summary.json"))) == 2
 
 
 MPIRUN = "mpirun -np 2 -H localhost:2 --bind-to none --mca pml ob1 --mca btl '^openib' python"
@@ -467,7 +457,7 @@ def test_a_configurations_own_variables_and_flags_reach_its_runs_alone(comparing
     assert command.startswith("env HOROVOD_CYCLE_TIME=2.5 ")
 
 
-UNTIL = ("--workers", "1", "--no-warm-up", "--no-phases", "--out", "out", "--until-interval")
+UNTIL = ("--workers", "1", "--no-warm-up", "--out", "out", "--until-interval")
 
 
 def test_blocks_are_added_until_the_interval_is_narrow(comparing):
@@ -493,24 +483,6 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing, code=1)
     assert "1 of 4 runs failed" in output
     assert comparing.plan("failing")["blocks_there"] == 2
-
-
-WITH_PHASES = ("--blocks", "1", "--workers", "1", "2", "--no-warm-up", "--out", "out")
-
-
-def test_the_phases_are_run_once_a_cell_after_the_blocks(comparing):
-    output = comparing.run(*WITH_PHASES, "--", "--lr", "1")
-    assert comparing.names()[4:] == [
-        f"phases/{name}-{n}" for name in ("ddp-torchrun", "horovod-mpi") for n in (1, 2)
-    ]
-    for line in comparing.starts():
-        in_phases = line.startswith("phases/")
-        assert ("--ablation-steps 10 --max-steps 120" in line) == in_phases
-        assert line.split()[1] == "42" and "--lr 1" in line
-    line = next(line for line in output.splitlines() if line.startswith("[1/4] phases"))
-    assert "ddp-torchrun" in line and "images/s" not in line  # half of it was not communicated
-    comparing.run(*WITH_PHASES, "--blocks", "2", "--", "--lr", "1")  # none is made twice
-    assert {name.split("/")[0] for name in comparing.names()[8:]} == {"block-2"}
 
 
 def test_warnings_are_printed_and_written_down(comparing):

@@ -13,7 +13,7 @@ import torch
 from making import CPU
 
 from recipe.record import energy
-from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary
+from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary, gpu_clocks_mhz
 from recipe.record.schema import Energy
 
 CUDA = torch.device("cuda", 0)
@@ -172,6 +172,30 @@ def test_gpu(
     assert list(astuple(meter.use())) == pytest.approx(row, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("broken", "clocks"),
+    [
+        ("nothing", (1200, 1500)),
+        ("nvmlDeviceGetApplicationsClock", (1200, 1980)),  # NVIDIA withdraws it
+        ("nvmlInit", (None, None)),
+    ],
+)
+def test_clocks(
+    broken: str, clocks: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = fake_nvml(broken)
+    for name, megahertz in (
+        ("ClockInfo", 1200),
+        ("ApplicationsClock", 1500),
+        ("MaxClockInfo", 1980),
+    ):
+        getattr(nvml, f"nvmlDeviceGet{name}").return_value = megahertz
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    properties = mock.Mock(return_value=mock.Mock(uuid=UUID))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert gpu_clocks_mhz(CUDA) == clocks
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_real_gpu() -> None:
@@ -194,6 +218,7 @@ def test_real_gpu() -> None:
     )
     limit_watts = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     assert 0 < joules / seconds < 1.5 * limit_watts
+    assert all(gpu_clocks_mhz(device))
 
 
 # ---- all ranks ----

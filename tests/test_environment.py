@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import asdict, fields, replace
@@ -207,6 +208,7 @@ def test_usage_travels_as_json() -> None:
 
 def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp_train/train.py", "--epochs", "3"])
+    monkeypatch.setattr(environment, "cpu_quota_cores", lambda: 1.5)
     places = [("here", [0, 1]), ("there", [3])]
     facts = asdict(describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, places))
     expected = {
@@ -221,6 +223,10 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
         "horovod": None,
         "mpi": None,
         "cuda": None,
+        "nccl": None,
+        "driver": None,
+        "gpu_clock_mhz": None,
+        "cpu_quota_cores": 1.5,
         "device_name": cpu_model(),
         "cpu_model": cpu_model(),
     }
@@ -230,8 +236,35 @@ def test_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
+def test_describe_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.65.06\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(environment, "cpu_quota_cores", lambda: math.inf)
+    monkeypatch.setattr(environment, "gpu_clocks_mhz", lambda device: (1200.0, 1980.0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    device = torch.device("cuda", 0)
+    for transport, nccl in (("NCCL", environment.nccl_version()), ("Gloo", None)):
+        found = describe(a_world(0, 1), "ddp", transport, device, 1, [("here", [0])])
+        assert (found.nccl, found.driver, found.cpu_quota_cores) == (nccl, "580.65.06", None)
+        assert (found.gpu_clock_mhz, found.gpu_clock_limit_mhz) == (1200, 1980)
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.version.cuda:  # then torch loads it, with a GPU or without
+        expected = ".".join(map(str, torch.cuda.nccl.version()))
+        assert environment.nccl_version() == expected
+    monkeypatch.setattr(environment, "loaded_files", lambda: "7f00 r-xp /usr/lib/libc.so.6\n")
+    assert environment.nccl_version() is None
+
+
 def test_variables_that_steer_an_engine() -> None:
-    steering = {"HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "MKL_CBWR"}
+    steering = {
+        "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "MKL_CBWR",
+        "LD_LIBRARY_PATH", "ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE",
+    }  # fmt: skip
     # Launchers set these, to other values in each run.
     others = {"HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"}
     environ = dict.fromkeys(steering | others, "7")

@@ -39,7 +39,7 @@ def judged(folder: str) -> dict[str, Any]:
         ],
         "images_per_second": [row["images_per_second"] for row in whole["speed"]],
         "cpu_ms_per_image": [row["cpu_ms_per_image"] for row in whole["speed"]],
-        "step_seconds": [row["step_seconds"] for row in whole["phases"]],
+        "step_seconds": [row["seconds"]["step_seconds"] for row in whole["phases"]],
         "top1": [row["top1"] for row in whole["trainings"]],
         "weights": [row["weights"] for row in whole["trainings"]],
     }

@@ -35,7 +35,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     monkeypatch.setattr(comparison, "run_block", bench)
     sides = {"launcher": (), "program": (), "images_per_step": 64}
     monkeypatch.setattr(
-        comparison, "training_side", lambda run, folder: Side(run.configuration.name, **sides)
+        comparison, "training_side", lambda run, folder, _: Side(run.configuration.name, **sides)
     )
     for module in (comparison, record):
         monkeypatch.setattr(module, "trainers_sha256", lambda: "a")
@@ -49,7 +49,7 @@ def measure(plan: Plan, folder: Path) -> Plan:
     return comparison.measure(plan, folder)[0]
 
 
-PLAN = Plan(full_runs=0, phase_steps=0, order_seed=1)
+PLAN = Plan(full_runs=0, order_seed=1)
 
 
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     assert len(of_blocks) == len(bench.folders)
     assert of_blocks[0].startswith(f"block 1, 2 workers   {FIRST} / {SECOND} 1.")
     assert f" +-{100 * estimate.relative_half_width:.2g} %" in of_blocks[-1]
-    assert "every interval is within" in last
+    assert "the interval of every pair is within" in last
     assert all(a[0] != b[0] for a, b in itertools.pairwise(bench.orders))
 
 
@@ -157,11 +157,12 @@ TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-
 @pytest.mark.timeout(300)
 @pytest.mark.full  # CI runs make compare
 def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
-    """The default, but for the whole runs and the runs for the phases."""
+    """The default, but for the whole runs."""
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
-    monkeypatch.setattr(comparison, "ROUNDS", 2)
+    for module in (comparison, record):
+        monkeypatch.setattr(module, "ROUNDS", 2)
     monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: 0)
-    command = ["--blocks", "1", "--full-runs", "0", "--no-phases", "--no-warm-up", "--out",
+    command = ["--blocks", "1", "--full-runs", "0", "--no-warm-up", "--out",
                str(tmp_path), "--", *TRAINING]  # fmt: skip
     assert run_module.main(command) == 0
     told = capsys.readouterr().out

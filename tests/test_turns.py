@@ -24,6 +24,7 @@ from records import a_block
 from compare.evidence import turns
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.environment import DELAY
 from compare.plan.plan import Run
 from compare.running import take_turns
 from compare.running.launch import marked_processes
@@ -37,6 +38,7 @@ from compare.running.scheduler import (
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
 from compare.running.tools import missing_for
+from recipe.training.phases import PHASES
 
 
 def side(**changes: object) -> Side:
@@ -136,12 +138,18 @@ def test_what_ranks_measure_comes_to_a_turn() -> None:
     assert make_turn(side(ranks=2), 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
 
 
-def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("delay", [0, 0.25])
+def test_a_turns_clock_starts_behind_its_lead_in(
+    delay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known delay is a share of what the clock shows."""
+    monkeypatch.setenv(DELAY, str(delay))
     here, there = Pipe()
     client = take_turns.Client(here, warm_up=3)
     monkeypatch.setattr(client, "spent", dict)
     watch = SimpleNamespace(now=0.0, process_time=time.process_time)
     watch.monotonic = lambda: watch.now
+    watch.sleep = lambda seconds: setattr(watch, "now", watch.now + seconds)
     monkeypatch.setattr(take_turns, "time", watch)
 
     def steps(*seconds: float) -> None:
@@ -157,8 +165,8 @@ def test_a_turns_clock_starts_behind_its_lead_in(monkeypatch: pytest.MonkeyPatch
     send(there, State.READY)
     send(there, State.RUNNING, steps=2, overruns=False)
     steps(1000.0)
-    told = [{"seconds": 3.0}, {"seconds": 3.0}, {"seconds": 7.0}, {}]
-    assert [receive(there) for _ in told] == [(State.READY, values) for values in told]
+    told = [{"seconds": seconds * (1 + delay)} for seconds in (3.0, 3.0, 7.0)]
+    assert [receive(there) for _ in range(4)] == [(State.READY, one) for one in (*told, {})]
 
 
 # ------------------------------------------------------------------------------ what is started
@@ -209,6 +217,13 @@ def test_sides_take_turns_and_leave_nothing(
     assert run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append) == found
     assert lines[-1] == "block 1: is there already"
     assert len(run_block(sides[:1], 1, folder, 1, "block 1").of("speed")) == 1
+
+
+def test_a_known_delay_is_found(tmp_path: Path) -> None:
+    late = script_side(tmp_path, "late", steps=10, environment={DELAY: "0.5"})
+    sides = [script_side(tmp_path, "usual", steps=10), late]
+    block = run_block(sides, 3, tmp_path / "block-1", 1, "block 1", 0.0)
+    assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
@@ -330,3 +345,33 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
         for one in steps:
             assert scheduler.take_turn(replace(one, steps=2), 0).images_per_second > 0
     assert not marked_processes(scheduler.mark)
+
+
+# Each rank trains by itself: DDP's network is left aside, and with it the exchange of gradients.
+SKIPS = """
+from torch.nn.parallel import DistributedDataParallel
+DistributedDataParallel.forward = lambda network, *images: network.module(*images)
+"""
+
+
+@pytest.mark.launch
+def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
+    training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
+                "--no-cuda", "--threads", "1")  # fmt: skip
+    folder, skips = tmp_path / "block-1", tmp_path / "skips"
+    run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
+    honest = replace(training_side(run, folder), steps=2)
+    block = run_block([honest], 3, folder, 1, "block 1")
+    # Warm-up of 3 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
+    assert [turn.samples for turn in block.turns] == [48 + 24 * n for n in range(len(block.turns))]
+    assert {turn.images for turn in block.turns} == {16}
+    assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
+        block.of("ablation")
+    ) == 1
+    assert len(block.weights["ddp-torchrun"]) == 64
+    assert all(turn.phases.keys() == set(PHASES) for turn in block.turns)
+    skips.mkdir()
+    (skips / "sitecustomize.py").write_text(SKIPS)
+    cheat = replace(honest, environment={"PYTHONPATH": str(skips)})
+    with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
+        run_block([cheat], 3, tmp_path / "block-2", 2, "block 2")

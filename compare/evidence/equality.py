@@ -12,17 +12,19 @@ from recipe.flags import FLAGS, names_of
 PLACES = {"log_dir", "name"}
 # What a run says of its start.
 START = {"engine", "launcher", "transport"}
-# What may differ as well where two configurations differ in one of these.
-OF_LAUNCHER = {"launcher"}
+# What may differ as well where two configurations differ in one of these. A launcher may set the
+# variable for its ranks: mpirun does, where it is given --prefix or its whole path.
+OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
 FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
 # Records of earlier trainers lack some of these.
 EQUAL_IN_ENVIRONMENT = (
     "hosts", "local_size", "world_size", "device", "device_name", "cpu_model", "cores", "threads",
-    "kernel", "cuda", "rank_hosts", "affinity", "allocator", "python", "torch", "torchvision",
+    "cpu_quota_cores", "kernel", "cuda", "driver", "gpu_clock_limit_mhz", "rank_hosts", "affinity",
+    "allocator", "python", "torch", "torchvision",
 )  # fmt: skip
 # Software that not every configuration uses: equal among those that do.
-EQUAL_WHERE_USED = ("horovod", "mpi")
+EQUAL_WHERE_USED = ("horovod", "mpi", "nccl")
 ABSENT = "absent"
 # What each block has of its own.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}

@@ -30,7 +30,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     for name in comparison.plan.left_out:
         lacks = WITHOUT_HOROVOD if "horovod" in name else "mpi4py or mpirun is not installed there"
         found[MISSING].append(f"{name}: {lacks}")
-    for run in (*comparison.runs, *comparison.phase_runs):
+    for run in comparison.runs:
         folder = run.folder.relative_to(comparison.folder)
         if run.reason or not run.is_complete:
             found[MISSING if matters(run) else ASIDE].append(f"{folder}: {trouble(run)}")

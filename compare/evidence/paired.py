@@ -63,12 +63,6 @@ class Estimate:
         return math.sqrt(self.high / self.low) - 1 if self.low and self.high else math.inf
 
     @property
-    def least(self) -> float:
-        """The smallest difference, either way, that the interval leaves possible, in proportion;
-        0 or less if it contains 1."""
-        return max(self.low, 1 / self.high) - 1 if self.low and self.high else -math.inf
-
-    @property
     def bound(self) -> float:
         """The largest difference, either way, that the interval leaves possible, in proportion."""
         return max(self.high, 1 / self.low) - 1 if self.low and self.high else math.inf
@@ -124,6 +118,18 @@ def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Esti
     half = student_quantile(confidence, n - 1) * error
     low, high = math.exp(center - half), math.exp(center + half)
     return Estimate(math.exp(center), low, high, ratios, error, n - 1, confidence)
+
+
+def mean_interval(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, float | None, float | None]:
+    """Return the mean of what each block has measured once, and the ends of its interval, None from
+    fewer than MIN_BLOCKS blocks."""
+    center, n = math.fsum(values) / len(values), len(values)
+    if n < MIN_BLOCKS:
+        return center, None, None
+    half = student_quantile(confidence, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return center, center - half, center + half
 
 
 def hodges_lehmann(values: Sequence[float]) -> float:

@@ -95,7 +95,6 @@ class Comparison:
     folder: Path
     plan: PlanRecord
     runs: list[RunRecord]
-    phase_runs: list[RunRecord]  # one a cell, short, with --ablation-steps; complete or not
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
     turns: dict[tuple[str, int], list[Block]]  # the blocks of turns by case and workers
     sides: list[RunRecord]  # of these blocks
@@ -146,10 +145,9 @@ class Comparison:
         """The planned cells in the order of the tables."""
         return list(product(self.plan.cases, self.workers, self.configurations))
 
-    def complete_runs(self, cell: CellKey, of_phases: bool = False) -> list[RunRecord]:
-        """Return the complete runs of a cell; or the one that measured the phases, if there is."""
-        runs = self.phase_runs if of_phases else self.complete
-        return [run for run in runs if run.cell == cell and run.is_complete]
+    def complete_runs(self, cell: CellKey) -> list[RunRecord]:
+        """Return the complete runs of a cell."""
+        return [run for run in self.complete if run.cell == cell]
 
     @cached_property
     def square(self) -> dict[tuple[str, str], str]:
@@ -203,12 +201,11 @@ def load_comparison(folder: Path) -> Comparison:
     plan is broken, or nothing was measured."""
     plan = read_plan(folder / "plan.json")
     runs = [load_run(folder, planned) for planned in plan.runs()]
-    phase_runs = [load_run(folder, planned) for planned in plan.phase_runs()]
     # Of a failed block of turns each side has a folder of its own, packed.
     failures = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
     failures |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
     earlier = sorted(folder / name for name in failures)
-    comparison = Comparison(folder, plan, runs, phase_runs, earlier, {}, [], [])
+    comparison = Comparison(folder, plan, runs, earlier, {}, [], [])
     for case, workers in plan.groups():
         load_turns(comparison, case, workers)
     if not comparison.written:

@@ -1,15 +1,16 @@
 """The rows of the report's tables: a line for each cell that was measured."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, median
 from typing import Any
 
-from compare.evidence.paired import Estimate, estimate_ratio
+from compare.evidence.paired import Estimate, estimate_ratio, mean_interval
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import tail, throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
-from recipe.record.schema import Energy, Input, Phases
+from recipe.record.schema import Energy, Input
 
 EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
 IMAGENET_CROPS, IMAGENET_CLASSES = range(160, 321), 1000
@@ -152,7 +153,12 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         memory = [float(run.summary.peak_memory_bytes) for run in runs]
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
         own = [run.summary.weights_sha256 for run in runs]
-        phase_runs = comparison.complete_runs(cell, of_phases=True)
+        ablated = [
+            turn.straggler_ratio
+            for block in comparison.turns.get(cell[:2], [])
+            for turn in block.of("ablation")
+            if turn.side == cell[2]
+        ]
         rows.append(
             TrainingRow(
                 **place(cell),
@@ -163,7 +169,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
                 peak_memory=estimate_ratio(
                     memory, [1.0] * len(memory), confidence=comparison.confidence
                 ),
-                straggler_ratio=median_or_none([straggler_ratio(run) for run in phase_runs]),
+                straggler_ratio=median_or_none(ablated),
                 has_firsts_weights=None if None in firsts else firsts == own,
             )
         )
@@ -188,22 +194,6 @@ def figures_of(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def straggler_ratio(run: RunRecord) -> float | None:
-    """Return how much longer than the median rank the slowest one computes; None for a single rank.
-
-    Only of a run with ablation: without it the backward of a rank says nothing of its own speed,
-    since in it the fast ranks wait for the slow.
-    """
-    times = [
-        (rank.forward_seconds, rank.backward_seconds, rank.exposed_communication_seconds)
-        for rank in run.summary.ranks
-    ]
-    if len(times) < 2 or any(None in time for time in times):
-        return None
-    seconds = [forward + backward for forward, backward, _ in times]  # type: ignore[operator]
-    return max(seconds) / median(seconds) if median(seconds) > 0 else None
-
-
 def median_or_none(values: Sequence[float | None]) -> float | None:
     """Return the median; None if there is no value, or one was not measured."""
     known = [value for value in values if value is not None]
@@ -212,103 +202,126 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 
 # ------------------------------------------------------------------------------------- the phases
 
-# A step's phases: the field of PhaseRow and of summary.json's `phases`, and the words for it.
+# A step's phases: the names of their seconds, and the words for them.
 PHASES = {
     "data_seconds": "data",
     "forward_seconds": "forward",
     "backward_seconds": "backward",
     "exposed_communication_seconds": "exposed communication",
     "optimizer_seconds": "optimizer",
+    "other_seconds": "other",
 }
 # What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
 ALONE = {"exposed_communication_seconds": "the engine's own work"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseRow(Phases, CellRow):
-    """Where the time of a cell's step goes, on rank 0, in seconds.
+class PhaseRow(CellRow):
+    """Where the time of a cell's step goes: seconds by the names of PHASES and `step_seconds`,
+    means over blocks. By turns they are means over ranks, of the very turns that the verdicts are
+    from; of whole runs those of rank 0. Of the difference of two cells each has its interval: the
+    first's seconds less the second's, paired by block, so that the phases add up to the step."""
 
-    Of the cell's run with ablation if there is one, else of that measured run whose step is the
-    median one: the phases of one run belong together, medians of each would not add up.
-    """
-
-    step_seconds: float
+    seconds: dict[str, Any]
     images_per_step: float
     sent_bytes: float | None = None  # by each worker in a step, if its all-reduce is a ring
-    is_difference: bool = False  # of two cells: the first's seconds less the second's
-    contradicts_verdict: bool = False  # of a difference: does the verdict say the opposite?
 
     @property
     def words(self) -> dict[str, str]:
-        """The words for each phase by its field."""
+        """The words for each phase by its name."""
         return PHASES | ALONE if self.workers == 1 else PHASES
 
     @property
     def exposed_bandwidth(self) -> float | None:
         """What was sent over the exposed time, bytes/s: no link was faster, since what overlaps
         with the backward pass took time as well."""
-        exposed = self.exposed_communication_seconds
+        exposed = self.seconds.get("exposed_communication_seconds")
         if not self.sent_bytes or not exposed or exposed <= 0:
             return None
         return self.sent_bytes / exposed
+
+
+def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
+    """Return the seconds of a cell's mean step by phase, of each block in which they were measured:
+    by turns, or else in whole runs, where the exchange is part of backward."""
+    case, workers, name = cell
+    blocks = [one for one in comparison.turns.get((case, workers), []) if name in one.order]
+    by_turns = {block.number: block.phases(name) for block in blocks}
+    by_runs = {
+        run.block: {
+            name: seconds
+            for name, seconds in vars(run.summary.phases).items()
+            if name.endswith("_seconds") and seconds is not None
+        }
+        for run in comparison.complete_runs(cell)
+    }
+    found = by_turns if any(by_turns.values()) else by_runs
+    return {block: seconds for block, seconds in found.items() if "step_seconds" in seconds}
 
 
 def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     """Return the phases of each cell in which they were measured, in the table's order."""
     rows = []
     for cell in comparison.cells:
-        whole, ablated = (
-            comparison.complete_runs(cell),
-            comparison.complete_runs(cell, of_phases=True),
-        )
-        runs = [run for run in ablated if run.summary.phases.step_seconds is not None]
-        runs = runs or [run for run in whole if run.summary.phases.step_seconds is not None]
-        if runs:
-            runs.sort(key=lambda run: run.summary.phases.step_seconds or 0.0)
-            summary = runs[(len(runs) - 1) // 2].summary
+        if blocks := [*phases_by_block(comparison, cell).values()]:
+            runs = comparison.complete_runs(cell)
+            gradients = [run.summary.gradient_bytes or 0 for run in runs]
             share = 2 * (cell[1] - 1) / cell[1]  # of a ring: nccl-tests, doc/PERFORMANCE.md
+            names = [name for name in blocks[0] if all(name in block for block in blocks)]
             rows.append(
                 PhaseRow(
                     **place(cell),
-                    **vars(summary.phases),
-                    images_per_step=summary.samples_seen / summary.steps,
-                    sent_bytes=share * (summary.gradient_bytes or 0) or None,
+                    seconds={name: fmean(block[name] for block in blocks) for name in names},
+                    images_per_step=images_per_step(comparison, cell),
+                    sent_bytes=share * max(gradients, default=0) or None,
                 )
             )
     return rows
 
 
-def phase_differences(rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]) -> list[PhaseRow]:
+def images_per_step(comparison: Comparison, cell: CellKey) -> float:
+    """Return the images of a cell's mean step, of all workers."""
+    case, workers, name = cell
+    for block in comparison.turns.get((case, workers), []):
+        if name in block.order and block.steps:
+            return block.counted(name)[0].images / block.steps[name]
+    summary = comparison.complete_runs(cell)[0].summary
+    return summary.samples_seen / summary.steps
+
+
+def phase_differences(
+    comparison: Comparison, rows: Sequence[PhaseRow], verdicts: Iterable[Verdict]
+) -> list[PhaseRow]:
     """Return, for each verdict that shows a difference, in which phases it is: first less second,
     as the verdicts' ratios are first over second. Steps of different size are not compared."""
     found = {row.cell: row for row in rows}
     differences = []
     for verdict in verdicts:
-        first = found.get((verdict.case, verdict.workers, verdict.first))
-        second = found.get((verdict.case, verdict.workers, verdict.second))
-        if verdict.is_null_test or verdict.decision not in DIFFERENT:
+        cells = [(verdict.case, verdict.workers, name) for name in (verdict.first, verdict.second)]
+        first, second = (found.get(cell) for cell in cells)
+        if verdict.is_null_test or verdict.decision not in DIFFERENT or not (first and second):
             continue
-        if first and second and first.images_per_step == second.images_per_step:
-            denied = (first.step_seconds < second.step_seconds) != (verdict.decision == "faster")
-            differences.append(replace(subtract_phases(first, second), contradicts_verdict=denied))
+        ours, theirs = (phases_by_block(comparison, cell) for cell in cells)
+        if both := sorted(ours.keys() & theirs.keys()):
+            pairs = [subtract_phases(ours[block], theirs[block]) for block in both]
+            if math.isclose(first.images_per_step, second.images_per_step, rel_tol=1e-6):
+                seconds = {
+                    name: mean_interval([pair[name] for pair in pairs], comparison.confidence)
+                    for name in pairs[0]
+                    if all(name in pair for pair in pairs)
+                }
+                names = f"{first.configuration} − {second.configuration}"
+                row = replace(first, configuration=names, seconds=seconds, sent_bytes=None)
+                differences.append(row)
     return differences
 
 
-def subtract_phases(first: PhaseRow, second: PhaseRow) -> PhaseRow:
-    """Return one row's seconds less another's; where one of them did not measure the exchange
+def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Return one step's seconds less another's; where one of them did not measure the exchange
     apart, it is part of backward in both."""
-    own, other = ({name: getattr(row, name) for name in ("step_seconds", *PHASES)}
-                  for row in (first, second))  # fmt: skip
     exposed, backward = "exposed_communication_seconds", "backward_seconds"
-    if None in (own[exposed], other[exposed]):
-        for seconds in (own, other):
-            seconds[backward] += seconds[exposed] or 0.0
-            seconds[exposed] = None
-    return replace(
-        first,
-        configuration=f"{first.configuration} − {second.configuration}",
-        steps=min(first.steps, second.steps),
-        sent_bytes=None,
-        is_difference=True,
-        **{name: None if own[name] is None else own[name] - other[name] for name in own},  # type: ignore[arg-type]
-    )
+    if (exposed in own) != (exposed in other):
+        own, other = (
+            {**one, backward: one[backward] + one.get(exposed, 0.0)} for one in (own, other)
+        )
+    return {name: own[name] - other[name] for name in own if name in other}

@@ -43,6 +43,21 @@ WITH_ITSELF = {
     "equal": f"{FIT}equal within {{bound}}, {{ratio}}, {{figures}}",
     "undecided": f"{FIT}it differs from itself by at most {{bound}}, {{ratio}}, {{figures}}",
 }
+DELAYED = "{first} / the same with the delay {number}, {figures}"
+WITH_DELAY = {
+    "faster": f"a delay of {{delay}} was found: {DELAYED}",
+    "undecided": f"a delay of {{delay}} was not found: {DELAYED}. This interval should contain the "
+    "delay and not 1; by chance alone it does not in one null test of twenty, and oftener where it "
+    "is wide: run it again, or longer",
+}
+DEPENDS = "{leads}: {first} {times} {second}, {figures}"
+OF_RATIOS = {
+    "faster": DEPENDS,
+    "slower": DEPENDS,
+    "equal": "{leads}: that is the same within {bound}, {ratio}, {figures}",
+    "undecided": "{leads}: whether these two differ is not decided, they differ by at most {bound} "
+    "({ratio}, {figures}){more}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +76,8 @@ class Verdict:
     margin: float  # within which "equal" is said
     is_null_test: bool = False  # both are the same: a difference would be the machine's
     is_interaction: bool = False
+    delay: float | None = None  # of a null test's control: the second waits this share longer
+    leads: str = ""  # of an interaction: how much faster one engine is over each transport
     speed: Estimate | None = None  # first / second, images a second
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
@@ -96,24 +113,37 @@ class Verdict:
         blocks, number = count(speed.blocks, "block"), ratio_text(speed)
         times, ratio = f"trained {number} times as fast as", f"speed ratio {number}"
         if self.is_interaction:
-            times, ratio = f"is {number} times", f"ratio {number}"
+            times, ratio = f"is {number} times", f"ratio of ratios {number}"
         if speed.low is None:
             return (
                 f"{self.first_label} {times} {self.second_label} in {blocks}: too few for an "
                 f"interval, which needs {MIN_BLOCKS}, so nothing is decided"
             )
         sentences = WITH_ITSELF if self.is_null_test else BETWEEN_TWO
+        sentences = OF_RATIOS if self.is_interaction else sentences
+        sentences = WITH_DELAY if self.delay is not None else sentences
         sentence = sentences[self.decision] if self.is_finished else UNFINISHED
         return sentence.format(
             first=self.first_label,
             second=self.second_label,
+            leads=self.leads,
             times=times,
             ratio=ratio,
+            number=number,
+            delay=percent_text(self.delay or 0),
             figures=f"{interval_text(speed)}, {blocks}",
             bound=bound_text(speed),
             difference=percent_text(max(speed.ratio, 1 / speed.ratio) - 1),
             more=self.more_minutes_text(speed),
         )
+
+    @property
+    def finds_delay(self) -> bool:
+        """Whether the interval contains the known delay and not 1."""
+        if self.delay is None or not self.is_finished or self.differences or self.speed is None:
+            return False
+        low, high = self.speed.low or 0, self.speed.high or 0
+        return 1 < low <= 1 + self.delay <= high
 
     def more_minutes_text(self, speed: Estimate) -> str:
         """Say how much longer a measurement would show a difference of the margin's size; empty if
@@ -192,6 +222,7 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
         and verdict.speed.low is not None
         and not verdict.differences
         and verdict.is_finished
+        and verdict.delay is None  # a test of the measurement, with its own rule
     }
     error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
     unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
@@ -206,6 +237,8 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
             decision = "equal"
         elif index in unequal:
             decision = "faster" if judged[index].ratio > 1 else "slower"
+        elif verdict.finds_delay:
+            decision = "faster"
         found.append(replace(verdict, decision=decision, family=len(judged) or 1))
     return found
 
@@ -243,6 +276,7 @@ def judge_pair(
         differences=confounders(between),
         margin=comparison.plan.margin,
         is_null_test=comparison.plan.null,
+        delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
         equal_weights=equal,
         loss_gap=loss_gap_text(both),
     )
@@ -298,7 +332,20 @@ def judge_interaction(
         is_interaction=True,
     )
     verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
+    if verdict.speed is not None:
+        over, over_other = (  # a power of 0: of the same blocks
+            lead_text(comparison, verdict, {a: 0, b: 0, c: 0, d: 0} | powers)
+            for powers in ({a: 1, b: -1}, {c: 1, d: -1})
+        )
+        leads = f"DDP is {over_other} than Horovod over {other_transport} and {over} over "
+        verdict = replace(verdict, leads=leads + transport)
     return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
+
+
+def lead_text(comparison: Comparison, verdict: Verdict, powers: Mapping[str, int]) -> str:
+    """Say how much faster or slower one configuration is than another, in percent."""
+    lead = estimate(comparison.blocks(verdict.case, verdict.workers), powers).ratio - 1
+    return f"{percent_text(abs(lead))} {'slower' if lead < 0 else 'faster'}"
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:

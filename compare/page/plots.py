@@ -42,6 +42,7 @@ PHASE_STYLES = {
     "backward_seconds": (MUTED, 0.65),
     "exposed_communication_seconds": ("var(--communication)", 0.95),
     "optimizer_seconds": (INK, 0.85),
+    "other_seconds": (INK, 0.5),
 }
 
 
@@ -228,17 +229,21 @@ def plot_phases(report: Report, case: str) -> Plot | None:
     for y, row in enumerate(shown):
         layers += phase_layers(y, row)
         name = place_text(row.configuration, row.workers)
-        rows.append(Row(y, name, f"{1000 * row.step_seconds:.3g} ms"))
+        rows.append(Row(y, name, f"{1000 * row.seconds['step_seconds']:.3g} ms"))
     if not rows:
         return None
     return Plot(
         "step-breakdown",
         "Time per step by phase",
-        "Means over the steps of rank 0. Exposed communication: how much longer a step takes "
+        "Means over the steps. Exposed communication: how much longer a step takes "
         "because of the gradient exchange; what overlaps with the backward pass does not count, "
         "and where it was not measured separately, it is part of backward. With one worker there "
         f"is no exchange: in its place stands {ALONE['exposed_communication_seconds']}.",
-        linear([1000 * row.step_seconds for row in shown], "milliseconds per step", zero=True),
+        linear(
+            [1000 * row.seconds["step_seconds"] for row in shown],
+            "milliseconds per step",
+            zero=True,
+        ),
         Scale(len(rows) - 0.5, -0.5),
         layers,
         rows,
@@ -248,10 +253,10 @@ def plot_phases(report: Report, case: str) -> Plot | None:
 
 def phase_layers(y: int, row: PhaseRow) -> list[Layer]:
     """Return a row of bars, one behind the other."""
-    name, step = place_text(row.configuration, row.workers), 1000 * row.step_seconds
+    name, step = place_text(row.configuration, row.workers), 1000 * row.seconds["step_seconds"]
     end, layers = 0.0, []
     for field, words in row.words.items():
-        ms = 1000 * (getattr(row, field) or 0.0)
+        ms = 1000 * row.seconds.get(field, 0.0)
         if ms > 0:  # noise may bring the difference of two means below 0; a bar cannot be there
             told = f"{name}: {words} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"
             colour, opacity = PHASE_STYLES[field]

@@ -8,6 +8,7 @@ from typing import Any
 
 from compare.evidence.equality import compare_facts
 from compare.evidence.notices import notices
+from compare.evidence.occasions import over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.references import Reference
@@ -22,25 +23,31 @@ from compare.evidence.run_folder import recorded
 from compare.evidence.verdicts import DIFFERENT, correction_text, judge
 from compare.evidence.words import count, percent_text, place_text, short, shortest_unique_names
 from compare.plan.plan_file import plan_words
+from recipe.flags import Config
 
 # What environment.json says of machine and software, the seed's and the clock's aside.
 ENVIRONMENT = (
     "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
-    "launcher", "transport", "kernel", "python", "torch", "torchvision", "horovod", "mpi", "cuda",
+    "cpu_quota_cores", "launcher", "transport", "kernel", "python", "torch", "torchvision",
+    "horovod", "mpi", "cuda", "nccl", "driver", "gpu_clock_limit_mhz", "gpu_clock_mhz",
     "git_commit",
 )  # fmt: skip
 UNPAIRED = (
-    "Ratios are of medians and unpaired: these runs were not made in the same blocks, so a change "
-    "of the machine between them is part of the ratio. They have no interval; there is no verdict."
+    "Ratios are unpaired: these runs were not made in the same blocks, so a change of the machine "
+    "between them is part of the ratio. They have no interval; there is no verdict."
 )
 # Fields of a line, and those of the ratios of their values to the first one.
 COMPARED = {
     "images/s": ("images_per_second", "unpaired_ratios_to_first"),
     "CPU ms per image": ("cpu_ms_per_image", "unpaired_cpu_ratios_to_first"),
 }
-# What a record holds of the two waits: earlier ones do not have the first.
-SLEEP, YIELD = "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
+# What a record holds of that: earlier ones do not have the second.
+VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
 NOT_SETTINGS = {"log_dir", "name", "seed"}
+NOT_RECORDED = "not recorded"
+# In what occasions of one question may differ: this project's versions, whose presets have changed
+# names (what a preset sets is compared by itself).
+OF_VERSIONS = {"git_commit", "preset"}
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
@@ -64,7 +71,7 @@ class Report:
         self.speed = speed_rows(comparison, price_per_hour)
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
-        self.phase_differences = phase_differences(self.phases, self.verdicts)
+        self.phase_differences = phase_differences(comparison, self.phases, self.verdicts)
         self.notices = notices(comparison)  # last: what the others read may be damaged
 
     @property
@@ -132,6 +139,8 @@ class Report:
         said = [
             (any(run.engine == "ddp" for run in over_mpi),
              "DDP's exchange over MPI (mpi4py in a thread of Python)"),
+            (any(run.engine == "ddp" and run.config.flags.get(VIEW) for run in runs),
+             "that DDP's gradients are views of its buckets"),
             (any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
              "Horovod's sleep between two looks at its gradients"),
             (any(SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
@@ -179,6 +188,9 @@ class Report:
              f"machines. All workers share {count(environment.cores, 'core')}, and more workers "
              "have fewer threads: the column “scaling” shows how well those cores were used, not "
              "what a second machine would bring."),
+            (bool(widths), "Other occasions. An interval is of this hour on this machine: squares "
+             "repeated on the recorded machines differed between occasions by a standard deviation "
+             "of up to 3.5 %. Measure again at other hours, and give report.py all folders."),
             (bool(widths), f"Small differences. Such a comparison shows a difference of {shown}, "
              "or less for some verdicts, in four cases of five, and one of two thirds of that in "
              "half."),
@@ -190,7 +202,8 @@ class SideBySide:
     """What several reports show of each other: before and after a change, or two machines.
 
     Their runs were not made in the same blocks. Whatever the machines did meanwhile is in a ratio
-    of the two, and no interval could be trusted: there are ratios here, but no verdicts.
+    of the two, and no interval could be trusted: there are ratios here, but no verdicts. What each
+    measured in its own blocks is another matter: verdicts on the same question are pooled.
     """
 
     def __init__(self, reports: Sequence[Report]):
@@ -207,12 +220,33 @@ class SideBySide:
         self.differences: dict[str, Sequence[str]] = {}
         if len(set(methods)) > 1:
             self.differences["measured by"] = methods
-        settings = dict.fromkeys(name for one in comparisons for run in one.written
-                                 for name in run.config.flags)  # fmt: skip
+        settings = dict.fromkeys(
+            name for one in comparisons for run in one.written
+            for name in run.config.flags | run.environment.variables
+        )  # fmt: skip
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
             values = [values_text(one, name) for one in comparisons]
             if len(set(values)) > 1 and name not in NOT_SETTINGS:
                 self.differences[name] = values
+        others = [name for name, values in self.differences.items() if asks_other(name, values)]
+        pooled = over_occasions([report.verdicts for report in reports])
+        self.occasions = [] if others else pooled
+        self.not_pooled = ""
+        if pooled and others:
+            self.not_pooled = (
+                "These comparisons are not summarized over occasions, since they differ in what "
+                f"they ask: {', '.join(others)}."
+            )
+
+
+def asks_other(name: str, values: Sequence[str]) -> bool:
+    """Tell whether comparisons with these values of a setting, or of a fact, ask other questions.
+    Hosts may have other names; and what a version did not know yet, it did as by default."""
+    if name == "hosts":
+        values = [str(value.count(",")) for value in values]
+    known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
+    meant = {known if value == NOT_RECORDED else value for value in values}
+    return name not in OF_VERSIONS and len(meant) > 1
 
 
 def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
@@ -234,6 +268,11 @@ def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
 def values_text(comparison: Comparison, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
-    told = (recorded(run.environment) if name in ENVIRONMENT else run.config.flags for run in runs)
-    values = (fields.get(name, "not recorded") for fields in told)
+    told = (
+        recorded(run.environment)
+        if name in ENVIRONMENT
+        else run.config.flags | run.environment.variables
+        for run in runs
+    )
+    values = (fields.get(name, NOT_RECORDED) for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -10,11 +11,18 @@ import tabulate
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
-from compare.evidence.rows import IMAGES, PHASES
+from compare.evidence.rows import IMAGES, PHASES, PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS
 from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
 
+POOLED = (
+    "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
+    "effects model. The standard deviation is that of the occasions' own truths. Of two or three "
+    "occasions it is hardly known, and the common interval is wide (Student's quantile is 12.7 for "
+    "two, 4.3 for three, 2.8 for five). Verdicts of unfinished "
+    "measurements are left out."
+)
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 EQUAL = {True: "equal", False: "other", None: "–"}
 
@@ -156,11 +164,24 @@ INPUT = (
 )  # fmt: skip
 
 
-def phase_columns(pattern: str) -> list[Column]:
+def phase_columns() -> list[Column]:
     """Return a column for each phase, in short words: on a terminal the table is to fit into 100
     columns."""
     fields = {field: words.split()[0] for field, words in PHASES.items()} | {"step_seconds": "step"}
-    return [Column(name, attrgetter(field), pattern, scale=1000) for field, name in fields.items()]
+    return [
+        Column(name, partial(seconds_of, field), scale=1000, is_optional=True)
+        for field, name in fields.items()
+    ]
+
+
+def seconds_of(field: str, row: PhaseRow) -> Any:
+    """Return a phase's seconds; of a difference the cell with its interval, in milliseconds."""
+    found = row.seconds.get(field)
+    if not isinstance(found, tuple):
+        return found
+    mean, low, high = found
+    width = "" if low is None else f"±{500 * (high - low):.1f}"
+    return TableCell(f"{1000 * mean:+.1f}".replace("-", "−"), 1000 * mean, width)
 
 
 SENT = (
@@ -175,22 +196,16 @@ def all_tables(report: Report) -> list[Table]:
     """Return the tables in their order: speed first, and apart from it whole trainings."""
     is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
     has_rungs = any(run.engine not in ENGINES for run in report.comparison.runs)
-    denied = [
-        f"{row.configuration} ({place_text(row.case, row.workers)})"
-        for row in report.phase_differences
-        if row.contradicts_verdict
-    ]
     phases = (
-        "Means over the steps of rank 0, of one run each. Exposed: how much longer a step takes "
-        "because of the gradient exchange; with one worker, who has nobody to exchange with, the "
-        "engine's own work."
+        "Means over ranks and blocks, of the turns that the verdicts are from (of whole runs: of "
+        "rank 0). Exposed: how much longer a step takes because of the gradient exchange; with one "
+        "worker, who has nobody to exchange with, the engine's own work. Other: records, and what "
+        "else ends a step."
     )
     differences = (
-        "First less second, where a verdict shows a difference: a minus is what the first saves."
+        "First less second, where a verdict shows a difference: a minus is what the first saves. "
+        "Paired by block, with intervals; the phases add up to the step."
     )
-    if denied:
-        differences += " The runs that measured the phases do not show the verdict's difference: "
-        differences += f"{', '.join(denied)}."
     unused = "No verdict on speed uses these runs: that is measured by turns." * is_by_turns
     most = max((row.planned_runs for row in trainings), default=1)
     costs = RESOURCES + LADDER * has_rungs
@@ -200,9 +215,9 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
         cell_table(report, "A step's time by phase, ms",
-                   (*phase_columns(""), *SENT), report.phases, phases),
+                   (*phase_columns(), *SENT), report.phases, phases),
         cell_table(report, "Where a difference is, ms",
-                   phase_columns("{:+.1f}"), report.phase_differences, differences),
+                   phase_columns(), report.phase_differences, differences),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
     ]  # fmt: skip
@@ -290,7 +305,8 @@ def square_table(report: Report, case: str, workers: int) -> Table:
         f"Engine and transport, {place_text(case, workers)}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
-        "on each other.",
+        "on each other, on the scale of ratios only: differences in images/s would say something "
+        "else.",
         [Column(head, itemgetter(i), is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),
@@ -298,7 +314,8 @@ def square_table(report: Report, case: str, workers: int) -> Table:
 
 
 def side_by_side_tables(both: SideBySide) -> list[Table]:
-    """Return the table of the speeds, and that of what differs if anything does."""
+    """Return the table of the speeds, that of what is pooled over occasions, and that of what
+    differs, the latter two if there is anything."""
     columns = [Column("case", itemgetter("case"), is_number=False)]
     columns *= any(line["case"] for line in both.lines)
     columns.append(Column("configuration", itemgetter("configuration"), is_number=False))
@@ -313,12 +330,32 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         for i, head in enumerate(["differs", *both.letters])
     ]
     lines = [(name, *values) for name, values in both.differences.items()]
-    speed = Table("Results", f"Medians over blocks. {UNPAIRED}", columns, both.lines)
-    return [speed, Table("What differs", "", texts, lines)] if lines else [speed]
+    found = [
+        Table("Results", f"Medians over blocks. {UNPAIRED}", columns, both.lines),
+        Table("Over occasions", POOLED, occasion_columns(both), both.occasions),
+        Table("What differs", "", texts, lines),
+    ]
+    return [table for table in found if table.lines]
+
+
+def occasion_columns(both: SideBySide) -> list[Column]:
+    """Return the columns of what comparisons found for one verdict, and what they say together."""
+    ratio = "{:.3f}"
+    return [
+        Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
+        Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
+        Column("all occasions", attrgetter("pooled"), ratio),
+        Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
+        Column("occasions", lambda row: row.pooled.blocks, "{}"),
+        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
+    ]
 
 
 def value_column(name: str, field: str, at: int, pattern: str = "") -> Column:
-    return Column(name, lambda line: line[field][at], pattern)
+    def value(line: Any) -> Any:
+        return (line[field] if isinstance(line, dict) else getattr(line, field))[at]
+
+    return Column(name, value, pattern)
 
 
 # ---------------------------------------------------------------------------------------- as text

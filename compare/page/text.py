@@ -12,10 +12,16 @@ import msgspec
 
 from compare.evidence.equality import difference_text
 from compare.evidence.records import Comparison
-from compare.evidence.rows import PHASES
 from compare.evidence.words import shortest_unique_names
 from compare.page.report import UNPAIRED, Report, SideBySide
-from compare.page.tables import Table, all_tables, side_by_side_tables, square_tables, table_text
+from compare.page.tables import (
+    POOLED,
+    Table,
+    all_tables,
+    side_by_side_tables,
+    square_tables,
+    table_text,
+)
 from recipe.record.schema import Energy
 
 # ------------------------------------------------------------- for the terminal, and as Markdown
@@ -30,7 +36,8 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
     if len(reports) > 1:
         both = SideBySide(reports)
         parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
-        parts += [] if markdown else [UNPAIRED]
+        notes = [UNPAIRED, POOLED * bool(both.occasions)]  # which Markdown has below the tables
+        parts += [both.not_pooled, *([] if markdown else notes)]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
             parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
     elif markdown:
@@ -103,7 +110,10 @@ RUN_FIGURES = {
     "steps": "summary.steps", "samples_seen": "summary.samples_seen",
     "validation_loss": "summary.loss", "top1_percent": "summary.top1",
     "top5_percent": "summary.top5", "weights_sha256": "summary.weights_sha256",
-    **{f"{field}_per_step": f"summary.phases.{field}" for field in PHASES},
+    **{
+        f"{phase}_seconds_per_step": f"summary.phases.{phase}_seconds"
+        for phase in ("data", "forward", "backward", "exposed_communication", "optimizer")
+    },
     "step_seconds": "summary.phases.step_seconds",
     "input_files_per_second": "summary.input.files_per_second",
     "input_megabytes_per_second": "summary.input.megabytes_per_second",
@@ -188,6 +198,8 @@ def as_json(reports: Sequence[Report]) -> str:
             "comparisons": [report_value(report) for report in reports],
             "side_by_side": both.lines,
             "differences": both.differences,
+            "occasions": both.occasions,
+            "not_pooled": both.not_pooled,
             "note": UNPAIRED,
         }
     text = msgspec.json.encode(value, enc_hook=float)  # a plan's fractions

@@ -16,7 +16,7 @@ from recipe.errors import UserError
 from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 # What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
-NEEDED_ELSEWHERE = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED"}
+NEEDED_ELSEWHERE = {"PATH", "PYTHONPATH", "PYTHONUNBUFFERED"}
 # By which Gloo, NCCL and Open MPI take one network interface.
 INTERFACE_VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",

@@ -58,13 +58,10 @@ TASK: dict[str, dict[str, Any]] = {
 PROCEDURE: dict[str, dict[str, Any]] = {
     "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
                    "slots=N', in place of --hosts"},
-    "--no-phases": {"dest": "phase_steps", "action": "store_const", "const": 0,
-                    "help": "leave out the runs that show the phases of a step"},
     "--no-warm-up": {"dest": "warm_up", "action": "store_false", "help": "leave out the short run "
                      "of each engine before the first measured one"},
     "--block": {"type": int, "metavar": "N", "help": "with --measure runs --blocks N: run this "
-                "block alone (for job arrays); the last one that is missing also runs those for "
-                "the phases"},
+                "block alone (for job arrays)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "the comparison's folder; one that exists is "
               "continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
               "this plan unfinished)"},

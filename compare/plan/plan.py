@@ -34,10 +34,10 @@ from msgspec.structs import replace
 
 from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
-from compare.plan.environment import path_from_here
+from compare.plan.environment import DELAY, path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
-from recipe.flags import flag_name, last_value, without_flag
+from recipe.flags import flag_name, last_value
 from recipe.record.schema import Count, Text, Whole
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
@@ -51,11 +51,8 @@ RESERVED_FLAGS = {
     "--name": "the plan sets where each run is written: use --out DIR before the --",
     "--resume": "every run starts from nothing",
     "--evaluate": "a comparison trains",
-    "--ablation-steps": "it would measure steps without communication; runs of their own do that "
-    "after the blocks (--phase-steps)",
+    "--ablation-steps": "it would measure steps without communication; turns of their own do that",
 }
-ABLATION_STEPS = 10  # length of a stretch with the exchange of gradients, and of one without
-LEAST_PHASE_STEPS = 2 * ABLATION_STEPS  # in fewer nothing would be measured
 
 
 class Share(float):
@@ -130,7 +127,7 @@ class Run:
     case: str = ""
     arguments: tuple[str, ...] = ()  # the trainer's, all but the run's place and its seed
     hosts: str | None = None
-    purpose: str = ""  # of a run in no block: to warm up, or to show the phases of a step
+    purpose: str = ""  # of a run in no block: to warm up
 
     @property
     def name(self) -> str:
@@ -227,6 +224,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     null: Annotated[bool, flag("compare each configuration with itself", "", identifies=True)] = (
         False
     )
+    control: Annotated[
+        Share | None,
+        flag(
+            "with --null, by turns: the first configuration once more, with turns that take P % "
+            "longer: a known delay, which must be found (default: none)",
+            "P%",
+            identifies=True,
+        ),
+    ] = None
     workers: Annotated[
         Annotated[tuple[Count, ...], NOT_EMPTY],
         flag("numbers of worker processes (default: 2)", identifies=True),
@@ -295,11 +301,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     until_interval: Annotated[
         Share,
         flag(
-            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P %, "
-            "nor than half the margin unless it lies beyond the margin (default: 3%)",
+            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P % "
+            "(default: 1.5%; half the margin, or equal speeds are hardly ever shown to be equal)",
             "P%",
         ),
-    ] = Share(0.03)
+    ] = Share(0.015)
     minutes: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)],
         flag(
@@ -339,14 +345,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "SECONDS",
         ),
     ] = 1800
-    phase_steps: Annotated[
-        Whole,
+    no_phases: Annotated[
+        bool,
         flag(
-            "after the blocks each configuration runs once more for N steps (at least "
-            f"{LEAST_PHASE_STEPS}), half of them without exchanging gradients, which shows the "
-            "phases of a step (default: 120, or the trainers' --max-steps; 0: not at all)"
+            "leave out the turns without the exchange of gradients, which show what of a step is "
+            "exposed communication",
+            "",
+            identifies=True,
         ),
-    ] = 120
+    ] = False
     # What no one writes, but run.py finds out:
     plan_file: Text | None = None
     left_out: tuple[Text, ...] = ()  # configurations that cannot run here, without Horovod say
@@ -363,6 +370,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.named_hosts == SLURM
 
     @property
+    def delay(self) -> Share | None:
+        """The control's known delay, as a share of its turns; None where there is none."""
+        return self.control if self.null and self.measure == "turns" else None
+
+    @property
     def cases(self) -> list[str]:
         """The cases' names; the one name "" in a plan without cases."""
         return list(self.case) or [""]
@@ -377,13 +389,19 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         }
 
     def members(self) -> list[Configuration]:
-        """Return the configurations that run; in a null test each runs again, as another one."""
+        """Return the configurations that run; in a null test each runs again, as another one, and
+        the first one with the known delay."""
         known, nic = self.known(), self.network_interface
         chosen = [dataclasses.replace(known[name], interface=nic) for name in self.configurations]
         if not self.null:
             return chosen
         again = [dataclasses.replace(one, name=f"{one.name}-again") for one in chosen]
-        return [twin for both in zip(chosen, again, strict=True) for twin in both]
+        twins = [twin for both in zip(chosen, again, strict=True) for twin in both]
+        if self.delay is not None:
+            first = chosen[0]
+            name, own = f"{first.name}-delayed", first.environment | {DELAY: f"{self.delay:g}"}
+            twins.append(dataclasses.replace(first, name=name, environment=own))
+        return twins
 
     @property
     def names(self) -> list[str]:
@@ -409,10 +427,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return max(self.workers) + max(configuration.servers for configuration in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return which configurations are judged against each other."""
-        if self.null:
-            return [(name, f"{name}-again") for name in self.configurations]
+        """Return which configurations are judged against each other; the control comes last."""
         first, *others = self.configurations
+        if self.null:
+            delayed = [(first, f"{first}-delayed")] if self.delay is not None else []
+            return [*((name, f"{name}-again") for name in self.configurations), *delayed]
         return list(self.judged_pairs) or [(first, other) for other in others]
 
     @property
@@ -517,27 +536,6 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         most = max(self.workers)
         cells = [(case, one) for case in self.cases for one in firsts.values()]
         return [self.run(0, case, one, most, "warm-up") for case, one in cells]
-
-    def phase_runs(self) -> list[Run]:
-        """Return one short run of each cell, in which stretches of steps with and without the
-        exchange of gradients alternate: what the exchange costs is their difference.
-
-        They end no later than the measured runs do, if those have steps enough.
-        """
-        runs = []
-        cells = [(c, m, w) for c in self.cases for m in self.members() for w in self.workers]
-        for case, configuration, workers in cells if self.phase_steps else ():
-            run = self.run(0, case, configuration, workers, "phases")
-            if "--use-adasum" in map(flag_name, run.arguments):
-                continue  # it combines updates, and has no gradients to leave unexchanged
-            own = int(last_value(run.arguments, "--max-steps") or self.phase_steps)
-            steps = max(min(self.phase_steps, own), LEAST_PHASE_STEPS)
-            arguments = (
-                *without_flag(run.arguments, "--max-steps"),
-                "--ablation-steps", str(ABLATION_STEPS), "--max-steps", str(steps),
-            )  # fmt: skip
-            runs.append(dataclasses.replace(run, arguments=arguments))
-        return runs
 
 
 FIELDS = msgspec.structs.fields(Plan)

@@ -17,7 +17,6 @@ from compare.plan.hosts import read_hostfile, read_hosts
 from compare.plan.plan import (
     FIELDS,
     KEYS,
-    LEAST_PHASE_STEPS,
     RESERVED_FLAGS,
     Plan,
     Share,
@@ -210,6 +209,10 @@ def check_measuring(plan: Plan) -> None:
                 f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
                 f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks"
             )
+    if plan.control is not None and not plan.null:
+        raise UserError(
+            f"--control {percentage(plan.control)}: belongs to a null test; give --null, too"
+        )
     if plan.measure == "runs" and plan.full_runs != default.full_runs:
         raise UserError(
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
@@ -219,11 +222,6 @@ def check_measuring(plan: Plan) -> None:
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
             "workers share a global batch and train with one global rate, whatever their number"
-        )
-    if 0 < plan.phase_steps < LEAST_PHASE_STEPS:
-        raise UserError(
-            f"--phase-steps {plan.phase_steps}: so few show no phases; give {LEAST_PHASE_STEPS} or "
-            "more, or leave these runs out with 0"
         )
     plan.block(1)  # which refuses a global batch that does not divide
 

@@ -43,7 +43,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
 
     created_utc: Text
     format: Whole = 1
-    rounds: Whole = 0  # of a block of turns
+    rounds: Annotated[Whole, IDENTIFIES] = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.
     extensions: tuple[dict[str, Any], ...] = ()

@@ -205,7 +205,7 @@ def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
 
 def is_finished(plan: Plan, folder: Path) -> bool:
     """Tell whether nothing of the plan is left to be run in this folder."""
-    if missing([*plan.runs(), *plan.phase_runs()], folder):
+    if missing(plan.runs(), folder):
         return False
     return bool(reason_to_end(plan, measured(plan, folder)))
 
@@ -220,7 +220,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
     run_block(
-        [training_side(run, place) for run in runs],
+        [training_side(run, place, plan.no_phases) for run in runs],
         ROUNDS,
         place,
         number,
@@ -278,9 +278,8 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
     failed = []
     for run in [run for run in missing(runs, folder) if block in (None, run.block)]:
         check_sources(folder)
-        place = f"block {run.block}" if run.block else "phases"
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
-        label = f"{number} {place}  {run_label(run, plan)}"
+        label = f"{number} block {run.block}  {run_label(run, plan)}"
         outcome = start_and_wait(run, folder, plan.timeout, label)
         left = time_of_missing(runs, folder)
         show_outcome(label, run, folder / run.folder, outcome, left)
@@ -311,8 +310,7 @@ def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: flo
         ending += f"   processes left behind, and killed: {outcome.leftover_processes}"
     if outcome.status == "completed":
         speed = read_record(folder / "summary.json", Summary).images_per_second
-        # Of a run for the phases a part is without communication.
-        shown = f"   {speed:>9,.0f} images/s" if run.block and speed is not None else ""
+        shown = f"   {speed:>9,.0f} images/s" if speed is not None else ""
         print_line(f"{label}{shown}   {ending:>6}")
         return
     reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"

@@ -48,7 +48,7 @@ from compare.running.launch import (
     failed_folder,
     shown_tail,
 )
-from compare.running.sides import MeasurementError, NoTurns, Side
+from compare.running.sides import MeasurementError, NoTurns, Side, commands_of
 from compare.running.take_turns import SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import write_json
 
@@ -102,7 +102,7 @@ def run_block(
         "number": number,
         "order": [side.name for side in sides],
         "rounds": rounds,
-        "commands": [side.shown() for side in sides],
+        "commands": [*commands_of(sides).values()],
         "sources": trainers_sha256(),
         "comparison": comparison,
     }

@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from compare.plan.plan import TRAINERS, Run
 from compare.running.take_turns import SCHEDULER
 from recipe.config import read_flags
 from recipe.errors import UserError
+from recipe.flags import flag_name
 
 ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
@@ -70,7 +72,17 @@ class Side:
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
 
 
-def training_side(run: Run, folder: Path, **others: Any) -> Side:
+def commands_of(sides: Sequence[Side]) -> dict[str, str]:
+    """Each side's command for a reader, by its name. MeasurementError if two have one name: they
+    would have one folder, and nobody could tell their turns apart."""
+    commands = {side.name: side.shown() for side in sides}
+    if len(commands) < len(sides):
+        names = ", ".join(side.name for side in sides)
+        raise MeasurementError(f"two sides have one name, of {names}; rename one")
+    return commands
+
+
+def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Side:
     """A planned run as a side of the block that is written into `folder`, named as its
     configuration is. Its training never comes to an epoch's end, nor to --max-steps (take_turns.py
     sees to that). NoTurns where steps are not those of ranks that train a batch each."""
@@ -84,7 +96,8 @@ def training_side(run: Run, folder: Path, **others: Any) -> Side:
         program=(trainer, *run.trainer_words("{folder}", "run")),
         images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
-        ablates=configuration.engine in ABLATES and "--use-adasum" not in run.arguments,
+        ablates=configuration.engine in ABLATES
+        and not (no_phases or "--use-adasum" in map(flag_name, run.arguments)),
         directory=Path.cwd(),
         over_hosts=run.leaves_this_host or configuration.has_daemons,
         interface=configuration.interface,

@@ -53,6 +53,7 @@ from typing import Any
 import psutil
 
 from compare.plan.blocks import LEAD_IN_STEPS
+from compare.plan.environment import DELAY
 from compare.running.launch import busy_cpu_seconds, send_signal
 from recipe.errors import one_message
 from recipe.start import Hooks, start
@@ -211,7 +212,7 @@ class Client:
         self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
         self.exchange, self.digest = True, False
         self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
-        self.before = counters()
+        self.before, self.delay = counters(), float(os.environ.get(DELAY, 0))
 
     def step_ended(self, session: Any = None, model: Any = None) -> None:
         """Count a step; at a turn's end report it and wait for the next one. A trainer gives its
@@ -222,6 +223,8 @@ class Client:
             self.laps += session.meter.clock.ended
         if left == 0:
             synchronize()
+            # Once a turn: sleeps overrun, and after each step GPUs would have work left.
+            time.sleep(self.delay * (time.monotonic() - self.began))
             told = {"seconds": time.monotonic() - self.began, **self.spent()}
             send(self.agent, State.READY, **told, **self.trained(session, model))
             if not self.overruns:

@@ -82,8 +82,9 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
         judged_pairs=(),
         measure="turns",
         full_runs=0,
-        phase_steps=0,
+        no_phases=True,
         null=False,
+        control=None,
         order_seed=plan.seed,
     )
 

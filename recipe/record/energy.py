@@ -17,6 +17,7 @@ from recipe.record.schema import Energy
 POWERCAP = Path("/sys/class/powercap")
 # No processor package draws more: in this time its counter cannot pass its range unseen.
 MOST_PACKAGE_WATTS = 1000
+NVML_CLOCK_SM = 1  # value from nvml.h
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,20 @@ def _nvml_of(device: torch.device) -> Any:
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # torch's order is another
         gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return lambda what: getattr(pynvml, f"nvmlDeviceGet{what}")(gpu)
+        return lambda what, *of: getattr(pynvml, f"nvmlDeviceGet{what}")(gpu, *of)
     return None
+
+
+def gpu_clocks_mhz(device: torch.device) -> tuple[float | None, float | None]:
+    """Clock of the GPU's multiprocessors now, and to which it is set (its application clock), or
+    the highest that it has; None where no driver tells."""
+    ask = _nvml_of(device)
+
+    def clock(what: str) -> float | None:
+        found = _or_nan(lambda: ask(what, NVML_CLOCK_SM))
+        return None if math.isnan(found) else found
+
+    return clock("ClockInfo"), clock("ApplicationsClock") or clock("MaxClockInfo")
 
 
 def energy_summary(uses: Sequence[EnergyUse], images: int) -> Energy:

@@ -1,10 +1,12 @@
 """What a run ran on, and the fingerprint that says whether two runs did equal work."""
 
+import ctypes
 import hashlib
 import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +21,9 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
-from recipe.device import core_ranges, cpu_seconds, peak_memory_bytes
+from recipe.device import core_ranges, cpu_quota_cores, cpu_seconds, peak_memory_bytes
 from recipe.flags import names_of
-from recipe.record.energy import EnergyUse, energy_summary
+from recipe.record.energy import EnergyUse, energy_summary, gpu_clocks_mhz
 from recipe.record.meter import StepMeter
 from recipe.record.run_folder import utc_now
 from recipe.record.schema import (
@@ -60,6 +62,9 @@ def describe(
     `places`: each rank's host, and the cores that it may use."""
     rank_hosts = [host for host, _ in places]
     with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
+    on_gpu, quota = device.type == "cuda", cpu_quota_cores()
+    clock, clock_limit = gpu_clocks_mhz(device) if on_gpu else (None, None)
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return Environment(
         format=FORMAT,
         engine=engine,
@@ -71,7 +76,7 @@ def describe(
         hosts=list(dict.fromkeys(rank_hosts)),
         rank_hosts=rank_hosts,
         device=device.type,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
         cpu_model=cpu_model(),
         cores=os.cpu_count() or 1,
         threads=threads,
@@ -83,8 +88,13 @@ def describe(
         torchvision=metadata.version("torchvision"),
         horovod=metadata.version("horovod") if engine == "horovod" else None,
         mpi=first_line_of("mpirun", "--version") if with_mpi else None,
-        cuda=torch.version.cuda if device.type == "cuda" else None,
+        cuda=torch.version.cuda if on_gpu else None,
+        nccl=nccl_version() if transport == "NCCL" else None,
+        driver=first_line_of(*driver) if on_gpu else None,
+        gpu_clock_mhz=clock,
+        gpu_clock_limit_mhz=clock_limit,
         kernel=platform.release(),
+        cpu_quota_cores=quota if math.isfinite(quota) else None,
         command=[Path(sys.executable).name, *sys.argv],
         started_utc=utc_now(),
         git_commit=git_commit(),
@@ -102,9 +112,24 @@ def cpu_model() -> str:
 
 def allocator() -> str:
     """The library that hands out memory in this process: what was preloaded, or the C library."""
+    return next((name for name in ALLOCATORS if f"lib{name}" in loaded_files()), "C library")
+
+
+def nccl_version() -> str | None:
+    """The version of the NCCL that this process has loaded, for torch or for Horovod, as in 2.27.3;
+    None if it has loaded none."""
+    libraries = set(re.findall(r"/.*/libnccl\.so.*", loaded_files()))
+    versions, code = [], ctypes.c_int()
+    for library in sorted(libraries):
+        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code))
+        versions.append(f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}")
+    return " and ".join(versions) or None
+
+
+def loaded_files() -> str:
+    """What this process has mapped into its memory, as Linux lists it; empty on other systems."""
     maps = Path("/proc/self/maps")
-    loaded = maps.read_text() if maps.exists() else ""
-    return next((name for name in ALLOCATORS if f"lib{name}" in loaded), "C library")
+    return maps.read_text() if maps.exists() else ""
 
 
 def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:

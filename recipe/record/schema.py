@@ -76,7 +76,12 @@ class Environment:
     horovod: Text | None  # None where it is not used; so mpi and cuda
     mpi: Text | None
     cuda: Text | None
+    nccl: Text | None = None  # None where it does not carry the gradients
+    driver: Text | None = None  # of the GPU; and the clock of its multiprocessors as the run began
+    gpu_clock_mhz: Amount | None = None
+    gpu_clock_limit_mhz: Amount | None = None  # to which it is set, or the highest that it has
     kernel: Text | None = None
+    cpu_quota_cores: Amount | None = None  # that the control group grants; None: no limit
     command: list[Text]
     started_utc: Text
     git_commit: Text | None  # with a + if files were changed since; None outside a checkout

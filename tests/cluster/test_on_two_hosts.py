@@ -139,7 +139,7 @@ def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_
     command = [
         "python", "compare/run.py", "--hostfile", str(hostfile), "--network-interface", "eth0",
         "--configurations", *names, "--workers", "4", "--measure", "runs",
-        "--blocks", "1", "--no-phases", "--no-warm-up", "--out", str(tmp_path / "comparison"),
+        "--blocks", "1", "--no-warm-up", "--out", str(tmp_path / "comparison"),
         "--", *TRAINING.split(),
     ]  # fmt: skip
     two_hosts[0].run(command, 500, **ENVIRONMENT).checked()

@@ -1,0 +1,80 @@
+"""One verdict from several occasions: comparisons that asked the same at other times.
+
+An interval of one comparison covers what varies from block to block. What stays for an hour and is
+another in the next (the host that a machine got, its neighbours) is in none. So the occasions'
+ratios are pooled by a random-effects model: each has a truth of its own, drawn about the common one
+with a standard deviation that is estimated, too. The interval is then of the common ratio.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import brentq
+
+from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
+from compare.evidence.verdicts import Verdict
+
+
+@dataclass(frozen=True)
+class OverOccasions:
+    """What several comparisons found for one verdict."""
+
+    case: str
+    workers: int
+    first_label: str
+    second_label: str
+    found: tuple[Estimate | None, ...]  # of each comparison; None where it has no such verdict
+    pooled: Estimate
+    spread: float  # standard deviation between occasions, of logarithms: 0.02 is 2 %
+
+
+def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasions]:
+    """Return what is pooled of each verdict that at least two of the comparisons have finished with
+    an interval; the comparisons must have asked the same."""
+    by_key = [
+        {
+            (v.case, v.workers, v.first, v.second, v.first_label, v.second_label): v.speed
+            for v in verdicts
+            if v.speed and v.speed.error and v.is_finished
+        }
+        for verdicts in comparisons
+    ]
+    rows = []
+    for key in dict.fromkeys(key for own in by_key for key in own):
+        found = tuple(own.get(key) for own in by_key)
+        known = [estimate for estimate in found if estimate]
+        if len(known) > 1:
+            rows.append(OverOccasions(*key[:2], *key[4:], found, *pool(known)))
+    return rows
+
+
+def pool(estimates: Sequence[Estimate]) -> tuple[Estimate, float]:
+    """Return the common ratio of at least two occasions with its interval, and the standard
+    deviation between occasions, both from logarithms and each occasion's standard error (> 0).
+
+    The variance between occasions is that under which the weighted squares about the mean are as
+    large as their degrees of freedom (Paule and Mandel, Journal of Research of the National Bureau
+    of Standards 87, 1982). So the variance of Hartung and Knapp (Statistics in Medicine 20, 2001),
+    where it is taken as at least the model's own (Röver, Knapp and Friede, BMC Medical Research
+    Methodology 15:99, 2015: else few occasions that agree by chance have too narrow an interval),
+    is the model's own, and the interval Student's with one degree less than occasions.
+    """
+    ratios = tuple(estimate.ratio for estimate in estimates)
+    logs, variances = np.log(ratios), np.square([estimate.error for estimate in estimates])
+    degrees = len(logs) - 1
+
+    def pooled(between: float) -> tuple[float, float, float]:
+        """Mean, its error, and what the weighted squares exceed their degrees of freedom by."""
+        weights = 1 / (variances + between)
+        mean = float(np.average(logs, weights=weights))
+        return mean, weights.sum() ** -0.5, float(weights @ (logs - mean) ** 2) - degrees
+
+    between = 0.0
+    if pooled(between)[-1] > 0:
+        between = brentq(lambda value: pooled(value)[-1], 0.0, np.var(logs, ddof=1))
+    mean, error, _ = pooled(between)
+    half = student_quantile(CONFIDENCE, degrees) * error
+    ratio, low, high = np.exp([mean, mean - half, mean + half]).tolist()
+    return Estimate(ratio, low, high, ratios, error, degrees), math.sqrt(between)

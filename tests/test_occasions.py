@@ -1,0 +1,123 @@
+"""What several comparisons that asked the same say together."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_compare_records import edit
+from test_compare_turns import by_turns
+
+from compare.evidence.occasions import over_occasions, pool
+from compare.evidence.paired import Estimate
+from compare.evidence.records import load_comparison
+from compare.evidence.verdicts import Verdict
+from compare.page.html import render_side_by_side
+from compare.page.report import Report, SideBySide, asks_other
+from compare.page.text import as_json, as_text
+
+
+def an_estimate(log: float, error: float) -> Estimate:
+    ratio = math.exp(log)
+    return Estimate(ratio, ratio * 0.9, ratio * 1.1, (ratio,) * 5, error, 4)
+
+
+A_VERDICT = Verdict(
+    case="", workers=2, first="a", second="b", first_label="A", second_label="B", differences=(),
+    margin=0.03, speed=an_estimate(0.1, 0.01),
+)  # fmt: skip
+
+
+# By hand, with errors of 0.01: the variance between is that of the logarithms less 0.01 ** 2, and
+# the error is the sd of the logarithms, or 0.01 if that is larger, over the root of their number.
+# Student's quantiles: 4.303 with 2, 12.706 with 1 degree of freedom.
+@pytest.mark.parametrize(("logs", "mean", "spread", "half"), [
+    ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04 / math.sqrt(3)),
+    ([0.095, 0.100, 0.105], 0.10, 0, 4.303 * 0.01 / math.sqrt(3)),  # closer than their errors
+    ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * 0.05),
+])  # fmt: skip
+def test_occasions_are_pooled_as_by_hand(logs, mean, spread, half):
+    pooled, between = pool([an_estimate(log, 0.01) for log in logs])
+    assert math.log(pooled.ratio) == pytest.approx(mean)
+    assert between == pytest.approx(spread, abs=1e-12)
+    assert math.log(pooled.high / pooled.low) / 2 == pytest.approx(half, rel=1e-3)
+
+
+def test_a_precise_occasion_counts_for_more():
+    pooled, _ = pool([an_estimate(0.10, 0.001), an_estimate(0.11, 0.01)])
+    assert math.log(pooled.ratio) == pytest.approx((0.10 * 100 + 0.11) / 101)
+
+
+def test_the_interval_covers_the_common_ratio_in_95_of_100():
+    random, repetitions, covered = np.random.default_rng(1), 4000, 0
+    for _ in range(repetitions):
+        logs = 0.1 + random.normal(0, 0.02, 5) + random.normal(0, 0.01, 5)
+        pooled, _ = pool([an_estimate(log, 0.01) for log in logs])
+        covered += pooled.low <= math.exp(0.1) <= pooled.high
+    assert 0.93 <= covered / repetitions <= 0.97
+
+
+@pytest.mark.parametrize("others", [
+    {"is_finished": False},
+    {"workers": 4},
+    {"second_label": "B with --static-graph"},
+    {"speed": None},
+    {"speed": replace(A_VERDICT.speed, low=None, high=None, error=0.0)},
+])  # fmt: skip
+def test_only_finished_verdicts_on_the_same_two_are_pooled(others):
+    same, other = [A_VERDICT], [replace(A_VERDICT, **others)]
+    [row] = over_occasions([same, other, same])
+    assert row.found == (A_VERDICT.speed, None, A_VERDICT.speed)
+    assert over_occasions([same, other]) == []
+
+
+def two_comparisons(folder: Path, **environment: object) -> list[Report]:
+    """Reports of two squares, the second of which was measured in another environment."""
+    folders = [by_turns(folder / f"compare-{i}", blocks=7) for i in (1, 2)]
+    for path in folders[1].rglob("environment.json"):
+        edit(path, **environment)
+    return [Report(load_comparison(folder)) for folder in folders]
+
+
+@pytest.mark.parametrize("same", [{"git_commit": "f" * 40}, {"hosts": ["another"]}, {}])
+def test_comparisons_of_one_question_are_summarized(tmp_path, same):
+    reports = two_comparisons(tmp_path, **same)
+    told = SideBySide(reports)
+    assert not told.not_pooled and len(told.occasions) == 5  # with the interaction
+    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+        assert (
+            "12.7 for two" in text
+            and "Over occasions" in text
+            and "DDP over MPI to Horovod over MPI" in text
+        )
+    [row, *_] = json.loads(as_json(reports))["occasions"]
+    assert row["pooled"]["low"] < row["pooled"]["ratio"] < row["pooled"]["high"]
+
+
+@pytest.mark.parametrize("other", [{"torch": "3.0"}, {"hosts": ["one", "two"]}, {"cores": 99}])
+def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path, other):
+    reports = two_comparisons(tmp_path, **other)
+    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+        assert f"they differ in what they ask: {', '.join(other)}." in text
+        assert "Over occasions" not in text
+    assert json.loads(as_json(reports))["occasions"] == []
+
+
+def test_comparisons_under_another_variable_of_an_engine_ask_another_question(tmp_path):
+    reports = two_comparisons(tmp_path, variables={"HOROVOD_CYCLE_TIME": "5"})
+    told = SideBySide(reports)
+    assert told.occasions == [] and "they ask: HOROVOD_CYCLE_TIME." in told.not_pooled
+
+
+@pytest.mark.parametrize(("name", "values", "is_other"), [
+    ("optimizer", ("sgd", "not recorded"), False),  # older versions had no other
+    ("optimizer", ("lars", "not recorded"), True),
+    ("optimizer", ("not recorded", "not recorded"), False),
+    ("preset", ("digits", "digits-resnet18"), False),  # what it sets is compared by itself
+    ("batch_size", ("32", "64"), True),
+    ("measured by", ("turns", "runs"), True),
+])  # fmt: skip
+def test_what_makes_another_question(name, values, is_other):
+    assert asks_other(name, values) is is_other
