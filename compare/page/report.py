@@ -148,10 +148,7 @@ class Report:
              "that MPI yields its core between two polls"),
         ]  # fmt: skip
         own = ", ".join(text for applies, text in said if applies)
-        return (
-            own
-            and f"This project's own: {own}. Without it ratios are others: the plan stock measures them."
-        )
+        return own and f"This project's own: {own}. Without it ratios are others: see plan stock."
 
     @property
     def reproduce(self) -> list[str]:
