@@ -33,7 +33,7 @@ PAIRS = ((0, 1), (2, 0), (2, 3), (3, 1))  # of these: engine at each transport, 
 # Each side's power in what is estimated: each pair, and the square's interaction.
 CONTRASTS = (*({a: 1, b: -1} for a, b in PAIRS), {0: 1, 1: -1, 2: -1, 3: 1})
 TRUTH = (0.04, 0.0, -0.03, 0.02)  # each side's speed, on logarithms
-MINUTES = {2: 10, 3: 8, 4: 8}  # by the number of sides
+MINUTES = 10
 # Of one side on two cores: its start and end, its turns, and those without exchange.
 SIDE_SECONDS = (33 + 4.5 * ROUNDS + 3 * (ROUNDS // ABLATION_EVERY)) / 4
 # Standard deviations of one side's logarithm: of what a launch decides for all its turns
@@ -93,7 +93,7 @@ def turns(seed, sides, noise=TURN, launch=LAUNCH, outliers=0.0, drift=0.0, echo=
 
 
 def most_blocks(sides: int) -> int:
-    return int(60 * MINUTES[sides] // (sides * SIDE_SECONDS))
+    return int(60 * MINUTES // (sides * SIDE_SECONDS))
 
 
 def log_throughput(logs: Array) -> Array:
@@ -106,7 +106,7 @@ def measure(speeds: Array) -> list[list[Estimate]]:
     """Do as run.py: block after block until there is a reason to stop; by experiment and contrast.
     The interaction has no say in when that is."""
     most, sides = speeds.shape[1], speeds.shape[3]
-    plan, block_seconds = Plan(minutes=MINUTES[sides]), sides * SIDE_SECONDS
+    plan, block_seconds = Plan(minutes=MINUTES), sides * SIDE_SECONDS
     pairs = sum(max(pair) < sides for pair in PAIRS)
     powers = [[one.get(side, 0) for side in range(sides)] for one in CONTRASTS]
     powers = powers if sides == len(SQUARE) else powers[:pairs]

@@ -429,6 +429,7 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
 
 # ------------------------------------------------------------------------- the interaction
 
+
 # Horovod has 100 images/s.
 @pytest.mark.parametrize(
     ("gloo", "mpi", "words"),

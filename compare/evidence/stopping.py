@@ -6,27 +6,24 @@ is a group: the configurations of one case at one number of workers.
 What was chosen, and why. On two cores that others share, the logarithm of one side's turn of two
 steps varies by 6 to 8 % from round to round; a launch adds about 0.7 %. Four sides take some 33 s a
 block to start and end, 4.5 s a round, and 3 s a round without exchange. Half-widths in % by rounds
-a block, in the median of 3000 simulations that nothing but the time ended:
+a block, in the median of 3000 simulations that nothing but the ten minutes ended:
 
-                                  four sides, 8 minutes     two sides, 10 minutes
+                                  four sides                two sides
     one side's turn varies by     5     6     8     10      5     6     8     10
-    3 %                           1.73  1.76  1.79  1.92    0.98  0.97  0.92  0.96
-    4.5 %                         2.43  2.45  2.45  2.60    1.39  1.35  1.27  1.31
-    6.5 %                         3.42  3.43  3.41  3.55    1.96  1.89  1.77  1.81
-    9 %                           4.71  4.70  4.66  4.82    2.69  2.59  2.41  2.45
-
-Ten it is nevertheless: of fewer rounds, one slow turn makes a block an outlier. Drawn from 24
-recorded rounds with one such turn, intervals of that pair cover in 92.5 of 100 with five blocks of
-ten rounds, in 90.7 with seven of six. So Student's t is a little too narrow for rare pauses.
+    3 %                           1.6   1.6   1.5   1.7     0.98  0.97  0.92  0.96
+    4.5 %                         2.1   2.1   2.0   2.2     1.39  1.35  1.27  1.31
+    6.5 %                         2.9   2.9   2.7   3.0     1.96  1.89  1.77  1.81
+    9 %                           4.1   4.0   3.7   4.1     2.69  2.59  2.41  2.45
 
 Whoever stops at the first narrow interval prefers those that are narrow by chance. With
 MIN_DEGREES_TO_STOP of 8, 94 to 95.5 of 100 intervals of each pair cover the truth (8000
 simulations; 6 gave 93.6 to 95): over all of the noise above, with any true ratio, with
 drift, with correlated turns, with a tenth of the turns slowed, and with one engine twice as noisy.
 What slows one engine alone is in the ratio: with a tenth of its turns slowed by 10 to 50 %, 93.4 to
-95.7 cover the ratio of total throughputs. Four sides get five blocks in 8 minutes, and end by time.
-Equal engines are shown as different in 5 of 100 reports at most, within the error of this. At a
-noise of 3 % two sides all end as equal within ten minutes, a pair of four in 8 minutes a third.
+95.7 cover the ratio of total throughputs. Drawn from recorded rounds it is 92.6 at the least, of a
+pair with one slow turn in 24, and 94 or more of the others: Student's t is a little too narrow for
+rare pauses. Equal engines are shown as different in 3.6 to 5.4 of 100 reports. At a noise of 3 %
+two sides all end as equal within ten minutes, and three pairs of four do.
 tests/test_compare_coverage.py simulates it again.
 """
 

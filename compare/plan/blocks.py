@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-ROUNDS = 10  # of a comparison's block of turns: in each every side has a turn
+ROUNDS = 8  # of a comparison's block of turns: in each every side has a turn
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 
 

@@ -32,7 +32,7 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
     """Each side had a rank on each host, and its turns."""
     turns = read_json(folder / "block.json")["turns"]
     assert [turn["side"] for turn in turns] == [*names, *reversed(names)]
-    assert all(turn["images_per_second"] > 0 for turn in turns)
+    assert all(turn["images"] > 0 and turn["seconds"] > 0 for turn in turns)
     for name in names:
         environment = read_json(folder / name / "0" / "run" / "environment.json")
         assert environment["rank_hosts"] == ["node0", "node1"]
