@@ -48,8 +48,9 @@ def _ask_for(transport: str, world: World) -> None:
             f"--transport mpi: {world.started_by.shown} started this process, and no ranks of MPI; "
             "start it with mpirun or horovodrun --mpi"
         )
-    for name in SELECTORS:
-        os.environ.setdefault(name, transport)
+    for name in SELECTORS:  # Horovod itself crashes where it sums over another than it agrees by
+        if os.environ.setdefault(name, transport).lower() != transport:
+            raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
     if transport == "gloo" and world.started_by.starts_mpi:
         from horovod_train.rendezvous import meet_through_mpi  # loads Horovod's launcher
 
@@ -84,9 +85,6 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     if on_gpu and world.is_first:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
     enabled = {"gloo": hvd.gloo_enabled(), "mpi": hvd.mpi_enabled()}
-    if wanted != "auto" and enabled != {"gloo": wanted == "gloo", "mpi": wanted == "mpi"}:
-        names = " or ".join(name for name in SELECTORS if os.environ[name] != wanted)
-        raise UserError(f"--transport {wanted}: {names} says otherwise; unset it")
     # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
     # CreateOperationManager in its operations.cc.
     return "Gloo" if enabled["gloo"] else "MPI"
