@@ -138,17 +138,17 @@ class Report:
         on_cpus = [run for run in runs if run.environment.device == "cpu"]
         said = [
             (any(run.engine == "ddp" for run in over_mpi),
-             "DDP's exchange over MPI (mpi4py in a thread of Python)"),
+             "DDP over MPI is made of mpi4py in a thread of Python"),
             (any(run.engine == "ddp" and run.config.flags.get(VIEW) for run in runs),
-             "that DDP's gradients are views of its buckets"),
+             "DDP's gradients are views of its buckets"),
             (any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
-             "Horovod's sleep between two looks at its gradients"),
+             "Horovod sleeps between two looks at its gradients"),
             (any(SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
                  for run in over_mpi),
-             "that MPI yields its core between two polls"),
+             "MPI yields its core between two polls"),
         ]  # fmt: skip
-        own = ", ".join(text for applies, text in said if applies)
-        return own and f"This project's own: {own}. Without it ratios are others: see plan stock."
+        own = "; ".join(text for applies, text in said if applies)
+        return own and f"Not as the engines come: {own}. The plan stock measures what that changes."
 
     @property
     def reproduce(self) -> list[str]:
