@@ -28,7 +28,7 @@ from benchmarks.record import (
     read_rows,
     show_rows,
 )
-from compare.errors import run_main
+from compare.command import run_main
 from compare.running.launch import utc_now
 from compare.running.scheduler import say
 from compare.running.sides import MeasurementError

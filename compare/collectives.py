@@ -12,17 +12,18 @@ backend once, in random order.
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from compare.errors import run_main
+from compare.command import Flags, parser_of, run_main
 from compare.evidence.collectives import read_measurement
 from compare.page.collectives import as_json, plot, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import ROOT
+from compare.plan.environment import path_from_here
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.running.checks import check_cores, check_load, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
@@ -31,6 +32,7 @@ from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS
 
+SCRIPT = "compare/collectives.py"
 WIRES = tuple(WIRE_FORMATS)
 # Each backend's configuration, which says how its script is started.
 BACKENDS = {
@@ -48,13 +50,58 @@ SCRIPTS = {  # of engines
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+def size_bytes(text: str) -> int:
+    """Return the bytes of `4096`, `4K` or `256M`."""
+    found = re.fullmatch("([0-9]+)([KMG]?)", text.upper())
+    size = int(found[1]) * UNITS[found[2]] if found else 0
+    if size == 0 or size % 4:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no size: write 4096, 4K or 256M, a multiple of 4 bytes"
+        )
+    return size
+
+
+FLAGS: Flags = {
+    "--workers": {"type": int, "default": 2, "metavar": "N", "help": "worker processes (default: "
+                  "2)"},
+    "--hosts": {"metavar": "A:2,B:2", "help": "hosts and their slots; the first must see the "
+                "results folder (default: this host)"},
+    "--network-interface": {"metavar": "NAME", "help": "that connects the hosts, such as eth0"},
+    "--backends": {"nargs": "+", "choices": BACKENDS, "metavar": "NAME", "help": "of "
+                   f"{', '.join(BACKENDS)} (default: all); the first is what others are compared "
+                   "with"},
+    "--sizes": {"nargs": "+", "type": size_bytes, "default": [4096 << 2 * i for i in range(9)],
+                "metavar": "SIZE", "help": "such as 4K or 256M: bytes of fp32, K = 1024 (default: "
+                "4K to 256M by factors of 4)"},
+    "--wires": {"nargs": "+", "choices": WIRES, "default": list(WIRES), "help": "number formats on "
+                f"the wire (default: {' '.join(WIRES)})"},
+    "--model": {"default": "resnet50", "metavar": "NAME", "help": "the torchvision model whose "
+                "gradients are summed, too, as one message and tensor by tensor; none: leave it "
+                "out (default: resnet50)"},
+    "--blocks": {"type": int, "default": 3, "metavar": "N", "help": "launches of each backend "
+                 "(default: 3, the least for an interval)"},
+    "--seconds": {"type": float, "default": 0.1, "metavar": "S", "help": "for the repetitions of "
+                  "one message in one launch, at least 3 of them (default: 0.1)"},
+    "--threads": {"type": int, "default": 1, "metavar": "N", "help": "CPU threads of each rank for "
+                  "casts and copies (default: 1)"},
+    "--no-cuda": {"dest": "cuda", "action": "store_false", "help": "stay on the CPU"},
+    "--seed": {"type": int, "default": 42, "metavar": "N", "help": "of the launches' order "
+               "(default: 42)"},
+    "--timeout": {"type": int, "default": 300, "metavar": "SECONDS", "help": "a launch that takes "
+                  "longer is ended and counts as failed (default: 300)"},
+    "--out": {"type": Path, "metavar": "DIR", "help": "folder for raw figures (default: "
+              "runs/collectives-<UTC time>)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write the figures as JSON"},
+    "--svg": {"type": Path, "metavar": "FILE", "help": "write the plot"},
+    "--show": {"type": Path, "metavar": "DIR", "help": "measure nothing: show an earlier folder"},
+    "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
+}  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     ended = "interrupted: all processes were ended"
-    return run_main(
-        "compare/collectives.py", lambda: measure_or_show(parse_options(argv)), interrupted=ended
-    )
+    return run_main(SCRIPT, lambda: measure_or_show(parse_options(argv)), interrupted=ended)
 
 
 def measure_or_show(options: argparse.Namespace) -> int:
@@ -78,47 +125,9 @@ def measure_or_show(options: argparse.Namespace) -> int:
     return 1 if measurement.failed else 0
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Read the flags."""
-    parser = argparse.ArgumentParser(
-        prog="python compare/collectives.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--workers", type=int, default=2, metavar="N", help="worker processes (default: 2)")
-    add("--hosts", metavar="A:2,B:2", help="hosts and their slots; the first must see the results "
-        "folder (default: this host)")  # fmt: skip
-    add("--network-interface", metavar="NAME", help="that connects the hosts, such as eth0")
-    add("--backends", nargs="+", choices=BACKENDS, metavar="NAME",
-        help=f"of {', '.join(BACKENDS)} (default: all); the first is what others are compared "
-        "with")  # fmt: skip
-    add("--sizes", nargs="+", type=size_bytes, default=[4096 << 2 * i for i in range(9)],
-        metavar="SIZE", help="such as 4K or 256M: bytes of fp32, K = 1024 (default: 4K to 256M by "
-        "factors of 4)")  # fmt: skip
-    add("--wires", nargs="+", choices=WIRES, default=list(WIRES),
-        help=f"number formats on the wire (default: {' '.join(WIRES)})")  # fmt: skip
-    add("--model", default="resnet50", metavar="NAME",
-        help="the torchvision model whose gradients are summed, too, as one message and tensor by "
-        "tensor; none: leave it out (default: resnet50)")  # fmt: skip
-    add("--blocks", type=int, default=3, metavar="N",
-        help="launches of each backend (default: 3, the least for an interval)")  # fmt: skip
-    add("--seconds", type=float, default=0.1, metavar="S",
-        help="for the repetitions of one message in one launch, at least 3 of them (default: "
-        "0.1)")  # fmt: skip
-    add("--threads", type=int, default=1, metavar="N",
-        help="CPU threads of each rank for casts and copies (default: 1)")  # fmt: skip
-    add("--no-cuda", dest="cuda", action="store_false", help="stay on the CPU")
-    add("--seed", type=int, default=42, metavar="N", help="of the launches' order (default: 42)")
-    add("--timeout", type=int, default=300, metavar="SECONDS",
-        help="a launch that takes longer is ended and counts as failed (default: 300)")  # fmt: skip
-    add("--out", type=Path, metavar="DIR",
-        help="folder for raw figures (default: runs/collectives-<UTC time>)")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    add("--svg", type=Path, metavar="FILE", help="write the plot")
-    add("--show", type=Path, metavar="DIR", help="measure nothing: show an earlier folder")
-    add("--dry-run", action="store_true", help="print the commands, and nothing else")
-    options = parser.parse_args(argv)
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Read the flags; UserError about what does not go together."""
+    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     options.sizes = sorted(set(options.sizes))
     slots = options.workers if options.hosts is None else sum(read_hosts(options.hosts).values())
     files = [path for path in (options.json, options.svg) if path is not None]
@@ -137,22 +146,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         if holds:
             raise UserError(problem)
     return options
-
-
-def size_bytes(text: str) -> int:
-    """Return the bytes of `4096`, `4K` or `256M`."""
-    digits = text.rstrip("KMGkmg")
-    unit = text[len(digits) :].upper()
-    if (
-        unit not in UNITS
-        or not digits.isdecimal()
-        or int(digits) * UNITS[unit] % 4
-        or not int(digits)
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text} is no size: write 4096, 4K or 256M, a multiple of 4 bytes"
-        )
-    return int(digits) * UNITS[unit]
 
 
 def missing_lines(options: argparse.Namespace) -> list[str]:
@@ -174,16 +167,16 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
     if configuration.launcher == "torchrun" and options.hosts is not None:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
     configuration = replace(configuration, interface=options.network_interface)
-    script = ROOT / SCRIPTS[configuration.engine]
-    if script.is_relative_to(Path.cwd()):
-        script = script.relative_to(Path.cwd())
-    words = configuration.launch_words(options.workers, options.hosts)
-    words += [str(script), "--sizes", *map(str, options.sizes), "--wires", *options.wires]
-    words += ["--seconds", f"{options.seconds:g}", "--threads", str(options.threads)]
-    words += ["--model", options.model, *configuration.arguments]
     # An MPI may know no GPU's memory.
-    words += [] if options.cuda and configuration.transport != "mpi" else ["--no-cuda"]
-    return [*words, "--out", str(place / "measurements.jsonl")]
+    cuda = [] if options.cuda and configuration.transport != "mpi" else ["--no-cuda"]
+    return [
+        *configuration.launch_words(options.workers, options.hosts),
+        path_from_here(SCRIPTS[configuration.engine]),
+        "--sizes", *map(str, options.sizes), "--wires", *options.wires,
+        "--seconds", f"{options.seconds:g}", "--threads", str(options.threads),
+        "--model", options.model, *configuration.arguments, *cuda,
+        "--out", str(place / "measurements.jsonl"),
+    ]  # fmt: skip
 
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:

@@ -26,21 +26,22 @@ from typing import Any
 
 import msgspec
 
-from compare.errors import run_main
+from compare.command import Flags, parser_of, run_main
 from compare.plan.environment import ROOT
 from compare.plan.hosts import (
     SLURM,
     is_here,
     read_allocation,
-    read_hostfile,
     read_hosts,
     ssh_remedy,
     ssh_words,
 )
+from compare.plan.plan_file import take_hostfile
 from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
 from recipe.errors import UserError
 from recipe.files import write_json
 
+SCRIPT = "compare/doctor.py"
 WIDTH = 100
 ANSWER_SECONDS = 300  # for all that a host answers: torch's import over a network is slow
 CONNECT_SECONDS = 5.0
@@ -52,32 +53,28 @@ Networks = dict[str, dict[str, tuple[str, int]]]  # at which address and port ea
 Hosts = dict[str, subprocess.Popen[str]]  # that answer
 
 
+FLAGS: Flags = {
+    "--hosts": {"metavar": "HOST:N,...", "help": "and their workers; slurm: the allocation's"},
+    "--hostfile": {"metavar": "FILE", "help": "the same in lines 'name slots=N'"},
+    "--data": {"type": Path, "metavar": "DIR", "help": "the folder with train/ and val/"},
+    "--network-interface": {"metavar": "NAME", "help": "that connects the hosts"},
+    "--no-allreduce": {"dest": "allreduce", "action": "store_false", "help": "leave the "
+                       "measurement out"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write the findings as JSON"},
+    "--answer-as": {"help": argparse.SUPPRESS},  # what runs on each host
+}  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
     """Look, tell, and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     errors = (UserError, OSError)  # the latter: --json in a folder that is not there
-    return run_main("compare/doctor.py", lambda: look(parse_options(argv)), errors)
+    return run_main(SCRIPT, lambda: look(parse_options(argv)), errors)
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python compare/doctor.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    either = parser.add_mutually_exclusive_group().add_argument
-    either("--hosts", metavar="HOST:N,...", help="and their workers; slurm: the allocation's")
-    either("--hostfile", type=Path, metavar="FILE", help="the same in lines 'name slots=N'")
-    add("--data", type=Path, metavar="DIR", help="the folder with train/ and val/")
-    add("--network-interface", metavar="NAME", help="that connects the hosts")
-    add("--no-allreduce", dest="allreduce", action="store_false", help="leave the measurement out")
-    add("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    add("--answer-as", help=argparse.SUPPRESS)  # what runs on each host
-    options = parser.parse_args(argv)
-    if options.hostfile is not None:
-        options.hosts = read_hostfile(options.hostfile)
-    elif options.hosts == SLURM:
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
+    take_hostfile(vars(options))
+    if options.hosts == SLURM:
         options.hosts = read_allocation()
     return options
 
@@ -139,7 +136,7 @@ def show(title: str, findings: list[Finding]) -> list[Finding]:
 
 def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
     """Have a host `answer`, for ANSWER_SECONDS at most."""
-    words = [sys.executable, str(ROOT / "compare/doctor.py"), "--answer-as", host]
+    words = [sys.executable, str(ROOT / SCRIPT), "--answer-as", host]
     if data is not None:
         words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
     words = words if is_here(host) else ssh_words(host, shlex.join(words))
@@ -281,11 +278,13 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
     workers = 2 if hosts is None else sum(read_hosts(hosts).values())
     if workers < 2:
         return Finding("allreduce", "ok", "not measured: there is one worker")
-    words = ["python", str(ROOT / "compare/collectives.py"), "--workers", str(workers)]
-    words += ["--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1"]
-    words += ["--timeout", str(ALLREDUCE_SECONDS)]
-    words += [] if hosts is None else ["--hosts", hosts]
-    words += [] if interface is None else ["--network-interface", interface]
+    given = {"--hosts": hosts, "--network-interface": interface}
+    words = [
+        "python", str(ROOT / "compare/collectives.py"), "--workers", str(workers),
+        "--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1",
+        "--timeout", str(ALLREDUCE_SECONDS),
+        *(word for flag, value in given.items() if value is not None for word in (flag, value)),
+    ]  # fmt: skip
     code = subprocess.run([sys.executable, *words[1:]]).returncode
     remedy = "docs/launching.md lists the usual reasons, such as a firewall or the wrong network"
     found = f"exit code {code} of `{shlex.join(words)}`"

@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
-from compare.errors import run_main
+from compare.command import run_main
 from compare.evidence import packed
 from compare.evidence.collectives import read_measurement
 from compare.evidence.records import load_comparison

@@ -25,7 +25,7 @@ import tyro
 from tabulate import tabulate
 from tyro.conf import Positional
 
-from compare.errors import run_main
+from compare.command import run_main
 from compare.evidence.parity import Parity, compare_ranks, compare_runs
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.options import split_words_at_dashes

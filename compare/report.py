@@ -15,8 +15,9 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
-from compare.errors import run_main
+from compare.command import Flags, parser_of, run_main
 from compare.evidence.records import (
     find_comparison,
     load_comparison,
@@ -28,15 +29,37 @@ from recipe.errors import UserError
 from recipe.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "compare/report.py"
 STDOUT = Path("-")
 DEFAULT = Path("<default>")  # --html and --svg without a path
+TO_TERMINAL = "; without a FILE, or with -, to the terminal"
+TEXT: dict[str, Any] = {"type": Path, "nargs": "?", "const": STDOUT, "metavar": "FILE"}
+FLAGS: Flags = {
+    "comparisons": {"type": Path, "nargs": "*", "metavar": "DIR", "help": "comparisons' folders "
+                    "(default: the newest one under runs/; if there is none, the recorded one "
+                    "under results/)"},
+    "--markdown": TEXT | {"help": f"table and verdicts as Markdown, for an issue{TO_TERMINAL}"},
+    "--csv": TEXT | {"help": f"one line per run, columns named with their units{TO_TERMINAL}"},
+    "--json": TEXT | {"help": f"all of the report and every run's figures{TO_TERMINAL}"},
+    "--html": TEXT | {"const": DEFAULT, "help": "the page (default: report.html in DIR)"},
+    "--svg": TEXT | {"const": DEFAULT, "metavar": "FOLDER", "help": "every plot as a file "
+                     "(default: the folder plots in DIR)"},
+    "--no-html": {"action": "store_true", "help": "no page"},
+    "--price-per-hour": {"type": float, "metavar": "PRICE", "help": "of all workers together: adds "
+                         "what 90 epochs cost at the measured speed, where images have ImageNet's "
+                         "size and number of classes"},
+    "--reference": {"type": Path, "metavar": "FILE", "help": "published speeds to draw beside the "
+                    "measured ones: a CSV file with the columns "
+                    "name,workers,images_per_second,source, such as "
+                    "compare/references/resnet50-v100.csv"},
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report that the command line asks for and return the exit code."""
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
         sys.stdout.reconfigure(errors="replace")
-    return run_main("compare/report.py", lambda: guarded_report(argv), exit_code=1)
+    return run_main(SCRIPT, lambda: guarded_report(argv), exit_code=1)
 
 
 def guarded_report(argv: list[str] | None) -> int:
@@ -69,42 +92,7 @@ def guarded_report(argv: list[str] | None) -> int:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    about, examples = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        prog="python compare/report.py",
-        description=about,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "comparisons",
-        type=Path,
-        nargs="*",
-        metavar="DIR",
-        help="comparisons' folders (default: the newest one under runs/; if there is none, the "
-        "recorded one under results/)",
-    )
-    terminal = "; without a FILE, or with -, to the terminal"
-    for name, const, metavar, text in (
-        ("markdown", STDOUT, "FILE", f"table and verdicts as Markdown, for an issue{terminal}"),
-        ("csv", STDOUT, "FILE", f"one line per run, columns named with their units{terminal}"),
-        ("json", STDOUT, "FILE", f"all of the report and every run's figures{terminal}"),
-        ("html", DEFAULT, "FILE", "the page (default: report.html in DIR)"),
-        ("svg", DEFAULT, "FOLDER", "every plot as a file (default: the folder plots in DIR)"),
-    ):
-        add(f"--{name}", type=Path, nargs="?", const=const, metavar=metavar, help=text)
-    add("--no-html", action="store_true", help="no page")
-    add(
-        "--price-per-hour", type=float, metavar="PRICE",
-        help="of all workers together: adds what 90 epochs cost at the measured speed, where "
-        "images have ImageNet's size and number of classes",
-    )  # fmt: skip
-    add(
-        "--reference", type=Path, metavar="FILE",
-        help="published speeds to draw beside the measured ones: a CSV file with the columns "
-        "name,workers,images_per_second,source, such as compare/references/resnet50-v100.csv",
-    )  # fmt: skip
+    parser = parser_of(SCRIPT, __doc__, FLAGS)
     options = parser.parse_args(argv)
     formats = {name: getattr(options, name) for name in ("markdown", "csv", "json", "html")}
     to_terminal = [f"--{name}" for name, path in formats.items() if path == STDOUT]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from compare.errors import run_main
+from compare.command import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from compare.errors import run_main
+from compare.command import run_main
 from compare.evidence.exchange import read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
 from compare.evidence.words import shortest_unique_names

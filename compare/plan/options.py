@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from compare.command import Flags, add_flags, parser_of
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
@@ -45,7 +46,7 @@ GROUPS = {
 
 
 # Flags that are no part of a plan: those of the task, and how it is done.
-TASK: dict[str, dict[str, Any]] = {
+TASK: Flags = {
     "plan": {"nargs": "?", "metavar": "plan", "help": "a ready plan's name or a plan file (TOML; "
              "compare/plans/ has them); flags win over it"},
     "--list-plans": {"action": "store_true", "help": "show the ready plans, and nothing else"},
@@ -55,7 +56,7 @@ TASK: dict[str, dict[str, Any]] = {
     "--rounds": {"type": int, "metavar": "N", "help": "with --tune: in how many blocks the values "
                  f"of a knob take turns with the best one so far (default: {TUNING_ROUNDS})"},
 }  # fmt: skip
-PROCEDURE: dict[str, dict[str, Any]] = {
+PROCEDURE: Flags = {
     "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
                    "slots=N', in place of --hosts"},
     "--no-warm-up": {"dest": "warm_up", "action": "store_false", "help": "leave out the short run "
@@ -77,17 +78,8 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
     about the plan bears the name of its key and is None where it was not given."""
     own, trainer = split_words_at_dashes(argv)
-    first_line, _, examples = about.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python compare/run.py",
-        usage="python compare/run.py [plan] [flags] [-- flags of the trainers]",
-        description=first_line,
-        epilog=examples.strip("\n"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for name, more in TASK.items():
-        parser.add_argument(name, **more)
+    usage = f"python {SCRIPT} [plan] [flags] [-- flags of the trainers]"
+    parser = parser_of(SCRIPT, about, TASK, usage=usage, allow_abbrev=False)
     group: Any = parser
     for field in FIELDS:
         meta, key = meta_of(field.type), field.encode_name
@@ -103,9 +95,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
             }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
             help_text = meta.description.replace("%", "%%")
             group.add_argument(flag_of(field), dest=key, help=help_text, **more)
-    group = parser.add_argument_group("how it is done")
-    for name, more in PROCEDURE.items():
-        group.add_argument(name, **more)
+    add_flags(parser.add_argument_group("how it is done"), PROCEDURE)
     return parser.parse_args(own, argparse.Namespace(arguments_after_dashes=trainer))
 
 

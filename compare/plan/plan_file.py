@@ -93,10 +93,10 @@ def read_plan_file(name: str) -> dict[str, Any]:
 
 def take_hostfile(table: dict[str, Any]) -> None:
     """Put the hosts of a hostfile that a table names in its place."""
-    if "hostfile" in table:
-        if "hosts" in table:
+    if (hostfile := table.pop("hostfile", None)) is not None:
+        if table.get("hosts") is not None:
             raise UserError("--hostfile and --hosts both name hosts; give one of them")
-        table["hosts"] = read_hostfile(Path(table.pop("hostfile")))
+        table["hosts"] = read_hostfile(Path(hostfile))
 
 
 def list_plans() -> str:

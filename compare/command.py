@@ -1,0 +1,58 @@
+"""How a command begins and ends: its flags, what it tells the user without a traceback, and with
+which exit code."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recipe.errors import UserError
+
+Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
+
+
+def parser_of(name: str, about: str | None, flags: Flags, **more: Any) -> argparse.ArgumentParser:
+    """Return the parser of a command, which `about` describes: in a line, and by examples."""
+    first_line, _, examples = (about or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog=f"python {name}",
+        description=first_line,
+        epilog=examples.strip("\n"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
+    add_flags(parser, flags)
+    return parser
+
+
+def add_flags(parser: Any, flags: Flags) -> None:
+    """Add flags to a parser, or to a group of one."""
+    for name, settings in flags.items():
+        parser.add_argument(name, **settings)
+
+
+def run_main(
+    name: str,
+    body: Callable[[], int],
+    errors: tuple[type[Exception], ...] = (UserError,),
+    exit_code: int = 2,
+    interrupted: str = "interrupted",
+) -> int:
+    """Run a command's body and return its exit code: of `errors`, which the user can set right, one
+    message and `exit_code`; after Ctrl-C 130; and 1 if nobody reads what it prints any more."""
+    try:
+        return body()
+    except BrokenPipeError:  # which `errors` may hold
+        return 1
+    except errors as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return exit_code
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}", file=sys.stderr)
+        return 130
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # `--help | head`: whoever reads has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
