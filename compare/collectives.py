@@ -25,9 +25,8 @@ from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import path_from_here
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
-from compare.running.checks import check_cores, check_load, warning_text
+from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
-from compare.running.tools import missing_for
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS

@@ -31,8 +31,8 @@ from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.options import split_words_at_dashes
 from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import check_plan
+from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
-from compare.running.tools import check_tools
 from recipe.errors import UserError
 
 

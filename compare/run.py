@@ -38,6 +38,7 @@ from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
+from compare.running.checks import check_tools, missing_for
 from compare.running.comparison import (
     block_folder,
     checked_record,
@@ -52,7 +53,6 @@ from compare.running.comparison import (
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.sides import MeasurementError
-from compare.running.tools import check_tools, missing_for
 from compare.running.tune import search_lines, tune, tuning_plan
 from recipe.errors import UserError
 

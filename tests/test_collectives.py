@@ -292,7 +292,7 @@ def test_mistakes_are_told_before_anything_is_started(words, told, tmp_path, cap
 
 
 def test_what_is_not_installed_is_told_and_never_left_out_in_silence(monkeypatch, capsys):
-    monkeypatch.setattr("compare.running.tools.has_horovod", lambda: False)
+    monkeypatch.setattr("compare.running.checks.has_horovod", lambda: False)
     assert main(["--backends", "horovod-mpi", "--dry-run"]) == 2
     assert "horovod_train/build_horovod.py" in capsys.readouterr().err
     options = collectives.parse_options([])

@@ -29,7 +29,7 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.plan import Plan
 from compare.run import main
-from compare.running import checks, comparison, launch, tools
+from compare.running import checks, comparison, launch
 from compare.running.comparison import show_outcome
 from compare.running.launch import last_step
 
@@ -83,10 +83,10 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
 DRIVER = """
 import sys
 from compare import run
-from compare.running import comparison, launch, tools
+from compare.running import checks, comparison, launch
 from compare.plan import configurations, record
 configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
-tools.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
+checks.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.take_default_plan = lambda options: None
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
 run.checks.find_warnings = lambda plan, folder: (
@@ -103,7 +103,7 @@ sys.exit(run.main(sys.argv[1:]))
 
 # What the driver replaces, to be put back where it runs in this process.
 REPLACED = [
-    (Configuration, "launcher_words"), (tools, "has_horovod"), (launch, "GRACE_SECONDS"),
+    (Configuration, "launcher_words"), (checks, "has_horovod"), (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
     *((module, "trainers_sha256") for module in (comparison, record)),
     (checks, "find_warnings"),
@@ -405,7 +405,7 @@ def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
 
 
 def test_without_horovod_the_command_that_builds_it_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(tools, "has_horovod", lambda: False)
+    monkeypatch.setattr(checks, "has_horovod", lambda: False)
     for words in (
         ["--configurations", "ddp-torchrun", "horovod-mpi"],
         ["--define", "x=horovod-mpi"],

@@ -27,6 +27,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import DELAY
 from compare.plan.plan import Run
 from compare.running import take_turns
+from compare.running.checks import missing_for
 from compare.running.launch import marked_processes
 from compare.running.scheduler import (
     Rank,
@@ -37,7 +38,6 @@ from compare.running.scheduler import (
 )
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
-from compare.running.tools import missing_for
 from recipe.training.phases import PHASES
 
 

