@@ -120,6 +120,11 @@ class Comparison:
             if (run.case, run.workers) == (case, workers)
         )
 
+    def blocks_of(self, cell: CellKey) -> list[Block]:
+        """Return those of these blocks that hold the cell."""
+        case, workers, name = cell
+        return [block for block in self.blocks(case, workers) if name in block.order]
+
     @cached_property
     def configurations(self) -> dict[str, Configuration]:
         """The configurations by name, in the plan's order."""

@@ -72,54 +72,43 @@ def place(cell: CellKey) -> dict[str, Any]:
     return dict(zip(("case", "workers", "configuration"), cell, strict=True))
 
 
-def speeds(comparison: Comparison, cell: CellKey) -> dict[int, tuple[float, float]]:
-    """Return images per second and CPU-seconds per image of a cell, by block."""
-    case, workers, name = cell
-    return {
-        block.number: (
-            block.rate(name, throughput), 1 / block.rate(name, work_per_cpu_second)
-        )
-        for block in comparison.blocks(case, workers)
-        if name in block.order
-    }  # fmt: skip
-
-
 def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> list[SpeedRow]:
     """Return the speed of each cell; a price is that of all workers together."""
-    found = {cell: speeds(comparison, cell) for cell in comparison.cells}
-    fewest, hours, cost = min(comparison.workers), None, None
-    is_imagenet = is_of_imagenet(comparison)
+    found = {
+        cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
+        for cell in comparison.cells
+    }
+    fewest, is_imagenet = min(comparison.workers), is_of_imagenet(comparison)
     rows = []
-    for cell, own in found.items():
-        if not own:
+    for cell, rates in found.items():
+        if not rates:
             continue
         case, workers, name = cell
-        own_blocks = [one for one in comparison.blocks(case, workers) if name in one.order]
-        rates, cpu_seconds = zip(*own.values(), strict=True)
+        blocks, speed = comparison.blocks_of(cell), harmonic_mean([*rates.values()])
         base = found.get((case, fewest, name), {}) if workers > fewest else {}
-        common = [block for block in own if block in base]
+        common = [block for block in rates if block in base]
         scaling = estimate_ratio(
-            [own[block][0] / workers for block in common],
-            [base[block][0] / fewest for block in common],
+            [rates[block] / workers for block in common],
+            [base[block] / fewest for block in common],
             confidence=comparison.confidence,
         ) if common else None  # fmt: skip
-        if is_imagenet:
-            hours = EPOCHS * IMAGES / harmonic_mean(rates) / 3600
-            cost = None if price_per_hour is None else price_per_hour * hours
+        hours = EPOCHS * IMAGES / speed / 3600 if is_imagenet else None
         planned = sum(run.cell == cell for run in comparison.runs)
         rows.append(
             SpeedRow(
                 **place(cell),
-                images_per_second=harmonic_mean(rates),
-                lowest=min(rates),
-                highest=max(rates),
-                slow_turns=tail(own_blocks, name) if comparison.is_by_turns else None,
+                images_per_second=speed,
+                lowest=min(rates.values()),
+                highest=max(rates.values()),
+                slow_turns=tail(blocks, name) if comparison.is_by_turns else None,
                 scaling=scaling,
-                cpu_ms_per_image=1000 * fmean(cpu_seconds),
-                blocks=len(own),
+                cpu_ms_per_image=fmean(
+                    1000 / one.rate(name, work_per_cpu_second) for one in blocks
+                ),
+                blocks=len(blocks),
                 planned_blocks=comparison.plan.blocks if comparison.is_by_turns else planned,
                 hours_of_90_epochs=hours,
-                cost_of_90_epochs=cost,
+                cost_of_90_epochs=hours and price_per_hour and price_per_hour * hours,
             )
         )
     return rows
@@ -155,7 +144,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         own = [run.summary.weights_sha256 for run in runs]
         ablated = [
             turn.straggler_ratio
-            for block in comparison.turns.get(cell[:2], [])
+            for block in comparison.blocks_of(cell)
             for turn in block.of("ablation")
             if turn.side == cell[2]
         ]
@@ -244,9 +233,7 @@ class PhaseRow(CellRow):
 def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
     """Return the seconds of a cell's mean step by phase, of each block in which they were measured:
     by turns, or else in whole runs, where the exchange is part of backward."""
-    case, workers, name = cell
-    blocks = [one for one in comparison.turns.get((case, workers), []) if name in one.order]
-    by_turns = {block.number: block.phases(name) for block in blocks}
+    by_turns = {block.number: block.phases(cell[2]) for block in comparison.blocks_of(cell)}
     by_runs = {
         run.block: {
             name: seconds
@@ -281,10 +268,9 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
 
 def images_per_step(comparison: Comparison, cell: CellKey) -> float:
     """Return the images of a cell's mean step, of all workers."""
-    case, workers, name = cell
-    for block in comparison.turns.get((case, workers), []):
-        if name in block.order and block.steps:
-            return block.counted(name)[0].images / block.steps[name]
+    for block in comparison.blocks_of(cell):
+        if block.steps:
+            return block.counted(cell[2])[0].images / block.steps[cell[2]]
     summary = comparison.complete_runs(cell)[0].summary
     return summary.samples_seen / summary.steps
 
