@@ -27,7 +27,7 @@ from compare.plan.environment import path_from_here
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS
 
@@ -131,19 +131,20 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     slots = options.workers if options.hosts is None else sum(read_hosts(options.hosts).values())
     files = [path for path in (options.json, options.svg) if path is not None]
     out_is_used = options.out is not None and options.out.exists() and any(options.out.iterdir())
-    problems = {
-        f"--workers {options.workers}: nothing is exchanged; give 2 or more": options.workers < 2,
-        f"--seconds {options.seconds:g}: give a positive number": options.seconds <= 0,
-        "--blocks, --threads and --timeout: give positive whole numbers": (
-            min(options.blocks, options.threads, options.timeout) < 1
+    refuse(
+        (
+            options.workers < 2,
+            f"--workers {options.workers}: nothing is exchanged; give 2 or more",
         ),
-        f"--hosts {options.hosts}: has fewer slots than --workers": slots < options.workers,
-        f"--out {options.out}: is not empty; name a new folder": out_is_used,
-        **{f"{path}: make its folder first": not path.parent.is_dir() for path in files},
-    }
-    for problem, holds in problems.items():
-        if holds:
-            raise UserError(problem)
+        (options.seconds <= 0, f"--seconds {options.seconds:g}: give a positive number"),
+        (
+            min(options.blocks, options.threads, options.timeout) < 1,
+            "--blocks, --threads and --timeout: give positive whole numbers",
+        ),
+        (slots < options.workers, f"--hosts {options.hosts}: has fewer slots than --workers"),
+        (out_is_used, f"--out {options.out}: is not empty; name a new folder"),
+        *((not path.parent.is_dir(), f"{path}: make its folder first") for path in files),
+    )
     return options
 
 

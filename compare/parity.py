@@ -33,7 +33,7 @@ from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import check_plan
 from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,26 @@ def compare(
         json: Print the result as JSON.
         live: How both engines run now.
     """
-    if max_ulps < 0 or not 0 <= relative < math.inf:
-        raise UserError("--max-ulps and --relative: give numbers from 0 on")
-    if len(runs) not in (0, 2) or (runs and ranks):
-        raise UserError(
+    refuse(
+        (
+            max_ulps < 0 or not 0 <= relative < math.inf,
+            "--max-ulps and --relative: give numbers from 0 on",
+        ),
+        (
+            len(runs) not in (0, 2) or (runs and ranks),
             f"{len(runs)} run folder(s) given: give two to compare them, none but that of --ranks "
-            "to compare its ranks, or none to run both engines now"
-        )
-    if (runs or ranks) and (trainer_flags or live != Live()):
-        raise UserError(
+            "to compare its ranks, or none to run both engines now",
+        ),
+        (
+            (runs or ranks) and (trainer_flags or live != Live()),
             "--configurations, --workers, --steps, --timeout, --out and trainers' flags: only "
-            "without run folders, when the engines run now"
-        )
+            "without run folders, when the engines run now",
+        ),
+        (
+            min(live.workers, live.steps, live.timeout) < 1,
+            "--workers, --steps and --timeout: give positive whole numbers",
+        ),
+    )
     if ranks:
         parity = compare_ranks(ranks, max_ulps, relative)
     else:
@@ -102,8 +110,6 @@ def compare(
 
 def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
     """Run two configurations with traces, one after the other, and return their run folders."""
-    if min(live.workers, live.steps, live.timeout) < 1:
-        raise UserError("--workers, --steps and --timeout: give positive whole numbers")
     steps = str(live.steps)
     arguments = ("--keep-checkpoints", "0", "--tensor-steps", steps, "--max-steps", steps)
     plan = Plan(

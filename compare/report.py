@@ -25,7 +25,7 @@ from compare.evidence.records import (
     recorded_comparison,
 )
 from compare.evidence.references import load_references
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,13 +120,17 @@ def report(options: argparse.Namespace) -> None:
     is_single, page, plots = len(folders) == 1, options.html, options.svg
     if options.is_default and is_single and not note:
         page = DEFAULT
-    if options.reference and not (is_single and (page or plots)):
-        raise UserError(
+    refuse(
+        (
+            options.reference and not (is_single and (page or plots)),
             "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
-            "or --svg"
-        )
-    if not is_single and (plots or page == DEFAULT):
-        raise UserError("several comparisons have no folder and no plots: give --html a FILE")
+            "or --svg",
+        ),
+        (
+            not is_single and (plots or page == DEFAULT),
+            "several comparisons have no folder and no plots: give --html a FILE",
+        ),
+    )
     references = load_references(options.reference) if options.reference else []
     reports = [
         Report(load_comparison(folder), references, options.price_per_hour) for folder in folders

@@ -18,7 +18,7 @@ import docstring_parser
 import tyro
 from tyro.conf import arg
 
-from recipe.errors import UserError, fail
+from recipe.errors import UserError, fail, refuse
 from recipe.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
 from recipe.knobs import Knobs, read_knobs, set_variables
 from recipe.presets import PRESETS
@@ -195,18 +195,16 @@ def cache_folder(name: str) -> str:
 
 def check(config: Config, engine: str, world_size: int) -> None:
     """Raise UserError for values that are invalid, or do not fit together."""
-    for is_wrong, message in (
+    refuse(
         *_out_of_bounds(config),
         *_mistakes(config),
         *_mistakes_of_the_recipe(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
         *_mistakes_with_fp16_weights(config, engine),
-    ):
-        if is_wrong:
-            raise UserError(message)
+    )
 
 
-# What may be wrong with a run's settings: whether it is, and what to say then.
+# What may be wrong with a run's settings, for `refuse`.
 Mistakes = list[tuple[Any, str]]
 
 

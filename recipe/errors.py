@@ -52,6 +52,14 @@ class UserError(ValueError):
     what to do."""
 
 
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raise UserError for the first of these mistakes that was made: whether it was, and what to
+    say then."""
+    for is_made, message in mistakes:
+        if is_made:
+            raise UserError(message)
+
+
 def run_command(body: Callable[[], list[str]]) -> int:
     """Print the lines that `body`, a command that prepares data, returns. Its exit code: 0, 1 after
     a message about what is wrong, or 130 if it was interrupted."""

@@ -24,7 +24,7 @@ from compare.plan.plan import (
 )
 from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
 from recipe.config import are_digits, check, read_flags
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.flags import flag_name, last_value, without_flag
 
 SCRIPT = "compare/run.py"
@@ -167,15 +167,18 @@ def make_plan(options: argparse.Namespace) -> Plan:
         allocation=read_allocation() if plan.named_hosts == SLURM else None,
     )
     check_plan(plan)
-    if options.block is not None and not (
-        plan.measure == "runs" and 1 <= options.block <= (plan.blocks or 0)
-    ):
-        raise UserError(
+    blocks = range(1, (plan.blocks or 0) + 1) if plan.measure == "runs" else ()
+    refuse(
+        (
+            options.block is not None and options.block not in blocks,
             f"--block {options.block}: names one of the blocks 1 to N of --measure runs --blocks "
-            "N, which this plan does not have"
-        )
-    if options.rounds is not None and options.tune is None:
-        raise UserError(f"--rounds {options.rounds}: belongs to --tune; here give --blocks")
+            "N, which this plan does not have",
+        ),
+        (
+            options.rounds is not None and options.tune is None,
+            f"--rounds {options.rounds}: belongs to --tune; here give --blocks",
+        ),
+    )
     most = most_on_a_host(max(plan.workers), plan.hosts)
     return replace(plan, trainer_arguments=with_defaults(plan.trainer_arguments, most))
 

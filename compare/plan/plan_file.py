@@ -24,7 +24,7 @@ from compare.plan.plan import (
     meta_of,
     percentage,
 )
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):
@@ -203,26 +203,30 @@ def check_trainer_flags(plan: Plan) -> None:
 def check_measuring(plan: Plan) -> None:
     """Check what ends the measuring, and what strong scaling needs."""
     default = Plan()
-    for name in ("until_interval", "minutes"):
-        if plan.blocks is not None and getattr(plan, name) != getattr(default, name):
-            raise UserError(
+    refuse(
+        *(
+            (
+                plan.blocks is not None and getattr(plan, name) != getattr(default, name),
                 f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
-                f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks"
+                f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks",
             )
-    if plan.control is not None and not plan.null:
-        raise UserError(
-            f"--control {percentage(plan.control)}: belongs to a null test; give --null, too"
-        )
-    if plan.measure == "runs" and plan.full_runs != default.full_runs:
-        raise UserError(
+            for name in ("until_interval", "minutes")
+        ),
+        (
+            plan.control is not None and not plan.null,
+            f"--control {percentage(plan.control or 0)}: belongs to a null test; give --null, too",
+        ),
+        (
+            plan.measure == "runs" and plan.full_runs != default.full_runs,
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
-            "--blocks, or leave it out"
-        )
-    if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
-        raise UserError(
+            "--blocks, or leave it out",
+        ),
+        (
+            (plan.global_batch_size is None) != (plan.global_learning_rate is None),
             "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
-            "workers share a global batch and train with one global rate, whatever their number"
-        )
+            "workers share a global batch and train with one global rate, whatever their number",
+        ),
+    )
     plan.block(1)  # which refuses a global batch that does not divide
 
 

@@ -28,7 +28,7 @@ from compare.running.comparison import checked_record, measure, measured, resume
 from compare.running.launch import print_line, utc_now
 from compare.running.sides import MeasurementError
 from recipe.config import read_flags
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 from recipe.flags import FLAGS, flag_name, spelled, without_flag
 from recipe.knobs import SETTINGS, Knobs, knobs_text
@@ -51,7 +51,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     for one in sorted(known, key=lambda c: bool(c.flags or c.environment)):
         chosen.setdefault(one.engine, one.name)
     rest = [one.name for one in known if one.name not in chosen.values()]
-    for is_wrong, told in (
+    refuse(
         *((getattr(options, name), f"--{name.replace('_', '-')}: does not go together with --tune; "
            "leave it out (--rounds says how many blocks, --out where a new search begins)")
           for name in NO_FLAGS),
@@ -68,9 +68,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
          f"{', '.join(chosen.keys() - SETTINGS.keys())} to tune; leave it out"),
         (options.configurations and rest,
          f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise UserError(told)
+    )  # fmt: skip
     return replace(
         plan,
         configurations=tuple(one.name for one in known if one.name in chosen.values()),
