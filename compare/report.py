@@ -96,16 +96,18 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     formats = {name: getattr(options, name) for name in ("markdown", "csv", "json", "html")}
     to_terminal = [f"--{name}" for name, path in formats.items() if path == STDOUT]
-    if len(to_terminal) > 1:
-        parser.error(f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE")
-    if folders := [f"--{name} {path}" for name, path in formats.items() if path and path.is_dir()]:
-        parser.error(f"{folders[0]}: this is a folder: write the comparison before the flag")
-    if options.svg == STDOUT:
-        parser.error("--svg writes several files: give it a FOLDER")
-    if options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf:
-        parser.error("--price-per-hour is no price: write a number, such as 3.06")
-    if options.html and options.no_html:
-        parser.error("--html and --no-html exclude each other")
+    folders = [f"--{name} {path}" for name, path in formats.items() if path and path.is_dir()]
+    for is_made, mistake in (
+        (len(to_terminal) > 1,
+         f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE"),
+        (folders, f"{' '.join(folders)}: this is a folder: write the comparison before the flag"),
+        (options.svg == STDOUT, "--svg writes several files: give it a FOLDER"),
+        (options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf,
+         "--price-per-hour is no price: write a number, such as 3.06"),
+        (options.html and options.no_html, "--html and --no-html exclude each other"),
+    ):  # fmt: skip
+        if is_made:
+            parser.error(mistake)
     options.is_default = not any((*formats.values(), options.svg, options.no_html))
     options.to_terminal = bool(to_terminal)
     return options

@@ -81,10 +81,11 @@ def answer(argv: list[str]) -> int:
     check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
-        if options.tune is not None:
-            lines = search_lines(plan, options.rounds)
-        else:
-            lines = dry_run_lines(plan, folder, options.warm_up, options.block)
+        lines = (
+            dry_run_lines(plan, folder, options.warm_up, options.block)
+            if options.tune is None
+            else search_lines(plan, options.rounds)
+        )
         print("\n".join(lines))
         return 0
     check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})
@@ -112,10 +113,8 @@ def choose_folder(plan: Plan, options: argparse.Namespace) -> Path:
         return RUNS / f"tune-{options.tune.stem}"
     if not options.new and (unfinished := unfinished_folder(plan)):
         return unfinished
-    folder = RUNS / f"compare-{utc_stamp()}"
-    while folder.exists():  # two comparisons may begin within a second
+    while (folder := RUNS / f"compare-{utc_stamp()}").exists():  # of another in the same second
         time.sleep(0.1)
-        folder = RUNS / f"compare-{utc_stamp()}"
     return folder
 
 
