@@ -249,12 +249,11 @@ def dry_run_lines(
     lines = [shlex.join(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
         lines.append("# then, in each block of turns, these at once:")
-        for case, workers in plan.groups():
-            for member in plan.in_order(1, case, workers):
-                run = plan.run(1, case, member, workers)
-                lines.append(
-                    f"#   {shlex.join(run.command(block_folder(folder, case, workers, 1)))}"
-                )
+        lines += [
+            f"#   {shlex.join(run.command(block_folder(folder, case, workers, 1)))}"
+            for case, workers in plan.groups()
+            for run in plan.in_order(1, case, workers)
+        ]
     return [*shell_lines(), *lines]
 
 

@@ -104,9 +104,8 @@ def make_turns(
     dice, clock = random.Random(5), 1_800_000_000.0
     for number, (case, workers) in itertools.product(range(1, blocks + 1), record.groups()):
         place = folder / "turns" / case / f"{workers}-workers/block-{number}"
-        members = record.in_order(number, case, workers)
-        order = [one.name for one in members]
-        runs = [record.run(number, case, one, workers) for one in members]
+        runs = record.in_order(number, case, workers)
+        order = [run.configuration.name for run in runs]
         images = {}
         for run in runs:
             source, side = folder / "block-1" / run.cell, place / run.configuration.name / "0/run"

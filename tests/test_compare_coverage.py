@@ -47,7 +47,7 @@ def places(sides: int, blocks: int, seed: int) -> Array:
     pairs = tuple((names[a], names[b]) for a, b in PAIRS if a < sides and b < sides)
     plan = Plan(configurations=names, judged_pairs=pairs, order_seed=seed)
     orders = [
-        [configuration.name for configuration in plan.in_order(block, "", 2)]
+        [run.configuration.name for run in plan.in_order(block, "", 2)]
         for block in range(1, blocks + 1)
     ]
     return np.array([[order.index(name) for name in names] for order in orders])

@@ -35,8 +35,8 @@ def contradictions(
 
 def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iterator[str]:
     """Yield in what it is another block than the plan's, as far as its version wrote that down."""
-    members = plan.in_order(block.number, *place)
-    order = tuple(member.name for member in members)
+    runs = plan.in_order(block.number, *place)
+    order = tuple(run.configuration.name for run in runs)
     if plan.format >= FORMAT:
         facts: tuple[tuple[str, Any, Any], ...] = (
             ("order", block.order, order),
@@ -48,12 +48,11 @@ def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iter
         for name, written, wanted in facts:
             if written != wanted:
                 yield f"{name} is {written!r}, but the plan has {wanted!r}"
-        for member, command in zip(members, block.commands, strict=False):
-            run, words = plan.run(block.number, place[0], member, place[1]), shlex.split(command)
-            planned = run.trainer_words("runs/by-hand", "run")
-            trainer, *flags = words[-len(planned) - 1 :]
-            if not trainer.endswith(TRAINERS[member.engine]) or flags != planned:
-                yield f"the command of {member.name} is {command}, and not that of the plan"
+        for run, command in zip(runs, block.commands, strict=False):
+            one, planned = run.configuration, run.trainer_words("runs/by-hand", "run")
+            trainer, *flags = shlex.split(command)[-len(planned) - 1 :]
+            if not trainer.endswith(TRAINERS[one.engine]) or flags != planned:
+                yield f"the command of {one.name} is {command}, and not that of the plan"
     by_round = defaultdict[int, list[str]](list)
     for turn in block.of("speed"):
         by_round[turn.round].append(turn.side)

@@ -465,23 +465,25 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         by bit, and show a top-1 without any spread, as if it were certain.
         """
         return [
-            self.run(block, case, configuration, workers)
+            run
             for case, workers in balanced(self.groups(), block, self.order_seed)
-            for configuration in self.in_order(block, case, workers)
+            for run in self.in_order(block, case, workers)
         ]
 
     def groups(self) -> list[tuple[str, int]]:
         """Return each case at each number of workers: within these, configurations are compared."""
         return [(case, workers) for case in self.cases for workers in self.workers]
 
-    def in_order(self, block: int, case: str, workers: int) -> list[Configuration]:
-        """Return the configurations in their order in a block: those that are judged against each
-        other side by side, and none oftener early than another."""
+    def in_order(self, block: int, case: str, workers: int) -> list[Run]:
+        """Return a run of each configuration, in their order in a block: those that are judged
+        against each other side by side, and none oftener early than another."""
         members = {configuration.name: configuration for configuration in self.members()}
         place = (self.order_seed, case, workers)
         groups = balanced(side_by_side(members, self.pairs()), block, *place)
         return [
-            members[name] for group in groups for name in balanced(group, block, *place, group[0])
+            self.run(block, case, members[name], workers)
+            for group in groups
+            for name in balanced(group, block, *place, group[0])
         ]
 
     def run(

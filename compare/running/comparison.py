@@ -215,8 +215,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     where a side fails."""
     group = next_group(plan, groups)
     number = group.blocks + 1
-    order = plan.in_order(number, group.case, group.workers)
-    runs = [plan.run(number, group.case, member, group.workers) for member in order]
+    runs = plan.in_order(number, group.case, group.workers)
     so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
     run_block(
