@@ -7,7 +7,7 @@ all of a record's files consistently is not found: only another measurement is p
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -23,14 +23,18 @@ CLOCK_SECONDS = 0.05  # by which a turn may seem to begin too early: its time is
 
 def contradictions(
     block: Block,
+    before: Sequence[Block],
     plan: PlanRecord,
     place: tuple[str, int],
     sides: Mapping[str, tuple[Settings, Environment]],
 ) -> Iterator[str]:
-    """Yield what is wrong with a block of this case and number of workers."""
+    """Yield what is wrong with a block of this case and number of workers, which comes after those
+    that were measured before it."""
     yield from against_plan(block, plan, place)
     yield from against_sides(block, sides)
-    yield from against_clock(block.turns, datetime.fromisoformat(plan.created_utc).timestamp())
+    last = [one.turns[-1] for one in before[-1:]]
+    created = datetime.fromisoformat(plan.created_utc).timestamp()
+    yield from against_clock([*last, *block.turns], created)
 
 
 def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iterator[str]:
@@ -85,17 +89,10 @@ def against_sides(block: Block, sides: Mapping[str, tuple[Settings, Environment]
                 yield f"{side} counted {grown} samples to the end of a turn of {after.images:g}"
 
 
-def against_clock(turns: tuple[Turn, ...], earliest: float) -> Iterator[str]:
+def against_clock(turns: Sequence[Turn], earliest: float) -> Iterator[str]:
     """Yield which turn began before the one before it had ended, or before the comparison."""
     for turn in turns:
         if turn.began is not None:
             if turn.began < earliest - CLOCK_SECONDS:
                 yield f"a turn of {turn.side} began {earliest - turn.began:.1f} s too early"
             earliest = turn.began + turn.seconds
-
-
-def after(block: Block, following: Block) -> str:
-    """Say it if the following block began before this one had ended; empty if not."""
-    *_, last = block.turns
-    ended = (last.began or 0.0) + last.seconds
-    return next(against_clock(following.turns[:1], ended), "")

@@ -248,11 +248,12 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     blocks = comparison.turns.setdefault((case, workers), [])
     place, plan = Path("turns", case, f"{workers}-workers"), comparison.plan
     members, problems = comparison.configurations, list[str]()
-    paths = packed.find(comparison.folder, f"{place}/block-*/block.json")
-    for path in sorted(paths, key=lambda path: int(path.parent.name.rpartition("-")[2])):
+    found = packed.find(comparison.folder, f"{place}/block-*/block.json")
+    paths = {int(path.parent.name.rpartition("-")[2]): path for path in found}
+    for number, path in sorted(paths.items()):
         try:
             block = read_block(path, members)
-            if path.parent.name != f"block-{block.number}":
+            if block.number != number:
                 raise UserError(f"{path}: number is {block.number}")
             sides = [
                 RunRecord(
@@ -265,16 +266,14 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
             for side in sides:
                 read_written(side, side.folder / "0/run")
             told = {side.configuration: (side.config, side.environment) for side in sides}
-            for problem in audit.contradictions(block, plan, (case, workers), told):
-                raise UserError(f"{path}: {problem}")
-            if blocks and (problem := audit.after(blocks[-1], block)):
+            for problem in audit.contradictions(block, blocks, plan, (case, workers), told):
                 raise UserError(f"{path}: {problem}")
         except UserError as error:
             problems.append(str(error))
         else:
             blocks.append(block)
             comparison.sides.extend(sides)
-    missing = {*range(1, len(paths) + 1)} - {int(p.parent.name.rpartition("-")[2]) for p in paths}
+    missing = {*range(1, len(paths) + 1)} - paths.keys()
     problems += [f"{comparison.folder / place}/block-{number} is missing" for number in missing]
     comparison.damaged_blocks += [(case, workers, problem) for problem in problems]
 
