@@ -28,6 +28,7 @@ from compare.page.text import as_text
 from compare.plan.environment import ROOT
 from recipe.errors import UserError
 
+SCRIPT = "compare/keep.py"
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
@@ -40,10 +41,9 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def main(argv: list[str] | None = None) -> int:
     """Keep what the command line names and return the exit code."""
-    name = "compare/keep.py"
     return run_main(
-        name,
-        lambda: tyro.cli(keep_measurement, prog=name, description=__doc__, args=argv),
+        SCRIPT,
+        lambda: tyro.cli(keep_measurement, prog=SCRIPT, description=__doc__, args=argv),
         errors=(UserError, OSError),
     )
 
@@ -54,7 +54,7 @@ def keep_measurement(
     question: str,
     results: Path = ROOT / "results",
 ) -> int:
-    """Keep a measurement, and say where.
+    """Keep a measurement with its report, and say where; nothing is overwritten.
 
     Args:
         folder: A finished measurement, as under runs/.
@@ -65,24 +65,18 @@ def keep_measurement(
     for name in (machine, question):
         if not NAME.fullmatch(name):
             raise UserError(f"{name!r}: write small letters, digits, dots and hyphens")
-    print(f"kept: {keep(folder, results / machine, question)}")
-    return 0
-
-
-def keep(folder: Path, machine: Path, question: str) -> Path:
-    """Keep a measurement with its report and return the record's folder; nothing is overwritten."""
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
     date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text("utf-8"))
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
-    target = machine / f"{date[1]}-{question}"
+    target = results / machine / f"{date[1]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: take another --question, or delete it")
     left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name == "bench.json" else set())
-    machine.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=machine, prefix=".draft-") as workshop:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft = Path(workshop, target.name)  # the report says what folder it is of
         draft.mkdir()
         texts = {}
@@ -100,7 +94,8 @@ def keep(folder: Path, machine: Path, question: str) -> Path:
         if plan.name != "bench.json":  # which has its table beside it
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
-    return target
+    print(f"kept: {target}")
+    return 0
 
 
 def without_paths(text: str) -> str:
