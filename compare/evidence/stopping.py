@@ -188,8 +188,7 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
         for place in plan.groups()
     ]
-    damaged = {(case, workers): f"{why}" for case, workers, why in comparison.damaged_blocks}
-    if damaged:
+    if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
         return damaged
     if plan.blocks is not None:
         return {

@@ -164,9 +164,9 @@ def estimate(
 
 
 def typical_ratio(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
-    """The product of the sides' throughputs in the typical round, each to its power."""
-    whole = (block for block in blocks if powers.keys() <= {*block.order})
-    return math.exp(fmean(block.typical_log_contrast(powers) for block in whole))
+    """The product of the sides' throughputs in the typical round, each to its power, over blocks
+    that have them all."""
+    return math.exp(fmean(block.typical_log_contrast(powers) for block in blocks))
 
 
 def tail(blocks: Sequence[Block], side: str) -> float:

@@ -154,22 +154,20 @@ class Verdict:
         more, size = count(max(1, round(minutes)), "more minute"), percent_text(self.margin)
         return f"; about {more} would show a difference of {size}"
 
-    @property
-    def has_typical_turns(self) -> bool:
-        """Whether the interval of the throughputs contains the typical turn's ratio, too."""
-        speed, typical = self.speed, self.typical
-        if speed is None or typical is None or speed.low is None or speed.high is None:
-            return True
-        return speed.low <= typical <= speed.high
-
     def support(self) -> list[str]:
         """Say what supports a verdict: whether both did the same training, and their CPU time (a
         finding of its own: who takes longer often computes longer)."""
-        lines = []
-        if self.speed is not None and not self.has_typical_turns:
+        lines, speed, typical = [], self.speed, self.typical
+        if (
+            speed
+            and speed.low
+            and speed.high
+            and typical
+            and not speed.low <= typical <= speed.high
+        ):
             slow = " and ".join(f"{tail:.2f}" for tail in self.tails)
             lines.append(
-                f"Warning: in the typical turn the ratio is {self.typical:.3f}, outside of this "
+                f"Warning: in the typical turn the ratio is {typical:.3f}, outside of this "
                 f"interval, since one slows down now and then: slow turns (95th percentile) take "
                 f"{slow} times as long as usual ones."
             )
@@ -333,8 +331,9 @@ def judge_interaction(
     )
     verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
     if verdict.speed is not None:
+        blocks = comparison.blocks(case, workers)
         over, over_other = (  # a power of 0: of the same blocks
-            lead_text(comparison, verdict, {a: 0, b: 0, c: 0, d: 0} | powers)
+            faster_text(estimate(blocks, {a: 0, b: 0, c: 0, d: 0} | powers).ratio)
             for powers in ({a: 1, b: -1}, {c: 1, d: -1})
         )
         leads = f"DDP is {over_other} than Horovod over {other_transport} and {over} over "
@@ -342,10 +341,9 @@ def judge_interaction(
     return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
 
 
-def lead_text(comparison: Comparison, verdict: Verdict, powers: Mapping[str, int]) -> str:
-    """Say how much faster or slower one configuration is than another, in percent."""
-    lead = estimate(comparison.blocks(verdict.case, verdict.workers), powers).ratio - 1
-    return f"{percent_text(abs(lead))} {'slower' if lead < 0 else 'faster'}"
+def faster_text(ratio: float) -> str:
+    """Say how much faster or slower one of two is, in percent."""
+    return f"{percent_text(abs(ratio - 1))} {'slower' if ratio < 1 else 'faster'}"
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:

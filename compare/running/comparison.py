@@ -205,9 +205,7 @@ def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
 
 def is_finished(plan: Plan, folder: Path) -> bool:
     """Tell whether nothing of the plan is left to be run in this folder."""
-    if missing(plan.runs(), folder):
-        return False
-    return bool(reason_to_end(plan, measured(plan, folder)))
+    return not missing(plan.runs(), folder) and bool(reason_to_end(plan, measured(plan, folder)))
 
 
 def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
