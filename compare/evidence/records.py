@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +131,6 @@ class Comparison:
         return {member.name: member for member in self.plan.members()}
 
     @property
-    def workers(self) -> list[int]:
-        """All numbers of workers, the fewest first."""
-        return sorted(set(self.plan.workers))
-
-    @property
     def is_by_turns(self) -> bool:
         """Tell whether speed was measured by turns, not in whole runs."""
         return self.plan.measure == "turns"
@@ -148,7 +143,7 @@ class Comparison:
     @property
     def cells(self) -> list[CellKey]:
         """The planned cells in the order of the tables."""
-        return list(product(self.plan.cases, self.workers, self.configurations))
+        return [(*group, name) for group in self.plan.groups() for name in self.configurations]
 
     def complete_runs(self, cell: CellKey) -> list[RunRecord]:
         """Return the complete runs of a cell."""

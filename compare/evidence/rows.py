@@ -78,7 +78,7 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
         cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
         for cell in comparison.cells
     }
-    fewest, is_imagenet = min(comparison.workers), is_of_imagenet(comparison)
+    fewest, is_imagenet = min(comparison.plan.workers), is_of_imagenet(comparison)
     rows = []
     for cell, rates in found.items():
         if not rates:

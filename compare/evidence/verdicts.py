@@ -1,6 +1,5 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -191,7 +190,7 @@ def judge(
     configurations make a square, one on the interaction as well. `facts` are those of
     `compare_facts`, for whoever has them already."""
     verdicts, missing = list[Verdict](), unfinished(comparison)
-    for place in itertools.product(comparison.plan.cases, comparison.workers):
+    for place in comparison.plan.groups():
         found = (facts or {}).get(place) or compare_facts(comparison, *place)
         differing = [fact for fact in found if not fact.is_same]
         pairs = [

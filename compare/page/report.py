@@ -61,11 +61,10 @@ class Report:
         price_per_hour: float | None = None,  # of all workers together
     ):
         self.comparison, self.references = comparison, references
-        places = [
-            (case, workers) for case in comparison.plan.cases for workers in comparison.workers
-        ]
         # What must be equal, by case and number of workers: of whole runs, and of sides.
-        self.facts = {place: compare_facts(comparison, *place) for place in places}
+        self.facts = {
+            place: compare_facts(comparison, *place) for place in comparison.plan.groups()
+        }
         self.verdicts = judge(comparison, self.facts)
         self.correction = correction_text(comparison, self.verdicts)
         self.speed = speed_rows(comparison, price_per_hour)
@@ -165,7 +164,7 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """Say what the comparison does not show."""
-        runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.workers))
+        runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.plan.workers))
         environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
         shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))

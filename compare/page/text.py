@@ -162,7 +162,7 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield a line for each turn, flat."""
     if not comparison.is_by_turns:
         return
-    for case, workers in dict.fromkeys(cell[:2] for cell in comparison.cells):
+    for case, workers in comparison.plan.groups():
         for block in comparison.blocks(case, workers):
             quiet = block.quiet_rounds
             for turn in block.turns:
