@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, harmonic_mean
 from typing import Literal
 
@@ -69,7 +70,7 @@ class Block:
         """What it took, without the time in which others used the cores."""
         return max(0.0, self.seconds - self.disturbed_seconds)
 
-    @property
+    @cached_property
     def quiet_rounds(self) -> dict[int, float]:
         """The rounds that count, and the cores that others kept busy in the most disturbed turn of
         each: those in which others were quiet, or the quietest third."""
@@ -91,9 +92,8 @@ class Block:
 
     def counted(self, side: str) -> list[Turn]:
         """One side's turns in the rounds that count, by round."""
-        rounds = self.quiet_rounds
-        own = (turn for turn in self.of("speed") if turn.side == side and turn.round in rounds)
-        return sorted(own, key=lambda turn: turn.round)
+        turns = [t for t in self.of("speed") if t.side == side and t.round in self.quiet_rounds]
+        return sorted(turns, key=lambda turn: turn.round)
 
     def phases(self, side: str) -> dict[str, float]:
         """Where the time of one side's mean step goes, in seconds, in the rounds that count; with

@@ -155,9 +155,11 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     rows = [row for row in report.speed if row.case == case]
     if not rows:
         return None
-    speeds: dict[str, dict[int, float]] = {row.configuration: {} for row in rows}
-    for row in rows:
-        speeds[row.configuration][row.workers] = row.images_per_second
+    names = dict.fromkeys(row.configuration for row in rows)
+    speeds = {
+        name: {r.workers: r.images_per_second for r in rows if r.configuration == name}
+        for name in names
+    }
     sources = {one.name: one.source for one in report.references}
     speeds |= {one.name: one.images_per_second for one in report.references}
     layers: list[Layer] = []
@@ -196,14 +198,12 @@ def plot_drift(report: Report, case: str) -> Plot | None:
     cells = [cell for cell in report.comparison.cells if cell[0] == case]
     mark = 0 if report.comparison.is_by_turns else 2
     for _, workers, name in cells:
-        measured: list[tuple[float, float]] = []
-        for block in report.comparison.blocks(case, workers):
-            quiet = block.quiet_rounds
-            measured += [
-                (block.number + index / len(block.turns), turn.images_per_second)
-                for index, turn in enumerate(block.turns)
-                if turn.side == name and turn.round in quiet
-            ]
+        measured = [
+            (block.number + index / len(block.turns), turn.images_per_second)
+            for block in report.comparison.blocks(case, workers)
+            for index, turn in enumerate(block.turns)
+            if turn.side == name and turn.round in block.quiet_rounds
+        ]
         points, own = thinned(measured, MAX_POINTS // len(cells)), place_text(name, workers)
         texts = [f"{own}, block {x:.2f}: {y:,.4g} images/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
@@ -223,15 +223,14 @@ def plot_drift(report: Report, case: str) -> Plot | None:
 
 def plot_phases(report: Report, case: str) -> Plot | None:
     """Show what a step's time is made of; None if no run measured it."""
-    layers: list[Layer] = []
-    rows: list[Row] = []
     shown = [row for row in report.phases if row.case == case]
-    for y, row in enumerate(shown):
-        layers += phase_layers(y, row)
-        name = place_text(row.configuration, row.workers)
-        rows.append(Row(y, name, f"{1000 * row.seconds['step_seconds']:.3g} ms"))
-    if not rows:
+    if not shown:
         return None
+    milliseconds = [1000 * row.seconds["step_seconds"] for row in shown]
+    rows = [
+        Row(y, place_text(row.configuration, row.workers), f"{ms:.3g} ms")
+        for y, (row, ms) in enumerate(zip(shown, milliseconds, strict=True))
+    ]
     return Plot(
         "step-breakdown",
         "Time per step by phase",
@@ -239,13 +238,9 @@ def plot_phases(report: Report, case: str) -> Plot | None:
         "because of the gradient exchange; what overlaps with the backward pass does not count, "
         "and where it was not measured separately, it is part of backward. With one worker there "
         f"is no exchange: in its place stands {ALONE['exposed_communication_seconds']}.",
-        linear(
-            [1000 * row.seconds["step_seconds"] for row in shown],
-            "milliseconds per step",
-            zero=True,
-        ),
+        linear(milliseconds, "milliseconds per step", zero=True),
         Scale(len(rows) - 0.5, -0.5),
-        layers,
+        [layer for y, row in enumerate(shown) for layer in phase_layers(y, row)],
         rows,
         ROW_HEIGHT * len(rows),
     )

@@ -164,7 +164,6 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
         return
     for case, workers in comparison.plan.groups():
         for block in comparison.blocks(case, workers):
-            quiet = block.quiet_rounds
             for turn in block.turns:
                 yield {
                     "measured_by": "turn",
@@ -174,7 +173,7 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
                     "block": block.number,
                     "round": turn.round,
                     "purpose": turn.purpose,
-                    "counts": int(turn.purpose == "speed" and turn.round in quiet),
+                    "counts": int(turn.purpose == "speed" and turn.round in block.quiet_rounds),
                     "turn_seconds": turn.seconds,
                     "images_per_second": turn.images_per_second,
                     "cpu_seconds_per_image": turn.cpu_seconds_per_image,
