@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 from benchmarks import by_turns, input_pipeline, memory, start_time, wire_format
 from benchmarks.record import (
     Measured,
@@ -28,10 +26,10 @@ from benchmarks.record import (
     read_rows,
     show_rows,
 )
-from compare.command import run_main
 from compare.running.launch import utc_now
 from compare.running.scheduler import say
 from compare.running.sides import MeasurementError
+from recipe.command import run_tool
 from recipe.files import replace_file, write_json
 
 FAILED = "mending"
@@ -74,14 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure or show what the command line asks for and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
         signal.signal(number, signal.default_int_handler)
-    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    return run_main(
-        "error",
-        lambda: tyro.cli(
-            bench, prog="benchmarks/run.py", description=__doc__, args=argv, config=settings
-        ),
-        interrupted="interrupted: the same command with this --out goes on",
-    )
+    interrupted = "interrupted: the same command with this --out goes on"
+    return run_tool("benchmarks/run.py", bench, __doc__, argv, interrupted=interrupted)
 
 
 def bench(

@@ -18,7 +18,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from compare.command import Flags, parser_of, run_main
 from compare.evidence.collectives import read_measurement
 from compare.page.collectives import as_json, plot, text_report
 from compare.plan.blocks import shuffled
@@ -27,6 +26,7 @@ from compare.plan.environment import path_from_here
 from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
+from recipe.command import Flags, parser_of, run_main
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file, write_json
 from recipe.wire_formats import WIRE_FORMATS

@@ -26,7 +26,6 @@ from typing import Any
 
 import msgspec
 
-from compare.command import Flags, parser_of, run_main
 from compare.plan.environment import ROOT
 from compare.plan.hosts import (
     SLURM,
@@ -38,6 +37,7 @@ from compare.plan.hosts import (
 )
 from compare.plan.plan_file import take_hostfile
 from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
+from recipe.command import Flags, parser_of, run_main
 from recipe.errors import UserError
 from recipe.files import write_json
 

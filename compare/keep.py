@@ -14,10 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tyro
 from tyro.conf import Positional
 
-from compare.command import run_main
 from compare.evidence import packed
 from compare.evidence.collectives import read_measurement
 from compare.evidence.records import load_comparison
@@ -26,9 +24,9 @@ from compare.page.html import render_page
 from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.environment import ROOT
+from recipe.command import run_tool
 from recipe.errors import UserError
 
-SCRIPT = "compare/keep.py"
 PLANS = ("plan.json", "collectives.json", "bench.json")
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
@@ -41,11 +39,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def main(argv: list[str] | None = None) -> int:
     """Keep what the command line names and return the exit code."""
-    return run_main(
-        SCRIPT,
-        lambda: tyro.cli(keep_measurement, prog=SCRIPT, description=__doc__, args=argv),
-        errors=(UserError, OSError),
-    )
+    errors = (UserError, OSError)
+    return run_tool("compare/keep.py", keep_measurement, __doc__, argv, errors=errors)
 
 
 def keep_measurement(

@@ -21,11 +21,9 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import tyro
 from tabulate import tabulate
 from tyro.conf import Positional
 
-from compare.command import run_main
 from compare.evidence.parity import Parity, compare_ranks, compare_runs
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.options import split_words_at_dashes
@@ -33,6 +31,7 @@ from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import check_plan
 from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
+from recipe.command import run_tool
 from recipe.errors import UserError, refuse
 
 
@@ -50,14 +49,7 @@ class Live:
 def main(argv: list[str] | None = None) -> int:
     """Compare what the command line asks for and return the exit code."""
     own, trainer_flags = split_words_at_dashes(sys.argv[1:] if argv is None else argv)
-    command = partial(compare, trainer_flags)
-    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    return run_main(
-        "compare/parity.py",
-        lambda: tyro.cli(
-            command, prog="compare/parity.py", description=__doc__, args=own, config=settings
-        ),
-    )
+    return run_tool("compare/parity.py", partial(compare, trainer_flags), __doc__, own)
 
 
 def compare(

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compare.command import Flags, parser_of, run_main
 from compare.evidence.records import (
     find_comparison,
     load_comparison,
@@ -25,6 +24,7 @@ from compare.evidence.records import (
     recorded_comparison,
 )
 from compare.evidence.references import load_references
+from recipe.command import Flags, parser_of, run_main
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 

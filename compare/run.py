@@ -27,7 +27,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from compare.command import run_main
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
@@ -54,6 +53,7 @@ from compare.running.comparison import (
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.sides import MeasurementError
 from compare.running.tune import search_lines, tune, tuning_plan
+from recipe.command import run_main
 from recipe.errors import UserError
 
 RUNS = Path("runs")

@@ -26,15 +26,14 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from tyro.conf import Positional, arg
 
-from compare.command import run_main
 from compare.evidence.exchange import read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
 from compare.evidence.words import shortest_unique_names
 from compare.page.chart import standalone
 from compare.page.exchange import plot_exchanges
+from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import replace_file
 
@@ -128,12 +127,8 @@ def merge_runs(
 
 def main(argv: list[str] | None = None) -> int:
     """Merge what the command line names and return the exit code."""
-    name = "compare/timeline.py"
-    return run_main(
-        name,
-        lambda: tyro.cli(merge_runs, prog=name, description=__doc__, args=argv),
-        errors=(UserError, OSError),
-    )
+    errors = (UserError, OSError)
+    return run_tool("compare/timeline.py", merge_runs, __doc__, argv, errors=errors)
 
 
 if __name__ == "__main__":

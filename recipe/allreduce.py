@@ -8,6 +8,7 @@ and puts their figures side by side.
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from recipe.command import parser_of
 from recipe.device import gather, own_row
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
@@ -31,6 +33,23 @@ MAX_REPETITIONS = 200
 EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 CHUNK_ELEMENTS = PATTERN_LENGTH << 17  # of filling and checking: 3.7 MB
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--sizes": {"type": int, "nargs": "*", "default": [4096, 1 << 20, 64 << 20], "metavar": "BYTES",
+                "help": "message sizes: bytes of fp32 (default: 4096 1048576 67108864)"},
+    "--wires": {"nargs": "+", "choices": WIRES, "default": list(WIRES), "help": "number formats on "
+                f"the wire (default: {' '.join(WIRES)})"},
+    "--model": {"default": "none", "metavar": "NAME", "help": "any torchvision classification "
+                "model: its gradients as one message, and as one tensor per parameter, last first"},
+    "--seconds": {"type": float, "default": 0.3, "metavar": "S", "help": "time for the repetitions "
+                  f"of one message (default: 0.3; at least {MIN_REPETITIONS} are made, at most "
+                  f"{MAX_REPETITIONS})"},
+    "--threads": {"type": int, "default": 1, "metavar": "N", "help": "CPU threads of each rank for "
+                  "casts and copies (default: 1)"},
+    "--no-cuda": {"dest": "cuda", "action": "store_false", "help": "stay on the CPU"},
+    "--out": {"type": Path, "metavar": "FILE", "help": "JSON lines (default: standard output)"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,27 +92,9 @@ def run(
 
 def parse_options(description: str | None, transports: Sequence[str]) -> argparse.Namespace:
     """Read the flags of an engine's script, which has these transports to choose from."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--sizes", type=int, nargs="*", default=[4096, 1 << 20, 64 << 20], metavar="BYTES",
-        help="message sizes: bytes of fp32 (default: 4096 1048576 67108864)")  # fmt: skip
-    add("--wires", nargs="+", choices=WIRES, default=list(WIRES),
-        help=f"number formats on the wire (default: {' '.join(WIRES)})")  # fmt: skip
-    add("--model", default="none", metavar="NAME",
-        help="any torchvision classification model: its gradients as one message, and as one "
-        "tensor per parameter, last first")  # fmt: skip
-    add("--seconds", type=float, default=0.3, metavar="S",
-        help="time for the repetitions of one message (default: 0.3; at least "
-        f"{MIN_REPETITIONS} are made, at most {MAX_REPETITIONS})")  # fmt: skip
-    add("--threads", type=int, default=1, metavar="N",
-        help="CPU threads of each rank for casts and copies (default: 1)")  # fmt: skip
-    add("--no-cuda", dest="cuda", action="store_false", help="stay on the CPU")
-    add("--out", type=Path, metavar="FILE", help="JSON lines (default: standard output)")
-    add("--transport", choices=transports, default="auto",
-        help="what carries the messages (default: auto)")  # fmt: skip
-    return parser.parse_args()
+    transport = {"choices": transports, "default": "auto", "help": "what carries the messages "
+                 "(default: auto)"}  # fmt: skip
+    return parser_of(sys.argv[0], description, FLAGS | {"--transport": transport}).parse_args()
 
 
 def model_messages(name: str) -> dict[str, list[int]]:
@@ -185,8 +186,7 @@ def time_message(
             synchronize(backend.device)
             spent.append(time.perf_counter() - began)
         row = own_row(world, torch.tensor(spent, dtype=torch.float64))
-        slowest: list[float] = backend.sum_over_ranks(row).amax(dim=0).tolist()
-        return slowest
+        return list(backend.sum_over_ranks(row).amax(dim=0).tolist())
 
     (warm,) = repeat(1)  # pays for connections and page faults
     if warm < seconds:

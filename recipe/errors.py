@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -58,20 +58,6 @@ def refuse(*mistakes: tuple[object, str]) -> None:
     for is_made, message in mistakes:
         if is_made:
             raise UserError(message)
-
-
-def run_command(body: Callable[[], list[str]]) -> int:
-    """Print the lines that `body`, a command that prepares data, returns. Its exit code: 0, 1 after
-    a message about what is wrong, or 130 if it was interrupted."""
-    try:
-        print("\n".join(body()))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
-        return 130
-    return 0
 
 
 def sentence(error: UserError) -> str:

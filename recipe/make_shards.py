@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 from tyro.conf import Positional
 
+from recipe.command import RESUMES, run_tool
 from recipe.config import cache_folder
 from recipe.data.image_folder import (
     DAMAGE,
@@ -37,7 +37,7 @@ from recipe.data.image_folder import (
 )
 from recipe.data.images import SuspectImages, decode, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
-from recipe.errors import UserError, run_command
+from recipe.errors import UserError
 from recipe.files import whole_file
 from recipe.flags import DataFlags
 
@@ -207,9 +207,9 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code (`run_command`)."""
+    """Run the command and return its exit code."""
     name = "python -m recipe.make_shards"
-    return run_command(lambda: tyro.cli(run, prog=name, description=__doc__, args=arguments))
+    return run_tool(name, run, __doc__, arguments, exit_code=1, interrupted=RESUMES)
 
 
 if __name__ == "__main__":

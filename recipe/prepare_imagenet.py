@@ -14,7 +14,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import tyro
 from torchvision.datasets.imagenet import (
     ARCHIVE_META,
     parse_devkit_archive,
@@ -23,9 +22,10 @@ from torchvision.datasets.imagenet import (
 )
 from tyro.conf import Positional
 
+from recipe.command import RESUMES, run_tool
 from recipe.data.folder_errors import UNFINISHED
 from recipe.data.image_folder import locked
-from recipe.errors import UserError, run_command
+from recipe.errors import UserError
 
 # In this order: the first says what the images of the second show.
 PARSERS = {"devkit": parse_devkit_archive, "val": parse_val_archive, "train": parse_train_archive}
@@ -81,9 +81,9 @@ def _unpack(part: str, archive: Path, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code (`run_command`)."""
+    """Run the command and return its exit code."""
     name = "python -m recipe.prepare_imagenet"
-    return run_command(lambda: tyro.cli(prepare, prog=name, description=__doc__, args=arguments))
+    return run_tool(name, prepare, __doc__, arguments, exit_code=1, interrupted=RESUMES)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tyro
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
 from tyro.conf import Positional
 
+from recipe.command import RESUMES, run_tool
 from recipe.data.folder_errors import CLASS_NAME, VAL_IMAGE, first_few
-from recipe.errors import UserError, run_command
+from recipe.errors import UserError
 
 
 def read_labels(file: Path) -> dict[str, str]:
@@ -92,9 +92,9 @@ def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code (`run_command`)."""
+    """Run the command and return its exit code."""
     name = "python -m recipe.prepare_val"
-    return run_command(lambda: tyro.cli(prepare, prog=name, description=__doc__, args=arguments))
+    return run_tool(name, prepare, __doc__, arguments, exit_code=1, interrupted=RESUMES)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def test_what_needed_something_or_failed_is_measured_again_beside_the_others(
 def test_what_a_user_got_wrong_is_one_message(
     measured: list[str], command: list[str], message: str, refusal: Callable[..., str]
 ) -> None:
-    assert refusal(bench_run.main, command).startswith(f"error: {message}")
+    assert refusal(bench_run.main, command).startswith(f"benchmarks/run.py: {message}")
     assert not measured
 
 

@@ -168,7 +168,7 @@ def refused(val: Path, labels: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert main([str(val), "--labels", str(labels)]) == 1
     assert tree(val) == before, "nothing may be moved"
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1
+    assert message.startswith("python -m recipe.prepare_val: ") and message.count("\n") == 1
     return message
 
 

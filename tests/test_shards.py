@@ -245,7 +245,7 @@ def test_command(
     ]:
         assert main([*wrong, *where]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("error: ")
+        assert error.startswith("python -m recipe.make_shards: ")
         assert message in error
         assert error.count("\n") == 1
 

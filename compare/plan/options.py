@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from compare.command import Flags, add_flags, parser_of
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
@@ -23,6 +22,7 @@ from compare.plan.plan import (
     meta_of,
 )
 from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
+from recipe.command import Flags, add_flags, parser_of
 from recipe.config import are_digits, check, read_flags
 from recipe.errors import UserError, refuse
 from recipe.flags import flag_name, last_value, without_flag

@@ -9,6 +9,7 @@ from typing import Any
 
 from recipe.errors import UserError
 
+RESUMES = "interrupted: the same command resumes where it stopped"
 Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
 
 
@@ -30,6 +31,24 @@ def add_flags(parser: Any, flags: Flags) -> None:
     """Add flags to a parser, or to a group of one."""
     for name, settings in flags.items():
         parser.add_argument(name, **settings)
+
+
+def run_tool(
+    name: str, tool: Callable[..., Any], about: str | None, argv: list[str] | None, **more: Any
+) -> int:
+    """Run a function as a command, its parameters being the flags, and return the exit code: the
+    function's own, or 0 if it returns lines that say what was done. `more`: as of `run_main`."""
+    import tyro  # slow, and other commands do without
+
+    def body() -> int:
+        settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+        answer = tyro.cli(tool, prog=name, description=about, args=argv, config=settings)
+        if isinstance(answer, int):
+            return answer
+        print("\n".join(answer))
+        return 0
+
+    return run_main(name, body, **more)
 
 
 def run_main(
