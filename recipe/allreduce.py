@@ -92,7 +92,7 @@ def run(
 
 def parse_options(description: str | None, transports: Sequence[str]) -> argparse.Namespace:
     """Read the flags of an engine's script, which has these transports to choose from."""
-    transport = {"choices": transports, "default": "auto", "help": "what carries the messages "
+    transport: dict[str, Any] = {"choices": transports, "default": "auto", "help": "what carries the messages "
                  "(default: auto)"}  # fmt: skip
     return parser_of(sys.argv[0], description, FLAGS | {"--transport": transport}).parse_args()
 
