@@ -18,7 +18,7 @@ import docstring_parser
 import tyro
 from tyro.conf import arg
 
-from recipe.errors import UserError, fail, refuse
+from recipe.errors import UserError, fail, near_match, refuse
 from recipe.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
 from recipe.knobs import Knobs, read_knobs, set_variables
 from recipe.presets import PRESETS
@@ -71,9 +71,7 @@ def _chosen_preset(argv: list[str]) -> Config:
     if name is None:
         name = "digits" if are_digits(argv) else "goyal-90"
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}"
-        raise UserError(f"--preset {name}: there is no such preset; {hint}")
+        raise UserError(f"--preset {name}: there is no such preset; {near_match(name, PRESETS)}")
     return PRESETS[name]()
 
 

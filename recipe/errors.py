@@ -1,13 +1,14 @@
 """How a run ends when something is wrong: one clear message, from one rank, and exit code not 0."""
 
 import concurrent.futures
+import difflib
 import os
 import socket
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -58,6 +59,12 @@ def refuse(*mistakes: tuple[object, str]) -> None:
     for is_made, message in mistakes:
         if is_made:
             raise UserError(message)
+
+
+def near_match(name: str, known: Collection[str]) -> str:
+    """The end of a message about a name that is not known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def sentence(error: UserError) -> str:

@@ -20,7 +20,6 @@ the environment has already wins. Only the order in which gradients are added up
 knob, so that tuned runs can be compared with others.
 """
 
-import difflib
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from recipe.errors import UserError
+from recipe.errors import UserError, near_match
 from recipe.flags import FLAGS, knob_types
 from recipe.variables import HOROVOD_VARIABLES
 
@@ -134,8 +133,7 @@ def refusal(engine: str, name: str) -> str | None:
             return "only Horovod reads it; put it under [horovod.environment]"
         if name in HOROVOD_VARIABLES:
             return None
-        close = difflib.get_close_matches(name, HOROVOD_VARIABLES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(HOROVOD_VARIABLES)}"
+        hint = near_match(name, HOROVOD_VARIABLES)
         return f"is none of the variables that only steer Horovod's speed; {hint}"
     if name in NOT_KNOBS:
         return f"is no knob: {NOT_KNOBS[name]}; set it in the shell"

@@ -1,6 +1,5 @@
 """Plans as people write them: TOML files, what is wrong in a plan, the flags that repeat it."""
 
-import difflib
 import re
 import shlex
 import sys
@@ -24,7 +23,7 @@ from compare.plan.plan import (
     meta_of,
     percentage,
 )
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError, near_match, refuse
 from recipe.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):
@@ -138,12 +137,6 @@ def flag_words(name: str, value: Any) -> list[str]:
         return [name]
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return [name, percentage(value) if isinstance(value, Share) else text]
-
-
-def near_match(name: str, known: Collection[str]) -> str:
-    """Return the end of a message about a name that is not known."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
