@@ -14,6 +14,7 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,13 @@ def report(options: argparse.Namespace) -> None:
         print("\n\n".join(filter(None, [note, text.as_text(reports)])), flush=True)
     elif note:
         print(note, file=sys.stderr)
-    if options.markdown:
-        write(options.markdown, text.as_text(reports, markdown=True), options)
-    if options.csv:
-        write(options.csv, text.as_csv(reports), options)
-    if options.json:
-        write(options.json, text.as_json(reports), options)
+    for path, made in (
+        (options.markdown, partial(text.as_text, markdown=True)),
+        (options.csv, text.as_csv),
+        (options.json, text.as_json),
+    ):
+        if path:
+            write(path, made(reports), options)
     if page:
         from compare.page.html import render_page, render_side_by_side
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, median
 from typing import Any
 
-from compare.evidence.paired import Estimate, estimate_ratio, mean_interval
+from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio, mean_interval
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import tail, throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
@@ -139,7 +139,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         equal = [len(set(group.values())) == 1 for group in groups if len(group) > 1]
         weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
-        memory = [float(run.summary.peak_memory_bytes) for run in runs]
+        memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
         own = [run.summary.weights_sha256 for run in runs]
         ablated = [
@@ -155,9 +155,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
                 weights=weights if equal else "–",
                 runs=len(runs),
                 planned_runs=sum(run.cell == cell for run in comparison.runs),
-                peak_memory=estimate_ratio(
-                    memory, [1.0] * len(memory), confidence=comparison.confidence
-                ),
+                peak_memory=estimate_logs(memory, comparison.confidence),
                 straggler_ratio=median_or_none(ablated),
                 has_firsts_weights=None if None in firsts else firsts == own,
             )
