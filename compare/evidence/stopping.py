@@ -30,7 +30,6 @@ tests/test_compare_coverage.py simulates it again.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 from compare.evidence.paired import (
     HALF_WIDTHS_OF_80_PERCENT,
@@ -91,11 +90,7 @@ def minutes_to_narrow(
     if estimate.low is None or block_seconds is None:
         return None
     spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
-    quantile = NormalDist().inv_cdf(0.5 + estimate.confidence / 2)  # of many blocks: the least
-    least = (quantile * spread / math.log1p(until_interval)) ** 2
-    if least > MOST_BLOCKS:
-        return None
-    for blocks in range(max(estimate.blocks, math.ceil(least)), 2 * MOST_BLOCKS):
+    for blocks in range(estimate.blocks, MOST_BLOCKS + 1):
         degrees = estimate.degrees * (blocks - 1) // (estimate.blocks - 1)
         quantile = student_quantile(estimate.confidence, degrees)
         if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):

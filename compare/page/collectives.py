@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import cycle, product
-from operator import itemgetter
 from typing import Any
 
 import tabulate
@@ -56,7 +55,7 @@ def table(measurement: Measurement) -> str:
         text = f"{three_digits(1000 * figure.seconds)} {figure.busbw / 1e9:6.3f}"
         cells.setdefault((figure.wire, label_of(figure)), dict(none))[figure.backend] = text
     rows = [[label, wire, *own.values()] for (wire, label), own in cells.items()]
-    rows.sort(key=itemgetter(1), reverse=True)  # fp32 first
+    rows.sort(key=lambda row: row[1], reverse=True)  # fp32 first
     align = ["right", "left", *["right"] * len(names)]
     return tabulate.tabulate(rows, ["", "wire", *names], colalign=align, disable_numparse=True)
 

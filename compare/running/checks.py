@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_interface
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +353,7 @@ def check_load() -> Finding:
     list(psutil.process_iter(fields))  # psutil's percentages are of the time since the last look
     busy = psutil.cpu_percent(interval=1.0) / 100 * cores
     shares = [(p.info["cpu_percent"] or 0.0, p) for p in psutil.process_iter(fields)]
-    busiest = sorted(shares, key=itemgetter(0), reverse=True)[:BUSIEST_SHOWN]
+    busiest = sorted(shares, key=lambda share: share[0], reverse=True)[:BUSIEST_SHOWN]
     told = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
     found = f"{busy:.1f} of this machine's {cores} cores are busy already, most by "
     remedy = "It slows runs at random: end it, or wait for its end"

@@ -11,7 +11,6 @@ import argparse
 import os
 import platform
 import shlex
-from itertools import chain
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -44,7 +43,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan of the search: one configuration of each engine, one training, one number of
     workers. UserError where the flags ask for something else."""
     options.rounds = options.rounds or TUNING_ROUNDS
-    words = chain(plan.trainer_arguments, *(case.flags for case in plan.case.values()))
+    words = [*plan.trainer_arguments, *(w for case in plan.case.values() for w in case.flags)]
     known = [plan.known()[name] for name in plan.configurations]
     chosen: dict[str, str] = {}
     # A plan for tuned against tuned has both: it is the plain one that is to be tuned.
