@@ -291,7 +291,7 @@ def test_what_cannot_be_meant(settings: dict[str, Any], words: str) -> None:
         ),
         ("--preset goyal90", "did you mean goyal-90?"),
         ("--preset tv_v1", "tv-v1?"),
-        ("--preset zzz", "choose one of digits"),
+        ("--preset zzz", "there are digits"),
         # A shorthand and what it stands for.
         ("--precision bf16 --opt-level O2", "--opt-level: stands for a value of --precision"),
         ("--opt_level=O2 --precision=fp32", "--opt-level: stands for a value of --precision"),
