@@ -24,6 +24,9 @@ LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
 WRITES: list[Future[None]] = []
+# A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
+# invites to start it again.
+EXIT_SAVED = 75
 RESUME_HINT = (
     "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
     "has kept one"

@@ -350,6 +350,8 @@ class RunFlags:
     the images is then another one."""
     checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"))
     """Also write a checkpoint every so many steps; one is written after every epoch."""
+    checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"))
+    """Also write a checkpoint when the last one is so many minutes old; 0: never."""
     keep_checkpoints: int = run(2, at_least(0))
     """Newest checkpoints to keep, beside the best; 0 writes none at all."""
     evaluate: bool = run(False, aliases=("-e", "--test-only"))

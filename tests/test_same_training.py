@@ -3,10 +3,12 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import (
     ENGINES,
@@ -217,22 +219,43 @@ def test_resume_in_mid_epoch_under_either_engine(
     ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("first", "second"), [(HOROVOD_GLOO, DDP), (DDP, DDP), (HOROVOD, HOROVOD)])
+@pytest.mark.parametrize(
+    ("first", "second", "how"),
+    [
+        (DDP, HOROVOD, "SIGTERM to the launcher"),
+        (HOROVOD, DDP, "SIGUSR1 to the launcher"),  # mpirun hands it on
+        (HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
+        rarely(DDP, DDP, "SIGINT to the launcher"),
+        rarely(DDP, DDP, "SIGUSR1 to one rank"),
+        rarely(HOROVOD, HOROVOD, "SIGTERM to one rank"),
+        rarely(HOROVOD_GLOO, DDP, "the stop file"),
+        rarely(DDP, DDP, "the stop file"),
+        rarely(HOROVOD, HOROVOD, "the stop file"),
+    ],
+)
 def test_a_run_that_is_asked_to_stop_goes_on(
-    first: tuple[str, str], second: tuple[str, str], trained: Trained, tmp_path: Path
+    first: tuple[str, str], second: tuple[str, str], how: str, trained: Trained, tmp_path: Path
 ) -> None:
-    """By a file in its folder: it keeps a checkpoint there and then, and ends in order."""
+    """It keeps a checkpoint there and then, and ends in order: all ranks at the same step."""
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
 
-    def stop(_: subprocess.Popen) -> None:
+    def stop(launcher: subprocess.Popen) -> None:
         wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
-        (folder / "stop").touch()
+        if how == "the stop file":
+            (folder / "stop").touch()
+            return
+        name, _, whom = how.partition(" to ")
+        tree = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [
+            one for one in tree if any("_train/train.py" in word for word in one.cmdline()[1:3])
+        ]
+        process = ranks[-1] if whom == "one rank" else psutil.Process(launcher.pid)
+        process.send_signal(getattr(signal, name))
 
     place = f"--log-dir {tmp_path} --name run --log-interval 2"
     finished = launch(*first, f"{SMALL} {place}", meanwhile=stop)
-    assert finished.returncode == 0, finished.output
+    assert (finished.returncode == 0) == (how == "the stop file"), finished.output
     assert finished.output.count("stopped after step") == 1, finished.output
     assert not (folder / "summary.json").exists()
     steps = read_lines(folder, "step")

@@ -59,11 +59,9 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
-def save_checkpoint(
-    path: Path, contents: dict[str, Any], is_best: bool = False, keep: int | None = None
-) -> None:
+def save_checkpoint(path: Path, contents: dict[str, Any], keep: int | None = None) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
-    the old file whole. Make it best.pt if it `is_best`, and delete all but the newest `keep`."""
+    the old file whole. Delete all but the newest `keep`."""
     if bad := not_finite(contents):
         raise UserError(
             f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
@@ -74,8 +72,6 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
-        if is_best:
-            _mark_best(path, path.with_name("best.pt"))
         if keep is not None:
             for old in checkpoints_in(path.parent)[:-keep]:
                 old.unlink()
@@ -116,16 +112,13 @@ def keep_checkpoint(
     world: World,
     data: Data,
     run_folder: Path,
-    is_best: bool,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Rank 0 copies what a checkpoint holds, and writes it while training goes on: makes it best.pt
-    if it `is_best`, and deletes the oldest ones.
+    """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
+    oldest ones.
 
     UserError if the one before could not be written, or held what is not finite.
     """
-    if config.keep_checkpoints == 0:
-        return
     momenta = None
     if config.use_adasum and world.size > 1:
         momenta = _momentum_of_each(parts.optimizer, world, sum_over_ranks)
@@ -135,7 +128,7 @@ def keep_checkpoint(
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta)
     keep = config.keep_checkpoints
-    WRITES.append(WRITER.submit(save_checkpoint, path, contents, is_best, keep))
+    WRITES.append(WRITER.submit(save_checkpoint, path, contents, keep))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
@@ -188,8 +181,15 @@ def not_finite(contents: Any, name: str = "") -> str | None:
     return None
 
 
+def mark_best(path: Path) -> None:
+    """Make best.pt a second name of the checkpoint `path`, which costs no space while that is kept;
+    after it has been written. Nothing where none is kept of this step."""
+    WRITES.append(WRITER.submit(_mark_best, path, path.with_name("best.pt")))
+
+
 def _mark_best(path: Path, best: Path) -> None:
-    """Make `best` a second name of `path`, which costs no space while the original is kept."""
+    if not path.exists():
+        return
     temporary = partial_name(best)
     temporary.unlink(missing_ok=True)
     try:

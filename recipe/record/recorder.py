@@ -193,7 +193,9 @@ class Recorder:
         self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
         self.steps = []
 
-    def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> Figures:
+    def write_evaluations(
+        self, epoch: int, evaluations: Sequence[Evaluation], is_repeated: bool = False
+    ) -> Figures:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
         the figures of the one with the best top-1; none if there are none."""
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
@@ -213,7 +215,7 @@ class Recorder:
             )
             self._write(line)
             part = "val" if one.weights == "model" else f"val_{one.weights}"
-            if self._has_trained or self.config.evaluate:  # else it is drawn already
+            if not is_repeated:  # else it is drawn already
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
                 self._draw(self.board, epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
@@ -252,19 +254,21 @@ class Recorder:
                 replace_file(path, text)
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
-        and goes on with --resume."""
+        and goes on with --resume. Whether the stop file asked, on rank 0."""
         if not self.world.is_first:
-            return
+            return False
         kept = "the same command with --resume auto goes on"
         if self.config.keep_checkpoints == 0:
             kept = "--keep-checkpoints 0 keeps nothing to go on from"
         asked = self.folder / STOP_FILE
-        self.say(f"stopped after step {self.progress.step}, as {asked} asked: {kept}")
+        by = asked if asked.exists() else "a signal"
+        self.say(f"stopped after step {self.progress.step}, as {by} asked: {kept}")
         self.event("stop")
         self._close_files()
         asked.unlink(missing_ok=True)  # last: whoever made it may wait
+        return by == asked
 
     def _close_files(self) -> None:
         if self.bar is not None:
