@@ -158,8 +158,10 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         stopped, save = session.look_around(sum_over_ranks)
         is_due = progress.step % (config.checkpoint_steps or math.inf) == 0
         save = save or is_due or epoch_ended or finished
-        if save or progress.step % config.log_interval == 0:
-            session.write_steps(sum_over_ranks)
+        if bad_step := session.write_steps(sum_over_ranks, now=save):  # its loss is NaN or infinite
+            session.roll_back(parts, bad_step, from_rank_0)
+            finished = stopped = False
+            continue
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)
         if save:

@@ -354,6 +354,9 @@ class RunFlags:
     """Also write a checkpoint when the last one is so many minutes old; 0: never."""
     keep_checkpoints: int = run(2, at_least(0))
     """Newest checkpoints to keep, beside the best; 0 writes none at all."""
+    rollback: int = run(0, at_least(0), needs=("checkpoints", "training"))
+    """On a loss that is not finite go back to a checkpoint from before it, leave that step's images
+    out, and train on, at most so many times; one older checkpoint is kept for this."""
     evaluate: bool = run(False, aliases=("-e", "--test-only"))
     """Only evaluate: --weights, --pretrained or --resume."""
     desired_acc: float | None = run(None, PERCENTAGE, needs="training")

@@ -47,7 +47,7 @@ ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
-    "ablation_steps", "tensor_steps", "profile_steps",
+    "rollback", "ablation_steps", "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
@@ -226,8 +226,7 @@ def train(rung: Rung, hooks: Hooks) -> int:
         stopped, save = session.look_around(rung.sum_over_ranks)
         is_due = progress.step % (config.checkpoint_steps or math.inf) == 0
         save = save or is_due or epoch_ended or finished
-        if save or progress.step % config.log_interval == 0:
-            session.write_steps(rung.sum_over_ranks)
+        session.write_steps(rung.sum_over_ranks, now=save)
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)
         if save:

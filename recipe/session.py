@@ -22,9 +22,9 @@ from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_be
 from recipe.record.environment import Usage, describe, fingerprint, measure_usage, summarize
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
-from recipe.record.resume import evaluation_on_record, resume
+from recipe.record.resume import evaluation_on_record, go_back, resume, steps_left_out
 from recipe.record.run_folder import STOP_FILE, open_run_folder
-from recipe.record.schema import RungFigures
+from recipe.record.schema import RungFigures, StepLine
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
     Collective,
@@ -82,19 +82,36 @@ class Session:
         if self.world.is_first:
             known = evaluation_on_record(config, self.folder, self.progress)
         top1, lacks_evaluation = from_rank_0(torch.tensor(known, dtype=torch.float64)).tolist()
-        self.first_step, start = self.progress.step, self.progress.samples_seen
+        start = self.progress.samples_seen
         # The one that the last step began in; of a run that goes on, the next step will.
         self.epoch = start // data.num_train - int(lacks_evaluation)
-        self.last_step, self.stop = training_end(config, readers, data, self.first_step, start)
+        self.last_step, self.stop = training_end(config, readers, data, self.progress.step, start)
         self.is_complete = start == self.stop or self.is_good_enough({"top1": top1})
         self.lacks_evaluation = bool(lacks_evaluation)
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
         self.meter = StepMeter(config, readers, self.device, data, self.progress)
+        own = steps_left_out(self.folder)[: config.rollback] if self.world.is_first else []
+        padded = torch.tensor(own + [-1] * (config.rollback - len(own)), dtype=torch.int64)
+        self.left_out = [one for one in from_rank_0(padded).tolist() if one >= 0]
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Have the batches from here on."""
+        self._pass_over()
+        self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
-            data, config, readers, self.device, self.workers, start, self.stop, self.meter.input
-        )
+            self.data, self.config, self.readers, self.device, self.workers, start, self.stop,
+            self.meter.input, self.left_out,
+        )  # fmt: skip
+
+    def _pass_over(self) -> None:
+        """Count images as seen that are left out."""
+        progress = self.progress
+        while progress.samples_seen in self.left_out:
+            epoch = progress.samples_seen // self.data.num_train
+            progress.samples_seen += samples_per_step(self.config, self.readers, epoch)
 
     def open_record(self, transport: str) -> None:
         """Say what is trained, on what, in the run folder and on the console; `transport` is what
@@ -102,6 +119,9 @@ class Session:
         self.environment = describe(
             self.world, self.engine, transport, self.device, self.threads, self.places
         )
+        self._open_record()
+
+    def _open_record(self) -> None:
         speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
         self.recorder = Recorder(
             self.config, speaker, self.data, self.folder, self.progress, self.environment
@@ -125,17 +145,46 @@ class Session:
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         progress.end_step(step_samples, self.meter.train_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
+        self._pass_over()
         self.recorder.show_step()
         finish_checkpoint(timeout=0)
         return progress.samples_seen // num_train > self.epoch
 
-    def write_steps(self, sum_over_ranks: Collective) -> None:
-        """Write the steps since the last call; UserError for a loss that is not finite."""
+    def write_steps(self, sum_over_ranks: Collective, now: bool) -> StepLine | None:
+        """Write the steps since the last time, `now` or every --log-interval. The first of them
+        whose loss is not finite, if --rollback allows to go back; else UserError for it."""
+        if not now and self.progress.step % self.config.log_interval:
+            return None
         steps = self.meter.take_steps(sum_over_ranks)
         self.recorder.write_steps(steps)
-        for line in steps:
-            place = f"at step {line.step} (learning rate {line.learning_rate:.4g})"
-            check_loss(line.loss, place, is_first=0 < self.first_step == line.step - 1)
+        bad = next((line for line in steps if not math.isfinite(line.loss)), None)
+        if bad is not None and len(self.left_out) >= self.config.rollback:
+            self.recorder.event("diverged", step=bad.step)
+            place = f"at step {bad.step} (learning rate {bad.learning_rate:.4g})"
+            check_loss(bad.loss, place, is_first=0 < self.first_step == bad.step - 1)
+        return bad
+
+    def roll_back(self, parts: Trainables, bad: StepLine, from_rank_0: Collective) -> None:
+        """Go back to a checkpoint from before the step whose loss is not finite, and leave its
+        images out from now on. UserError if there is none."""
+        finish_checkpoint()
+        self.recorder.close_files()
+        earlier = go_back(
+            parts, self.config, self.world, self.data, self.folder, bad.step, from_rank_0
+        )
+        vars(self.progress).update(vars(earlier) | {"train_seconds": self.meter.train_seconds})
+        self.left_out.append(bad.samples_seen - bad.images)
+        self._read_on()
+        self._open_record()
+        self.recorder.say(
+            f"the loss of step {bad.step} was {bad.loss}: back at step {self.progress.step}, "
+            f"without the images of that step; rollback {len(self.left_out)} of "
+            f"{self.config.rollback}"
+        )
+        self.recorder.event("rollback", left_out=self.left_out)
+        self.recorder.open_bar(self.last_step)
+        self.next_look = self.first_step
+        self.meter.restart()
 
     def look_around(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;

@@ -40,6 +40,7 @@ from recipe.record.checkpoint import (
     keep_checkpoint,
     mark_best,
     save_checkpoint,
+    step_in_name,
     step_path,
 )
 from recipe.record.resume import (
@@ -369,6 +370,33 @@ def test_auto_passes_over_a_damaged_file(
     newest.write_bytes(damaged[damage])
     assert find_checkpoint(AUTO, tmp_path) == before
     assert f"{newest} is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("older_by", "kept"),
+    [(math.inf, [90, 100]), (30, [70, 80, 90, 100]), (35, [60, 70, 90, 100]), (500, [10, 90, 100])],
+)
+def test_one_checkpoint_is_kept_that_is_older(
+    older_by: float, kept: list[int], tmp_path: Path
+) -> None:
+    """And the one that will take its place."""
+    contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)
+    for step in range(10, 101, 10):
+        save_checkpoint(step_path(tmp_path, step), contents, 2, older_by)
+    assert [step_in_name(path) for path in checkpoints_in(tmp_path)] == kept
+
+
+def test_auto_passes_over_a_checkpoint_after_which_the_loss_was_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        keep(tmp_path, step, None, Progress())
+    before, newest = (step_path(tmp_path / "checkpoints", step) for step in (10, 20))
+    for step, found in ((22, newest), (21, before), (11, before)):
+        with (tmp_path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"kind": "event", "name": "diverged", "step": step}) + "\n")
+        assert find_checkpoint(AUTO, tmp_path) == found
+    assert capsys.readouterr().out.count(f"{newest}: the next step's loss was not finite") == 2
 
 
 @pytest.mark.parametrize("best", ["whole", "damaged", "missing"])

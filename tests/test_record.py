@@ -62,7 +62,7 @@ class Training(Session):
     ) -> None:
         self.clock, self.progress, self.config = clock, replace(progress or Progress()), config
         self.world = self.readers = world or a_world()
-        self.keeps_checkpoints, self.lacks_evaluation = True, False
+        self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
@@ -89,7 +89,7 @@ class Training(Session):
             sums *= samples_per_step(self.config, self.world, epoch)
             epoch_ended = self.end_step(sums, 0.1, skipped_steps=0)
             if write:
-                self.write_steps(lambda sums: sums)
+                self.write_steps(lambda sums: sums, now=True)
             if epoch_ended:
                 self.recorder.write_epoch(self.epoch)
                 self.evaluate(self.epoch)

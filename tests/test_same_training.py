@@ -13,11 +13,13 @@ import pytest
 from launching import (
     ENGINES,
     SMALL,
+    change_on_rank,
     launch,
     losses,
     rarely,
     read_json,
     read_lines,
+    resumed_at,
     run,
     train,
     wait_until,
@@ -268,6 +270,38 @@ def test_a_run_that_is_asked_to_stop_goes_on(
     assert summary["weights_sha256"] == whole["weights_sha256"]
     events = [event["name"] for event in read_lines(folder, "event")]
     assert events == ["start", "stop", "resume", "end"]
+
+
+# Makes the loss of one rank NaN in the 15th step that it makes, once.
+POISON = """
+real, calls = module.batch_sums, []
+def batch_sums(outputs, targets, loss):
+    calls.append(loss)
+    return real(outputs, targets, loss * float("nan") if len(calls) == 15 else loss)
+module.batch_sums = batch_sums
+"""
+
+
+@pytest.mark.parametrize("engine", [DDP, HOROVOD])
+def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> None:
+    """Without --rollback the run ends, and --resume auto goes on from a checkpoint that a finite
+    loss has followed; with it the run goes back there by itself, and leaves the images out."""
+    poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
+    words = f"{SMALL} --checkpoint-steps 7 --log-interval 2 --log-dir {tmp_path}"
+    ended = launch(*engine, f"{words} --name ended", **poisoned)
+    assert ended.returncode != 0
+    assert ended.output.count("error: the loss is nan at step 15") == 1, ended.output
+    train(tmp_path / "ended", *engine, "--resume auto")
+    assert resumed_at(tmp_path / "ended") == [7]
+
+    back = launch(*engine, f"{words} --rollback 2 --name back", **poisoned).checked()
+    assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
+    (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
+    assert event["step"] == 7 and event["left_out"] == [14 * 24]
+    steps = read_lines(tmp_path / "back", "step")
+    assert [step["step"] for step in steps] == [*range(1, 71)]
+    seen = [step["samples_seen"] for step in steps]
+    assert seen == [24 * (step + (step > 14)) for step in range(1, 71)]
 
 
 def test_resume_at_another_world_size_sees_each_image_once(

@@ -129,10 +129,11 @@ class Recorder:
         if self.world.is_first:
             tqdm.write(line) if self.bar is not None else print(line, flush=True)
 
-    def event(self, name: str, resumed_from: str | None = None) -> None:
-        """Something that happened: start, resume, stop, end."""
-        step = self.progress.step
-        self._write(EventLine(name=name, time_utc=utc_now(), step=step, resumed_from=resumed_from))
+    def event(self, name: str, **others: Any) -> None:
+        """Something that happened, with `others` of EventLine's fields."""
+        if self.world.is_first:
+            step = self.progress.step
+            self._write(EventLine(**{"name": name, "time_utc": utc_now(), "step": step} | others))
 
     def open_bar(self, last_step: int) -> None:
         """Training begins: show a progress bar up to `last_step`, if anybody can see it."""
@@ -248,7 +249,7 @@ class Recorder:
             results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
             with one_sentence(self.folder):
                 self.board.describe(settings, results)
-        self._close_files()
+        self.close_files()
         with one_sentence(self.folder):
             if not is_kept:
                 replace_file(path, text)
@@ -266,11 +267,14 @@ class Recorder:
         by = asked if asked.exists() else "a signal"
         self.say(f"stopped after step {self.progress.step}, as {by} asked: {kept}")
         self.event("stop")
-        self._close_files()
+        self.close_files()
         asked.unlink(missing_ok=True)  # last: whoever made it may wait
         return by == asked
 
-    def _close_files(self) -> None:
+    def close_files(self) -> None:
+        """Nothing more is written."""
+        if not self.world.is_first:
+            return
         if self.bar is not None:
             self.bar.close()
             self.bar = None

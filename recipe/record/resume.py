@@ -27,6 +27,7 @@ from recipe.record.checkpoint import (
     mark_best,
     momentum,
     not_finite,
+    step_in_name,
     step_path,
 )
 from recipe.record.run_folder import new_folder, one_sentence
@@ -105,6 +106,42 @@ def lines_by_step(run_folder: Path, kind: str) -> dict[int, list[dict[str, Any]]
     return dict(found)
 
 
+def steps_left_out(run_folder: Path) -> list[int]:
+    """Where steps begin, in samples, whose images are left out since they made the loss infinite or
+    NaN, by the folder's record."""
+    rollbacks = [one for lines in lines_by_step(run_folder, "event").values() for one in lines]
+    return max((one.get("left_out", []) for one in rollbacks), key=len, default=[])
+
+
+def go_back(
+    parts: Trainables,
+    config: Config,
+    world: World,
+    data: Data,
+    run_folder: Path,
+    diverged_at: int,
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+) -> Progress:
+    """Take up the newest checkpoint that a finite loss has followed, on all ranks alike, after that
+    of step `diverged_at` was not. Later ones are set aside. UserError if there is none."""
+    path = None
+    if world.is_first:
+        files = reversed(checkpoints_in(run_folder / "checkpoints"))
+        path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
+        if path is None:
+            raise UserError(
+                f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
+                "is left (--rollback); lower --base-lr, or set --clip-grad-norm"
+            )
+    contents = load_on_all_ranks(path, world, from_rank_0)
+    progress = restore(contents, parts, config, world, data, str(path))
+    if world.is_first:
+        with one_sentence(run_folder):
+            set_aside(run_folder, progress.step)
+        evaluation_on_record(config, run_folder, progress)
+    return progress
+
+
 def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
     """Make rank 0's folder ready for a run that goes on from `progress`; UserError if it holds
     another one."""
@@ -176,10 +213,18 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
+    diverged = [
+        step
+        for step, lines in lines_by_step(run_folder, "event").items()
+        if any(one["name"] == "diverged" for one in lines)
+    ]
     for path in reversed(files):
-        if _is_whole(path):
+        if not _is_whole(path):
+            print(f"warning: {path} is damaged; trying the one before it")
+        elif path != files[0] and step_in_name(path) + 1 in diverged:
+            print(f"warning: {path}: the next step's loss was not finite; trying the one before it")
+        else:
             return path
-        print(f"warning: {path} is damaged; trying the one before it")
     # A run that was lost before its first checkpoint, as a preempted job may be, begins anew; its
     # metrics are set aside.
     if files or best.exists():
