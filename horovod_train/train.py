@@ -158,6 +158,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
             session.roll_back(parts, bad_step, from_rank_0)
             finished = stopped = False
             continue
+        session.check_weights(model, sum_over_ranks)
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)
         if save:

@@ -232,6 +232,12 @@ class Session:
         """Whether an evaluation's figures reach --desired-acc."""
         return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
 
+    def check_weights(self, model: nn.Module, sum_over_ranks: Collective) -> None:
+        """Every --weight-check-steps: UserError if the ranks' weights differ."""
+        step = self.progress.step
+        if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
+            check_same_weights(model, step, self.world, sum_over_ranks)
+
     def keep_checkpoint(
         self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
     ) -> None:
