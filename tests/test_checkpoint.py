@@ -306,7 +306,9 @@ def known_of(folder: Path, step: int, **others: Any) -> tuple[float, bool, float
     """What is known of a checkpoint from which a run goes on, and the best top-1 before it."""
     progress = Progress(step, 4 * step, best_top1=99.0)  # an earlier version kept it in there
     set_aside(folder, step)
-    known = evaluation_on_record(replace(CONFIG, **{"model_ema": False, **others}), folder, progress)
+    known = evaluation_on_record(
+        replace(CONFIG, **{"model_ema": False, **others}), folder, progress
+    )
     finish_checkpoint()
     return *known, progress.best_top1
 
