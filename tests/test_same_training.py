@@ -225,7 +225,7 @@ def test_resume_in_mid_epoch_under_either_engine(
     ("first", "second", "how"),
     [
         (DDP, HOROVOD, "SIGTERM to the launcher"),
-        (HOROVOD, DDP, "SIGUSR1 to the launcher"),  # mpirun hands it on
+        (("mpirun", "horovod"), DDP, "SIGUSR1 to the launcher"),  # which hands it on
         (HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
         rarely(DDP, DDP, "SIGINT to the launcher"),
         rarely(DDP, DDP, "SIGUSR1 to one rank"),
