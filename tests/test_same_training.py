@@ -299,9 +299,9 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
     assert event["step"] == 7 and event["left_out"] == [14 * 24]
     steps = read_lines(tmp_path / "back", "step")
-    assert [step["step"] for step in steps] == [*range(1, 71)]
-    seen = [step["samples_seen"] for step in steps]
-    assert seen == [24 * (step + (step > 14)) for step in range(1, 71)]
+    seen = {step["step"]: step["samples_seen"] for step in steps}
+    # What is left out counts as seen, so that the schedule stays as it is: one step less.
+    assert seen == {step: 24 * (step + (step > 14)) for step in range(1, 70)}
 
 
 def test_resume_at_another_world_size_sees_each_image_once(
