@@ -17,7 +17,7 @@ ENGINE = "ddp"
 if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE)
 
-import math
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -46,8 +46,8 @@ from recipe.training.state import Trainables
 from recipe.training.wire_format import settle_wire_format
 
 
-def main(config: Config, world: World, hooks: Hooks) -> None:
-    """Train, or only evaluate, as `config` says. Every rank calls this."""
+def main(config: Config, world: World, hooks: Hooks) -> int:
+    """Train, or only evaluate, as `config` says; the exit code. Every rank calls this."""
     data = open_data(config, hooks.epoch_images)
     device = choose_device(config, world)
 
@@ -110,8 +110,10 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
     profiler = StepProfiler(config, world, folder, progress.step, fp16_model, timeline)
 
     # -- Training ----------------------------------------------------------------------------------
-    finished, stopped = progress.samples_seen == session.stop, False
-    figures = session.validate(parts, sum_over_ranks, from_rank_0) if finished else {}
+    finished, stopped, figures = session.is_complete, False, dict[str, float]()
+    if finished or session.lacks_evaluation:
+        figures = session.validate(parts, sum_over_ranks, from_rank_0)
+        finished = finished or session.is_good_enough(figures)
     session.start_clocks()
     network.train()
     while not finished and not stopped:
@@ -152,28 +154,29 @@ def main(config: Config, world: World, hooks: Hooks) -> None:
         epoch_ended = session.end_step(sums, rate, scaler.skipped_steps)
         profiler.end_step(progress.step)
         finished = progress.samples_seen >= session.stop
-        save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
-        if save or progress.step % config.log_interval == 0:
-            session.write_steps(sum_over_ranks)
-            stopped = session.stop_is_asked(from_rank_0)
+        stopped, save = session.look_around(sum_over_ranks)
+        save = save or epoch_ended or finished
+        if bad_step := session.write_steps(sum_over_ranks, now=save):  # its loss is NaN or infinite
+            session.roll_back(parts, bad_step, from_rank_0)
+            finished = stopped = False
+            continue
+        session.check_weights(model, sum_over_ranks)
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)
-        if epoch_ended or finished:
+        if save:
+            session.keep_checkpoint(parts, sum_over_ranks, from_rank_0)
+        if (epoch_ended or finished) and not stopped:
             figures = session.validate(parts, sum_over_ranks, from_rank_0)
-            finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
-        if save or stopped:
-            session.keep_checkpoint(parts, figures, sum_over_ranks, from_rank_0)
+            finished = finished or session.is_good_enough(figures)
         hooks.step_ended(session, model)
         meter.restart()
 
     profiler.close(session.recorder.say)
-    if finished:
-        session.complete(model, figures, sum_over_ranks)
-    else:
-        session.interrupt()
+    exit_code = session.end(model, figures, stopped, sum_over_ranks)
     dist.destroy_process_group()
+    return exit_code
 
 
 if __name__ == "__main__":
     with one_message(world):
-        main(config, world, Hooks())
+        sys.exit(main(config, world, Hooks()))

@@ -350,8 +350,15 @@ class RunFlags:
     the images is then another one."""
     checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"))
     """Also write a checkpoint every so many steps; one is written after every epoch."""
+    checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"))
+    """Also write a checkpoint when the last one is so many minutes old; 0: never."""
     keep_checkpoints: int = run(2, at_least(0))
     """Newest checkpoints to keep, beside the best; 0 writes none at all."""
+    weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"))
+    """Compare the ranks' weights every so many steps, as with each checkpoint; 0: only then."""
+    rollback: int = run(0, at_least(0), needs=("checkpoints", "training"))
+    """On a loss that is not finite go back to a checkpoint from before it, leave that step's images
+    out, and train on, at most so many times; one older checkpoint is kept for this."""
     evaluate: bool = run(False, aliases=("-e", "--test-only"))
     """Only evaluate: --weights, --pretrained or --resume."""
     desired_acc: float | None = run(None, PERCENTAGE, needs="training")

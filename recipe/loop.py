@@ -4,7 +4,6 @@ A rung says what it does differently from one process in a subclass of `Rung`; a
 it is, is the step of baselines/single_process.py, bit by bit.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,7 +46,7 @@ ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
-    "ablation_steps", "tensor_steps", "profile_steps",
+    "rollback", "ablation_steps", "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
@@ -100,13 +99,14 @@ class Rung(Trainables):
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
 
     @classmethod
-    def main(cls, config: Config, world: World, hooks: Hooks) -> None:
-        """Train, or serve those that do, as `config` says. Every rank calls this."""
+    def main(cls, config: Config, world: World, hooks: Hooks) -> int:
+        """Train, or serve those that do, as `config` says; the exit code. Every rank calls this."""
         rung = cls(config, world)
         with ranks.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
             if rung.trains:
                 with ranks.process_group(config, rung.world) if rung.has_group else nullcontext():
-                    train(rung, hooks)
+                    return train(rung, hooks)
+        return 0
 
     def distribute(self) -> None:
         """Replace the network and the optimizer by what trains over all ranks; called once, with
@@ -205,46 +205,44 @@ def _step(rung: Rung, session: Session, lr_scale: int, exchanges: bool) -> tuple
     return sums, rate
 
 
-def train(rung: Rung, hooks: Hooks) -> None:
-    """Train, or only evaluate, as the rung's settings say, and write the run folder. Every rank
-    that trains calls this."""
+def train(rung: Rung, hooks: Hooks) -> int:
+    """Train, or only evaluate, as the rung's settings say, and write the run folder; the exit code.
+    Every rank that trains calls this."""
     session, lr_scale = _begin(rung, hooks)
-    config, progress, meter = rung.config, rung.progress, session.meter
+    progress, meter = rung.progress, session.meter
     collectives = rung.sum_over_ranks, rung.from_rank_0
-    finished, stopped = progress.samples_seen == session.stop, False
-    figures: dict[str, float] = {}
-    if finished:
+    finished, stopped, figures = session.is_complete, False, dict[str, float]()
+    if finished or session.lacks_evaluation:
         trained = rung.whole()
         figures = session.validate(trained, *collectives)
+        finished = finished or session.is_good_enough(figures)
     session.start_clocks()
     rung.network.train()
     while not finished and not stopped:
         sums, rate = _step(rung, session, lr_scale, hooks.exchanges())
         epoch_ended = session.end_step(sums, rate, rung.scaler.skipped_steps)
         finished = progress.samples_seen >= session.stop
-        save = epoch_ended or finished or progress.step % (config.checkpoint_steps or math.inf) == 0
-        if save or progress.step % config.log_interval == 0:
-            session.write_steps(rung.sum_over_ranks)
-            stopped = session.stop_is_asked(rung.from_rank_0)
-        if save or stopped:
-            trained = rung.whole()
+        stopped, save = session.look_around(rung.sum_over_ranks)
+        save = save or epoch_ended or finished
+        session.write_steps(rung.sum_over_ranks, now=save)
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)
-        if epoch_ended or finished:
+        if save:
+            trained = rung.whole()
+            session.keep_checkpoint(trained, *collectives)
+        if (epoch_ended or finished) and not stopped:
             figures = session.validate(trained, *collectives)
-            finished = finished or figures.get("top1", 0) >= (config.desired_acc or math.inf)
-        if save or stopped:
-            session.keep_checkpoint(trained, figures, *collectives)
-            if not finished:
-                del trained  # which may be a copy
+            finished = finished or session.is_good_enough(figures)
+        if save and not finished:
+            del trained  # which may be a copy
         hooks.step_ended(session)
         meter.restart()
 
-    if not finished:
-        session.interrupt()
-        return
+    if stopped:
+        return session.interrupt(rung.sum_over_ranks)
     measured = rung.measured()
     session.complete(trained.model, figures, rung.sum_over_ranks, measured)
     for name, value in vars(measured).items():
         if rung.world.is_first and value is not None:
             print(f"{name}: {value}")
+    return 0

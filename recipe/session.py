@@ -7,6 +7,7 @@ collective for it by the line that asks.
 
 import math
 import os
+import time
 from dataclasses import asdict, replace
 
 import torch
@@ -16,14 +17,14 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step, training_batches, training_end
 from recipe.device import gather, loader_workers, share_of_cores
-from recipe.errors import UserError
-from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
+from recipe.errors import EXIT_SAVED, UserError
+from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
 from recipe.record.environment import Usage, describe, fingerprint, measure_usage, summarize
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
-from recipe.record.resume import resume
+from recipe.record.resume import evaluation_on_record, go_back, resume, steps_left_out
 from recipe.record.run_folder import STOP_FILE, open_run_folder
-from recipe.record.schema import RungFigures
+from recipe.record.schema import RungFigures, StepLine
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
     Collective,
@@ -33,7 +34,10 @@ from recipe.training.metrics import (
     validate,
 )
 from recipe.training.state import Trainables
+from recipe.watch import is_asked_to_end, obey_signals
 from recipe.world import World
+
+LOOK_SECONDS = 0.5  # of training between two looks at whether it is to stop
 
 
 class Session:
@@ -71,18 +75,43 @@ class Session:
         setting may change."""
         data, readers = self.data, self.readers
         self.config = config
+        self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
         self.folder = open_run_folder(config, self.world, self.engine, from_rank_0)
         self.progress = resume(parts, config, self.world, data, self.folder, from_rank_0)
-        self.first_step, start = self.progress.step, self.progress.samples_seen
-        self.epoch = start // data.num_train  # the one that the last step began in
-        self.last_step, self.stop = training_end(config, readers, data, self.first_step, start)
+        known = -1.0, False
+        if self.world.is_first:
+            known = evaluation_on_record(config, self.folder, self.progress)
+        top1, lacks_evaluation = from_rank_0(torch.tensor(known, dtype=torch.float64)).tolist()
+        start = self.progress.samples_seen
+        # The one that the last step began in; of a run that goes on, the next step will.
+        self.epoch = start // data.num_train - int(lacks_evaluation)
+        self.last_step, self.stop = training_end(config, readers, data, self.progress.step, start)
+        self.is_complete = start == self.stop or self.is_good_enough({"top1": top1})
+        self.lacks_evaluation = bool(lacks_evaluation)
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
         self.meter = StepMeter(config, readers, self.device, data, self.progress)
+        own = steps_left_out(self.folder)[: config.rollback] if self.world.is_first else []
+        padded = torch.tensor(own + [-1] * (config.rollback - len(own)), dtype=torch.int64)
+        self.left_out = [one for one in from_rank_0(padded).tolist() if one >= 0]
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Have the batches from here on."""
+        self._pass_over()
+        self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
-            data, config, readers, self.device, self.workers, start, self.stop, self.meter.input
-        )
+            self.data, self.config, self.readers, self.device, self.workers, start, self.stop,
+            self.meter.input, self.left_out,
+        )  # fmt: skip
+
+    def _pass_over(self) -> None:
+        """Count images as seen that are left out."""
+        progress = self.progress
+        while progress.samples_seen in self.left_out:
+            epoch = progress.samples_seen // self.data.num_train
+            progress.samples_seen += samples_per_step(self.config, self.readers, epoch)
 
     def open_record(self, transport: str) -> None:
         """Say what is trained, on what, in the run folder and on the console; `transport` is what
@@ -90,6 +119,9 @@ class Session:
         self.environment = describe(
             self.world, self.engine, transport, self.device, self.threads, self.places
         )
+        self._open_record()
+
+    def _open_record(self) -> None:
         speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
         self.recorder = Recorder(
             self.config, speaker, self.data, self.folder, self.progress, self.environment
@@ -99,6 +131,9 @@ class Session:
         """Training begins now."""
         self.recorder.open_bar(self.last_step)
         self.meter.start()
+        self.next_look, self.saved_at = self.first_step, time.monotonic()
+        if self.keeps_checkpoints:
+            obey_signals()
 
     def end_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
         """Count a step, of which `sums` are this rank's metrics; whether an epoch has ended.
@@ -110,24 +145,69 @@ class Session:
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         progress.end_step(step_samples, self.meter.train_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
+        self._pass_over()
         self.recorder.show_step()
         finish_checkpoint(timeout=0)
         return progress.samples_seen // num_train > self.epoch
 
-    def write_steps(self, sum_over_ranks: Collective) -> None:
-        """Write the steps since the last call; UserError for a loss that is not finite."""
+    def write_steps(self, sum_over_ranks: Collective, now: bool) -> StepLine | None:
+        """Write the steps since the last time, `now` or every --log-interval. The first of them
+        whose loss is not finite, if --rollback allows to go back; else UserError for it."""
+        if not now and self.progress.step % self.config.log_interval:
+            return None
         steps = self.meter.take_steps(sum_over_ranks)
         self.recorder.write_steps(steps)
-        for line in steps:
-            place = f"at step {line.step} (learning rate {line.learning_rate:.4g})"
-            check_loss(line.loss, place, is_first=0 < self.first_step == line.step - 1)
+        bad = next((line for line in steps if not math.isfinite(line.loss)), None)
+        if bad is not None and len(self.left_out) >= self.config.rollback:
+            self.recorder.event("diverged", step=bad.step)
+            place = f"at step {bad.step} (learning rate {bad.learning_rate:.4g})"
+            check_loss(bad.loss, place, is_first=0 < self.first_step == bad.step - 1)
+        return bad
 
-    def stop_is_asked(self, from_rank_0: Collective) -> bool:
-        """Whether somebody has asked for the end, by a file in the run folder."""
-        # Rank 0 alone looks, so that all learn of it at the same step, however late their file
-        # systems show it.
-        found = self.world.is_first and (self.folder / STOP_FILE).exists()
-        return bool(from_rank_0(torch.tensor([found], dtype=torch.uint8)))
+    def roll_back(self, parts: Trainables, bad: StepLine, from_rank_0: Collective) -> None:
+        """Go back to a checkpoint from before the step whose loss is not finite, and leave its
+        images out from now on. UserError if there is none."""
+        finish_checkpoint()
+        self.recorder.close_files()
+        earlier = go_back(
+            parts, self.config, self.world, self.data, self.folder, bad.step, from_rank_0
+        )
+        vars(self.progress).update(vars(earlier) | {"train_seconds": self.meter.train_seconds})
+        self.left_out.append(bad.samples_seen - bad.images)
+        self._read_on()
+        self._open_record()
+        self.recorder.say(
+            f"the loss of step {bad.step} was {bad.loss}: back at step {self.progress.step}, "
+            f"without the images of that step; rollback {len(self.left_out)} of "
+            f"{self.config.rollback}"
+        )
+        self.recorder.event("rollback", left_out=self.left_out)
+        self.recorder.open_bar(self.last_step)
+        self.next_look = self.first_step
+        self.meter.restart()
+
+    def look_around(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
+        """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
+        and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
+
+        All ranks learn of it at the same step, since they look at the same ones, about once a
+        second: how many steps that is, rank 0 says.
+        """
+        step, config, is_first = self.progress.step, self.config, self.world.is_first
+        is_due = step % (config.checkpoint_steps or math.inf) == 0
+        if step < self.next_look:
+            return False, is_due
+        found = is_first and (self.folder / STOP_FILE).exists()
+        minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
+        pace = LOOK_SECONDS * (step - self.first_step) / (self.meter.step_seconds or math.inf)
+        own = torch.tensor([
+            is_asked_to_end() or found,
+            is_first and minutes >= (config.checkpoint_minutes or math.inf),
+            max(1, int(pace)) if is_first else 0,
+        ])  # fmt: skip
+        stops, saves, steps = sum_over_ranks(own).tolist()
+        self.next_look = step + steps
+        return bool(stops), bool(stops or saves or is_due)
 
     def validate(
         self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
@@ -143,24 +223,43 @@ class Session:
         for one in evaluations:
             check_loss(means(one.sums)["loss"], f"of validation after step {step}", is_first)
         self.progress.train_seconds = self.meter.train_seconds
-        return self.recorder.write_evaluations(self.epoch, evaluations)
+        is_repeated = is_first and not (self.config.evaluate or self.lacks_evaluation)
+        figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
+        if self.progress.take_best(figures) and self.world.is_first and self.keeps_checkpoints:
+            mark_best(step_path(self.folder / "checkpoints", step))
+        return figures
+
+    def is_good_enough(self, figures: dict[str, float]) -> bool:
+        """Whether an evaluation's figures reach --desired-acc."""
+        return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
+
+    def check_weights(self, model: nn.Module, sum_over_ranks: Collective) -> None:
+        """Every --weight-check-steps: UserError if the ranks' weights differ."""
+        step = self.progress.step
+        if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
+            check_same_weights(model, step, self.world, sum_over_ranks)
 
     def keep_checkpoint(
-        self,
-        parts: Trainables,
-        figures: dict[str, float],
-        sum_over_ranks: Collective,
-        from_rank_0: Collective,
+        self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
     ) -> None:
-        """Keep a checkpoint, as the best one if the last evaluation's `figures` are; UserError if
-        the ranks' weights differ."""
+        """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
+        may fail, or be cut off."""
         config, world, progress = self.config, self.world, self.progress
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)
-        is_best = progress.take_best(figures)
-        keep_checkpoint(
-            parts, progress, config, world, self.data, self.folder, is_best, sum_over_ranks
-        )
+        if self.keeps_checkpoints:
+            self.saved_at = time.monotonic()
+            keep_checkpoint(parts, progress, config, world, self.data, self.folder, sum_over_ranks)
+
+    def end(
+        self, model: nn.Module, figures: dict[str, float], stopped: bool, sum_over_ranks: Collective
+    ) -> int:
+        """Training is complete, with the last evaluation's `figures`, or was asked to stop; the
+        exit code."""
+        if stopped:
+            return self.interrupt(sum_over_ranks)
+        self.complete(model, figures, sum_over_ranks)
+        return 0
 
     def complete(
         self,
@@ -177,10 +276,13 @@ class Session:
         finish_checkpoint()
         self.recorder.close(replace(summary, rung=rung or RungFigures()))
 
-    def interrupt(self) -> None:
-        """Training was asked to stop: the record ends where another session may go on."""
+    def interrupt(self, sum_over_ranks: Collective) -> int:
+        """Training was asked to stop: the record ends where another session may go on. The exit
+        code: 0 if the stop file asked, else EXIT_SAVED."""
         finish_checkpoint()
-        self.recorder.stop()
+        # Together: a launcher that sees one rank end in this way may kill the others.
+        asked_by_file = sum_over_ranks(torch.tensor([int(self.recorder.stop())]))
+        return 0 if asked_by_file.item() else EXIT_SAVED
 
 
 def check_loss(loss: float, place: str, is_first: bool) -> None:

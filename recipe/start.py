@@ -1,5 +1,6 @@
 """How a training script starts, and what whoever starts it from Python may hook into it."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Hooks:
     epoch_images: int = 0
 
 
-def run(main: Callable[[Config, World, Hooks], None], config: Config, world: World) -> None:
+def run(main: Callable[[Config, World, Hooks], int], config: Config, world: World) -> None:
     """Call a script's `main`; a user's error becomes one message, from one rank."""
     with one_message(world):
-        main(config, world, Hooks())
+        sys.exit(main(config, world, Hooks()))

@@ -5,19 +5,21 @@ A thread looks for all three, since the main thread may hang in an engine's nati
 Python signal handler runs and no exception is raised.
 """
 
+import math
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from recipe.errors import RESUME_HINT, fail, job_on_host, leave
+from recipe.errors import FAILING, RESUME_HINT, fail, job_on_host, leave
 from recipe.world import LAUNCHERS, World
 
 POLL_S = 1.0
@@ -27,7 +29,11 @@ PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.p
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
 ENGINE_TIMEOUT_S = 1800
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 _signs_of_life = 0
+_obeys = False  # whether the training loop ends by itself when it is asked to
+_asked: signal.Signals | None = None  # the first that came since
 
 
 def heartbeat() -> None:
@@ -35,6 +41,19 @@ def heartbeat() -> None:
     clock."""
     global _signs_of_life
     _signs_of_life += 1
+
+
+def obey_signals() -> None:
+    """Training begins: from now on the loop around its steps looks whether it `is_asked_to_end`,
+    and then ends with a checkpoint. It has the launcher's patience for that, or until the same
+    signal comes again."""
+    global _obeys
+    _obeys = True
+
+
+def is_asked_to_end() -> bool:
+    """Whether a signal has asked this rank to end."""
+    return _asked is not None
 
 
 def engine_timeout(stall_timeout: int) -> int:
@@ -51,7 +70,7 @@ def start_watchdog(world: World, stall_timeout: int = 0) -> None:
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(engine_timeout(stall_timeout)))
     woken, waker = socket.socketpair()
     waker.setblocking(False)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and a shell's & may leave it
             signal.signal(number, lambda *_: None)
     # Written to from C code, whatever the main thread does.
@@ -116,14 +135,22 @@ def _started(pid: int, before: str | None = None) -> str | None:
 def _watch(
     world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int
 ) -> None:
-    seen, silent = 0, 0.0
+    global _asked
+    seen, silent, asked_at = 0, 0.0, math.inf
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
             for number in signals.recv(64):
-                if number in (signal.SIGINT, signal.SIGTERM):
+                if number not in SIGNALS or _asked not in (None, number):
+                    continue
+                if not _obeys or _asked or FAILING.is_set():
                     _end_by_signal(world, signal.Signals(number))
+                _asked, asked_at = signal.Signals(number), time.monotonic()
+                _say(world, _words_for(_asked))
             continue
-        if any(_started(pid, started) != started for pid, started in launchers.items()):
+        if _asked:  # its launcher may be gone by now
+            if time.monotonic() - asked_at > world.started_by.patience_s / 2:
+                leave(128 + _asked, world.started_by.patience_s / 2)
+        elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             with suppress(OSError):
                 _remove_shared_memory()
@@ -136,9 +163,12 @@ def _watch(
 
 
 def _end_by_signal(world: World, number: signal.Signals) -> None:
-    what = "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
-    _say(world, what)
+    _say(world, _words_for(number))
     leave(128 + number, world.started_by.patience_s)
+
+
+def _words_for(number: signal.Signals) -> str:
+    return "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
 
 
 def _say(world: World, what: str) -> None:

@@ -4,6 +4,7 @@ import argparse
 import errno
 import functools
 import itertools
+import json
 import math
 import operator
 import os
@@ -37,10 +38,19 @@ from recipe.record.checkpoint import (
     contents_of,
     finish_checkpoint,
     keep_checkpoint,
+    mark_best,
     save_checkpoint,
+    step_in_name,
     step_path,
 )
-from recipe.record.resume import find_checkpoint, load_on_all_ranks, restore, resume, set_aside
+from recipe.record.resume import (
+    evaluation_on_record,
+    find_checkpoint,
+    load_on_all_ranks,
+    restore,
+    resume,
+    set_aside,
+)
 from recipe.record.weights import load_weights
 from recipe.training.model import build_ema, build_optimizer, build_scaler
 from recipe.training.state import Progress, Trainables
@@ -95,12 +105,11 @@ def begin(
     folder: Path,
     progress: Progress,
     parts: Trainables | None = None,
-    is_best: bool = False,
     world: World = ALONE,
     config: Config = CONFIG,
 ) -> None:
     """Begin to write a checkpoint."""
-    keep_checkpoint(parts or trainables(), progress, config, world, DATA, folder, is_best, same)
+    keep_checkpoint(parts or trainables(), progress, config, world, DATA, folder, same)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -145,10 +154,26 @@ def test_flags_win_over_the_checkpoint_s_settings() -> None:
 
 
 def keep(folder: Path, step: int, top1: float | None, progress: Progress, **others: Any) -> None:
+    """A checkpoint, and then, with a `top1`, its evaluation: recorded, and marked if it is best."""
     progress.step, progress.samples_seen = step, 4 * step
-    is_best = progress.take_best({} if top1 is None else {"top1": top1})
-    begin(folder, progress, is_best=is_best, config=replace(CONFIG, **others))
+    begin(folder, progress, config=replace(CONFIG, **others))
+    if top1 is not None:
+        record(folder, step, top1)
+        if progress.take_best({"top1": top1}):
+            mark_best(step_path(folder / "checkpoints", step))
     finish_checkpoint()
+
+
+def record(folder: Path, step: int, *top1: float) -> None:
+    """Write the lines of an epoch that ended at this step, and of its evaluations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "epoch", "step": step}]
+    lines += [
+        {"kind": "eval", "step": step, "top1": one, "train_seconds_so_far": float(step)}
+        for one in top1
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
@@ -227,7 +252,7 @@ def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: 
     bias, average = parts.model.head.bias, parts.ema.module.head.bias
     momentum = parts.optimizer.state[bias]["momentum_buffer"]
     {"model": bias, "ema": average, "optimizer": momentum}[part].data[1] = value
-    begin(tmp_path, Progress(20, 80), parts, is_best=True)
+    begin(tmp_path, Progress(20, 80), parts)
     with pytest.raises(UserError, match=rf"000020.pt: was not written, for {part}\..* not finite"):
         finish_checkpoint()
     assert everything_in(tmp_path) == before
@@ -240,7 +265,6 @@ def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: 
         # Nothing right, as at first of 1,000 classes; step 15 is of --checkpoint-steps.
         ({10: 0.0, 15: 0.0}, 2, {"best.pt": 10, "10.pt": 10, "15.pt": 15}),
         ({5: None}, 2, {"05.pt": 5}),
-        ({10: 50.0}, 0, {}),
     ],
 )
 def test_what_is_kept_and_which_is_the_best(
@@ -257,7 +281,7 @@ def test_what_is_kept_and_which_is_the_best(
     assert progress.best_top1 == max(
         -1.0 if top1 is None else top1 for top1 in evaluations.values()
     )
-    begin(tmp_path / "none", progress, is_best=True, world=a_world(1, 2))
+    begin(tmp_path / "none", progress, world=a_world(1, 2))
     assert not (tmp_path / "none").exists()
 
 
@@ -268,14 +292,57 @@ def test_going_back_sets_the_future_aside(best_at: int, tmp_path: Path) -> None:
     progress = Progress()
     for step in (10, 30, 40):
         keep(tmp_path, step, 50.0 if step == best_at else None, progress, keep_checkpoints=5)
-    (tmp_path / "metrics.jsonl").write_text("as it was")
-    assert set_aside(tmp_path, 10) == (best_at == 40)
+    set_aside(tmp_path, 10)
     (aside,) = (tmp_path / "checkpoints").glob("set-aside-*")
     moved = {"metrics.jsonl", "step-000000030.pt", "step-000000040.pt"}
     assert set(os.listdir(aside)) == moved | ({"best.pt"} if best_at == 40 else set())
     keep(tmp_path, 20, None, Progress(), keep_checkpoints=2)
     assert steps_of(tmp_path) == [10, 20]
-    assert not set_aside(tmp_path, 20)
+    set_aside(tmp_path, 20)
+    assert [*(tmp_path / "checkpoints").glob("set-aside-*")] == [aside]
+
+
+def known_of(folder: Path, step: int, **others: Any) -> tuple[float, bool, float]:
+    """What is known of a checkpoint from which a run goes on, and the best top-1 before it."""
+    progress = Progress(step, 4 * step, best_top1=99.0)  # an earlier version kept it in there
+    set_aside(folder, step)
+    known = evaluation_on_record(
+        replace(CONFIG, **{"model_ema": False, **others}), folder, progress
+    )
+    finish_checkpoint()
+    return *known, progress.best_top1
+
+
+@pytest.mark.parametrize("evaluated", [[], [60.0], [60.0, 90.0]])
+def test_an_evaluation_that_was_cut_off_is_made_up_for(
+    evaluated: list[float], tmp_path: Path
+) -> None:
+    """The checkpoint is there; the second evaluation, of the moving average, may be missing."""
+    keep(tmp_path, 10, 50.0, Progress())
+    begin(tmp_path, Progress(20, 80))
+    record(tmp_path, 20, *evaluated)
+    best = max(evaluated, default=-1.0)
+    assert known_of(tmp_path, 20, model_ema=True) == (best, len(evaluated) < 2, max(best, 50.0))
+    assert known_of(tmp_path, 20, model_ema=False)[1] == (not evaluated)
+    best_pt = tmp_path / "checkpoints" / "best.pt"
+    assert read(best_pt)["progress"]["step"] == (20 if evaluated else 10)
+    assert known_of(tmp_path, 20, evaluate=True)[:2] == (-1.0, False)
+
+
+def test_the_best_is_the_one_that_is_there(tmp_path: Path) -> None:
+    """Whatever other checkpoints knew: of another run, or of steps that are set aside."""
+    progress = Progress()
+    for step, top1 in ((10, 40.0), (20, 90.0), (30, 50.0)):
+        keep(tmp_path, step, top1, progress, keep_checkpoints=5)
+    best = tmp_path / "checkpoints" / "best.pt"
+    assert known_of(tmp_path, 30) == (50.0, False, 90.0)
+    assert known_of(tmp_path, 10) == (40.0, False, 40.0), "a later one's is no longer there"
+    assert read(best)["progress"]["step"] == 10
+    assert known_of(tmp_path / "new", 10) == (-1.0, False, -1.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    known_of(tmp_path, 10)
+    assert not best.exists(), "nobody knows how good it is; it is set aside"
+    assert len([*best.parent.glob("set-aside-*/best.pt")]) == 2
 
 
 def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +374,33 @@ def test_auto_passes_over_a_damaged_file(
     assert f"{newest} is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("older_by", "kept"),
+    [(math.inf, [90, 100]), (30, [70, 80, 90, 100]), (35, [50, 70, 90, 100]), (500, [10, 90, 100])],
+)
+def test_one_checkpoint_is_kept_that_is_older(
+    older_by: float, kept: list[int], tmp_path: Path
+) -> None:
+    """And the one that will take its place."""
+    contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)
+    for step in range(10, 101, 10):
+        save_checkpoint(step_path(tmp_path, step), contents, 2, older_by)
+    assert [step_in_name(path) for path in checkpoints_in(tmp_path)] == kept
+
+
+def test_auto_passes_over_a_checkpoint_after_which_the_loss_was_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (10, 20):
+        keep(tmp_path, step, None, Progress())
+    before, newest = (step_path(tmp_path / "checkpoints", step) for step in (10, 20))
+    for step, found in ((22, newest), (21, before), (11, before)):
+        with (tmp_path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"kind": "event", "name": "diverged", "step": step}) + "\n")
+        assert find_checkpoint(AUTO, tmp_path) == found
+    assert capsys.readouterr().out.count(f"{newest}: the next step's loss was not finite") == 2
+
+
 @pytest.mark.parametrize("best", ["whole", "damaged", "missing"])
 def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     """Where a run was recorded and no checkpoint of a step is whole: the user decides."""
@@ -324,17 +418,28 @@ def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("last", ['"event", "name": "start"', '"step", "step": 1'])
+@pytest.mark.parametrize("last", ["event", "step", "epoch"])
 def test_auto_begins_anew_before_the_first_checkpoint(last: str, tmp_path: Path) -> None:
-    """Each epoch ends with one; what was recorded is set aside."""
+    """What was recorded is set aside; at an epoch's end, too, if the first write was cut off."""
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(f'{{"kind": {last}}}\n')
-    assert find_checkpoint(AUTO, tmp_path) is None and not set_aside(tmp_path, 0)
+    metrics.write_text(f'{{"kind": "{last}", "name": "start", "step": 45}}\n')
+    assert find_checkpoint(AUTO, tmp_path) is None
+    set_aside(tmp_path, 0)
     (aside,) = tmp_path.glob("checkpoints/set-aside-*/metrics.jsonl")
     assert aside.read_text() == metrics.read_text()
-    metrics.write_text('{"kind": "epoch", "step": 45}\n')
-    with pytest.raises(UserError, match="no whole checkpoint of a step"):
-        find_checkpoint(AUTO, tmp_path)
+
+
+def test_a_run_that_goes_on_says_what_it_does_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(tmp_path, 10, None, Progress())
+    same_again = replace(CONFIG, resume="auto", workers=3, log_interval=7, threads=1)
+    resuming.resume(trainables(), same_again, a_world(), DATA, tmp_path, same)
+    assert "warning" not in capsys.readouterr().out
+    other = replace(same_again, batch_size=32, label_smoothing=0.25)
+    resuming.resume(trainables(), other, a_world(), DATA, tmp_path, same)
+    said = capsys.readouterr().out
+    assert f"--batch-size 32 (was {CONFIG.batch_size})" in said and said.count("(was ") == 2
 
 
 # A folder that is not there is a run that has not begun.
@@ -416,7 +521,7 @@ def test_resume(tmp_path: Path) -> None:
     file = str(step_path(tmp_path / "checkpoints", 10))
     for config in (AUTO, replace(CONFIG, resume=file)):
         progress = resume(trainables(), config, a_world(), DATA, tmp_path, same)
-        assert progress == Progress(10, 40, 33.0)
+        assert progress == Progress(10, 40)
     with pytest.raises(UserError, match=r"--resume /nowhere.pt: /nowhere.pt cannot be read \(No "):
         resume(trainables(), replace(AUTO, resume="/nowhere.pt"), a_world(), DATA, tmp_path, same)
 
@@ -528,7 +633,7 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
             return turns.pop(0)
 
         world = a_world(rank, 2)
-        keep_checkpoint(ranks[rank], PROGRESS, config, world, DATA, tmp_path, False, summed)
+        keep_checkpoint(ranks[rank], PROGRESS, config, world, DATA, tmp_path, summed)
         assert not turns
     finish_checkpoint()
     (path,) = checkpoints_in(tmp_path / "checkpoints")

@@ -120,6 +120,12 @@ def places_of(config: Config, size: int, count: int, start: int, stop: int) -> l
     return list(batch_places(config, a_world(0, size), count, start, stop))
 
 
+def test_steps_that_are_left_out_are_not_made() -> None:
+    config = a_config(batch_size=2, batches_per_allreduce=2)
+    places = [*batch_places(config, a_world(0, 3), 100, 0, 60, left_out=[12, 48])]
+    assert places == [(start, 2) for start in (0, 6, 24, 30, 36, 42)]
+
+
 @quick
 @given(st.integers(1, 150), st.integers(3, 9), small, small, st.integers(0, 3), st.data())
 def test_a_resumed_run_goes_on_exactly(

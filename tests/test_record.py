@@ -19,15 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipe import session as sessions
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
-from recipe.errors import UserError
+from recipe.errors import EXIT_SAVED, UserError
 from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
 from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
-from recipe.record.resume import take_over
-from recipe.session import Session
+from recipe.record.resume import evaluation_on_record, take_over
+from recipe.session import LOOK_SECONDS, Session
 from recipe.training.metrics import Evaluation
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.training.state import Progress, Trainables
@@ -62,6 +62,7 @@ class Training(Session):
     ) -> None:
         self.clock, self.progress, self.config = clock, replace(progress or Progress()), config
         self.world = self.readers = world or a_world()
+        self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
@@ -88,7 +89,7 @@ class Training(Session):
             sums *= samples_per_step(self.config, self.world, epoch)
             epoch_ended = self.end_step(sums, 0.1, skipped_steps=0)
             if write:
-                self.write_steps(lambda sums: sums)
+                self.write_steps(lambda sums: sums, now=True)
             if epoch_ended:
                 self.recorder.write_epoch(self.epoch)
                 self.evaluate(self.epoch)
@@ -96,7 +97,8 @@ class Training(Session):
     def evaluate(self, epoch: int) -> None:
         self.clock.now += 2.0
         self.progress.train_seconds = self.meter.train_seconds
-        self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)])
+        is_repeated = self.progress.step == self.first_step
+        self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
         self.meter.restart()
 
 
@@ -258,30 +260,46 @@ def test_a_disk_that_fills_up_is_one_sentence(
         recorder.close(SUMMARY)
 
 
-def test_a_file_asks_rank_0_alone_to_stop(
-    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("asked", ["the stop file", "a signal on rank 1", "the time"])
+def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
+    asked: str,
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Only rank 0 looks, so that a file system that shows the file late to some cannot split the
-    ranks; the others learn of it from rank 0's answer. Rank 0 alone writes and talks."""
-    first, second = (Training(tmp_path, clock, world=a_world(rank, 2)) for rank in range(2))
-    sent: list[torch.Tensor] = []
+    """They look at the same steps. Only rank 0 looks for the file, which a file system may show
+    late to some; a signal may come to any. Rank 0 alone writes and talks."""
+    ranks = [Training(tmp_path, clock, world=a_world(rank, 2)) for rank in range(2)]
+    for rank in ranks:
+        rank.steps(4, seconds=0.125)
 
-    def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-        sent.append(values)
-        return sent[0]
+    def look(signalled: int | None = None) -> list[tuple[bool, bool]]:
+        own: list[torch.Tensor] = []
+        for rank in ranks:
+            is_asked = rank.world.rank == signalled
+            monkeypatch.setattr(sessions, "is_asked_to_end", lambda it=is_asked: it)
+            before = rank.next_look
+            rank.look_around(lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.next_look = before
+        return [rank.look_around(lambda _: torch.stack(own).sum(0)) for rank in ranks]
 
-    for is_asked in (False, True):
-        if is_asked:
-            (tmp_path / "stop").touch()
-        sent.clear()
-        for session in (first, second):
-            session.steps(1)
-            assert session.stop_is_asked(from_rank_0) == is_asked
-        assert sent[1] == 0
-    for session in (first, second):
-        session.recorder.stop()
-    assert capsys.readouterr().out.count("stopped after step 2") == 1
-    assert lines(tmp_path, field="kind") == ["event", "step", "step", "event"]
+    assert look() == [(False, False)] * 2
+    assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
+    assert ranks[0].look_around(None) == (False, False)  # type: ignore[arg-type]
+    for rank in ranks:
+        rank.next_look = 0
+        rank.saved_at -= 60 * CONFIG.checkpoint_minutes * (asked == "the time")
+    if asked == "the stop file":
+        (tmp_path / "stop").touch()
+    assert look(1 if "signal" in asked else None) == [(asked != "the time", True)] * 2
+    if asked == "the time":
+        return
+    by_file = asked == "the stop file"
+    codes = [rank.interrupt(lambda values: values + by_file) for rank in ranks]
+    assert codes == [0 if by_file else EXIT_SAVED] * 2
+    assert capsys.readouterr().out.count("stopped after step 4, as") == 1
+    assert len(lines(tmp_path, "step")) == 4
     assert lines(tmp_path)[-1]["name"] == "stop"
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "stop").exists()
 
@@ -377,11 +395,12 @@ def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: SimpleName
     progress = Progress(3, 12, best_top1=50.0)
     Training(tmp_path, clock, progress, replace(own, evaluate=True))
     assert list(folder.iterdir()) == [folder / "best.pt"]
-    best_top1 = Training(tmp_path, clock, progress, own).progress.best_top1
+    session = Training(tmp_path, clock, progress, own)
+    evaluation_on_record(own, tmp_path, session.progress)
     (aside,) = folder.iterdir()
     assert (aside / "best.pt").exists()
     assert (aside / "metrics.jsonl").read_text() == before
-    assert best_top1 < 0, "the next evaluation is the best that is left"
+    assert session.progress.best_top1 < 0, "the next evaluation is the best that is left"
 
 
 def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(

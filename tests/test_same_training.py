@@ -3,19 +3,23 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import (
     ENGINES,
     SMALL,
+    change_on_rank,
     launch,
     losses,
     rarely,
     read_json,
     read_lines,
+    resumed_at,
     run,
     train,
     wait_until,
@@ -217,22 +221,43 @@ def test_resume_in_mid_epoch_under_either_engine(
     ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("first", "second"), [(HOROVOD_GLOO, DDP), (DDP, DDP), (HOROVOD, HOROVOD)])
+@pytest.mark.parametrize(
+    ("first", "second", "how"),
+    [
+        (DDP, HOROVOD, "SIGTERM to the launcher"),
+        (("mpirun", "horovod"), DDP, "SIGUSR1 to the launcher"),  # which hands it on
+        (HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
+        rarely(DDP, DDP, "SIGINT to the launcher"),
+        rarely(DDP, DDP, "SIGUSR1 to one rank"),
+        rarely(HOROVOD, HOROVOD, "SIGTERM to one rank"),
+        rarely(HOROVOD_GLOO, DDP, "the stop file"),
+        rarely(DDP, DDP, "the stop file"),
+        rarely(HOROVOD, HOROVOD, "the stop file"),
+    ],
+)
 def test_a_run_that_is_asked_to_stop_goes_on(
-    first: tuple[str, str], second: tuple[str, str], trained: Trained, tmp_path: Path
+    first: tuple[str, str], second: tuple[str, str], how: str, trained: Trained, tmp_path: Path
 ) -> None:
-    """By a file in its folder: it keeps a checkpoint there and then, and ends in order."""
+    """It keeps a checkpoint there and then, and ends in order: all ranks at the same step."""
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
 
-    def stop(_: subprocess.Popen) -> None:
+    def stop(launcher: subprocess.Popen) -> None:
         wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
-        (folder / "stop").touch()
+        if how == "the stop file":
+            (folder / "stop").touch()
+            return
+        name, _, whom = how.partition(" to ")
+        tree = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [
+            one for one in tree if any("_train/train.py" in word for word in one.cmdline()[1:3])
+        ]
+        process = ranks[-1] if whom == "one rank" else psutil.Process(launcher.pid)
+        process.send_signal(getattr(signal, name))
 
     place = f"--log-dir {tmp_path} --name run --log-interval 2"
     finished = launch(*first, f"{SMALL} {place}", meanwhile=stop)
-    assert finished.returncode == 0, finished.output
+    assert (finished.returncode == 0) == (how == "the stop file"), finished.output
     assert finished.output.count("stopped after step") == 1, finished.output
     assert not (folder / "summary.json").exists()
     steps = read_lines(folder, "step")
@@ -245,6 +270,38 @@ def test_a_run_that_is_asked_to_stop_goes_on(
     assert summary["weights_sha256"] == whole["weights_sha256"]
     events = [event["name"] for event in read_lines(folder, "event")]
     assert events == ["start", "stop", "resume", "end"]
+
+
+# Makes the loss of one rank NaN in the 15th step that it makes, once.
+POISON = """
+real, calls = module.batch_sums, []
+def batch_sums(outputs, targets, loss):
+    calls.append(loss)
+    return real(outputs, targets, loss * float("nan") if len(calls) == 15 else loss)
+module.batch_sums = batch_sums
+"""
+
+
+@pytest.mark.parametrize("engine", [DDP, HOROVOD])
+def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> None:
+    """Without --rollback the run ends, and --resume auto goes on from a checkpoint that a finite
+    loss has followed; with it the run goes back there by itself, and leaves the images out."""
+    poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
+    words = f"{SMALL} --checkpoint-steps 7 --log-interval 2 --log-dir {tmp_path}"
+    ended = launch(*engine, f"{words} --name ended", **poisoned)
+    assert ended.returncode != 0
+    assert ended.output.count("error: the loss is nan at step 15") == 1, ended.output
+    train(tmp_path / "ended", *engine, "--resume auto")
+    assert resumed_at(tmp_path / "ended") == [7]
+
+    back = launch(*engine, f"{words} --rollback 2 --name back", **poisoned).checked()
+    assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
+    (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
+    assert event["step"] == 7 and event["left_out"] == [14 * 24]
+    steps = read_lines(tmp_path / "back", "step")
+    seen = {step["step"]: step["samples_seen"] for step in steps}
+    # What is left out counts as seen, so that the schedule stays as it is: one step less.
+    assert seen == {step: 24 * (step + (step > 14)) for step in range(1, 70)}
 
 
 def test_resume_at_another_world_size_sees_each_image_once(

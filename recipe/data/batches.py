@@ -9,7 +9,7 @@ import multiprocessing.connection
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,15 +118,21 @@ def training_end(
 
 
 def batch_places(
-    config: Config, world: World, num_train: int, start: int, stop: int
+    config: Config,
+    world: World,
+    num_train: int,
+    start: int,
+    stop: int,
+    left_out: Container[int] = (),
 ) -> Iterator[tuple[int, int]]:
     """For each batch the stream position at which it begins, and how many images each rank has of
     it: from `start`, where a step begins, until `stop` is reached or passed. All batches of a step
-    are of one size."""
+    are of one size. Steps that begin at a position in `left_out` are not made."""
     while start < stop:
         step_samples = samples_per_step(config, world, start // num_train)
         batch_samples = step_samples // config.batches_per_allreduce
-        for position in range(start, start + step_samples, batch_samples):
+        end = start + step_samples if start not in left_out else start
+        for position in range(start, end, batch_samples):
             yield position, batch_samples // world.size
         start += step_samples
 
@@ -186,9 +192,10 @@ def training_batches(
     start: int,
     stop: int,
     meter: InputMeter | None = None,
+    left_out: Container[int] = (),
 ) -> Iterator[Batch]:
     """This rank's batches from stream position `start` until `stop`, both in samples over all
-    ranks.
+    ranks, but for steps that begin at one of `left_out`.
 
     One iterator for the whole of training: the loader's workers start once, and read ahead across
     epochs. `meter` counts the files that are read. With --mixup-alpha or --cutmix-alpha they come
@@ -197,7 +204,7 @@ def training_batches(
     meter = meter or InputMeter()
     num_files = data.num_train if data.train is None else len(data.train)
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
-    places = functools.partial(batch_places, config, world, data.num_train, start, stop)
+    places = functools.partial(batch_places, config, world, data.num_train, start, stop, left_out)
     batches = stream.batches(places(), world.rank, world.size)
     if num_files < data.num_train:  # no first pass, whose files are decoded whole to find damage
         batches = ([(number + 1, index) for number, index in keys] for keys in batches)

@@ -4,6 +4,7 @@ Training waits only for a copy in memory; a thread of rank 0 writes it to disk m
 """
 
 import copy
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from recipe.config import Config
-from recipe.data.batches import Data
+from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, sync_folder, whole_file
 from recipe.record.weights import first_line
@@ -60,10 +61,11 @@ def _copied(value: Any) -> Any:
 
 
 def save_checkpoint(
-    path: Path, contents: dict[str, Any], is_best: bool = False, keep: int | None = None
+    path: Path, contents: dict[str, Any], keep: int | None = None, older_by: float = math.inf
 ) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
-    the old file whole. Make it best.pt if it `is_best`, and delete all but the newest `keep`."""
+    the old file whole. Delete all but the newest `keep`, and one that is `older_by` so many steps
+    than the newest, if there is one."""
     if bad := not_finite(contents):
         raise UserError(
             f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
@@ -74,11 +76,8 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
-        if is_best:
-            _mark_best(path, path.with_name("best.pt"))
-        if keep is not None:
-            for old in checkpoints_in(path.parent)[:-keep]:
-                old.unlink()
+        for old in outdated(path.parent, keep, older_by) if keep is not None else ():
+            old.unlink()
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
@@ -104,6 +103,23 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if re.fullmatch(r"step-\d{9}\.pt", name))
 
 
+def outdated(folder: Path, keep: int, older_by: float) -> list[Path]:
+    """The checkpoints to delete: all but the newest `keep`, the newest of those that are `older_by`
+    so many steps, and the oldest of the others, which will be that in time."""
+    files = checkpoints_in(folder)
+    older = files[:-keep]
+    if older_by == math.inf:
+        return older
+    limit = step_path(folder, max(0, step_in_name(files[-1]) - int(older_by)))
+    old_enough = sum(file <= limit for file in older)
+    return [*older[: max(0, old_enough - 1)], *older[old_enough + 1 :]]
+
+
+def step_in_name(path: Path) -> int:
+    """The step of a checkpoint that has a step's name."""
+    return int(path.stem.removeprefix("step-"))
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is kept."""
     return folder / f"step-{step:09d}.pt"
@@ -116,16 +132,13 @@ def keep_checkpoint(
     world: World,
     data: Data,
     run_folder: Path,
-    is_best: bool,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Rank 0 copies what a checkpoint holds, and writes it while training goes on: makes it best.pt
-    if it `is_best`, and deletes the oldest ones.
+    """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
+    oldest ones.
 
     UserError if the one before could not be written, or held what is not finite.
     """
-    if config.keep_checkpoints == 0:
-        return
     momenta = None
     if config.use_adasum and world.size > 1:
         momenta = _momentum_of_each(parts.optimizer, world, sum_over_ranks)
@@ -134,8 +147,10 @@ def keep_checkpoint(
     finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta)
-    keep = config.keep_checkpoints
-    WRITES.append(WRITER.submit(save_checkpoint, path, contents, is_best, keep))
+    # For --rollback: from a time when what made the loss infinite cannot have begun.
+    older_by = min(1000, data.num_train // samples_per_step(config, world))
+    retention = config.keep_checkpoints, older_by if config.rollback else math.inf
+    WRITES.append(WRITER.submit(save_checkpoint, path, contents, *retention))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
@@ -188,8 +203,15 @@ def not_finite(contents: Any, name: str = "") -> str | None:
     return None
 
 
+def mark_best(path: Path) -> None:
+    """Make best.pt a second name of the checkpoint `path`, which costs no space while that is kept;
+    after it has been written. Nothing where none is kept of this step."""
+    WRITES.append(WRITER.submit(_mark_best, path, path.with_name("best.pt")))
+
+
 def _mark_best(path: Path, best: Path) -> None:
-    """Make `best` a second name of `path`, which costs no space while the original is kept."""
+    if not path.exists():
+        return
     temporary = partial_name(best)
     temporary.unlink(missing_ok=True)
     try:

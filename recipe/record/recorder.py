@@ -129,10 +129,11 @@ class Recorder:
         if self.world.is_first:
             tqdm.write(line) if self.bar is not None else print(line, flush=True)
 
-    def event(self, name: str, resumed_from: str | None = None) -> None:
-        """Something that happened: start, resume, stop, end."""
-        step = self.progress.step
-        self._write(EventLine(name=name, time_utc=utc_now(), step=step, resumed_from=resumed_from))
+    def event(self, name: str, **others: Any) -> None:
+        """Something that happened, with `others` of EventLine's fields."""
+        if self.world.is_first:
+            fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
+            self._write(EventLine(name=name, **fields))
 
     def open_bar(self, last_step: int) -> None:
         """Training begins: show a progress bar up to `last_step`, if anybody can see it."""
@@ -193,7 +194,9 @@ class Recorder:
         self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
         self.steps = []
 
-    def write_evaluations(self, epoch: int, evaluations: Sequence[Evaluation]) -> Figures:
+    def write_evaluations(
+        self, epoch: int, evaluations: Sequence[Evaluation], is_repeated: bool = False
+    ) -> Figures:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
         the figures of the one with the best top-1; none if there are none."""
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
@@ -213,7 +216,7 @@ class Recorder:
             )
             self._write(line)
             part = "val" if one.weights == "model" else f"val_{one.weights}"
-            if self._has_trained or self.config.evaluate:  # else it is drawn already
+            if not is_repeated:  # else it is drawn already
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
                 self._draw(self.board, epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
@@ -246,27 +249,32 @@ class Recorder:
             results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
             with one_sentence(self.folder):
                 self.board.describe(settings, results)
-        self._close_files()
+        self.close_files()
         with one_sentence(self.folder):
             if not is_kept:
                 replace_file(path, text)
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
-        and goes on with --resume."""
+        and goes on with --resume. Whether the stop file asked, on rank 0."""
         if not self.world.is_first:
-            return
+            return False
         kept = "the same command with --resume auto goes on"
         if self.config.keep_checkpoints == 0:
             kept = "--keep-checkpoints 0 keeps nothing to go on from"
         asked = self.folder / STOP_FILE
-        self.say(f"stopped after step {self.progress.step}, as {asked} asked: {kept}")
+        by = asked if asked.exists() else "a signal"
+        self.say(f"stopped after step {self.progress.step}, as {by} asked: {kept}")
         self.event("stop")
-        self._close_files()
+        self.close_files()
         asked.unlink(missing_ok=True)  # last: whoever made it may wait
+        return by == asked
 
-    def _close_files(self) -> None:
+    def close_files(self) -> None:
+        """Nothing more is written."""
+        if not self.world.is_first:
+            return
         if self.bar is not None:
             self.bar.close()
             self.bar = None

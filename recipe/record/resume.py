@@ -2,9 +2,11 @@
 
 import errno
 import io
+import json
 import math
 import shutil
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
@@ -18,8 +20,16 @@ from msgspec import convert
 from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
-from recipe.flags import spelled
-from recipe.record.checkpoint import FORMAT, checkpoints_in, momentum, not_finite, step_path
+from recipe.flags import FLAGS, names_of, spelled
+from recipe.record.checkpoint import (
+    FORMAT,
+    checkpoints_in,
+    mark_best,
+    momentum,
+    not_finite,
+    step_in_name,
+    step_path,
+)
 from recipe.record.run_folder import new_folder, one_sentence
 from recipe.record.weights import first_line, load_state, read_file
 from recipe.training.half_weights import round_weights
@@ -54,8 +64,81 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
+            changed = changed_settings(contents["config"], config)
+            if changed and world.is_first:
+                print(f"warning: {name} was trained with other settings: {changed}", flush=True)
     if world.is_first:
         take_over(run_folder, config, progress)
+    return progress
+
+
+def evaluation_on_record(
+    config: Config, run_folder: Path, progress: Progress
+) -> tuple[float, bool]:
+    """What the folder's record says of the checkpoint that a run goes on from, on rank 0: its best
+    top-1 in percent, -1 without one, and whether it ends an epoch whose evaluation was cut off.
+
+    A checkpoint is written first, then evaluated, then marked as the best: what a run that was cut
+    off in between has left out is made up for. Puts the top-1 of best.pt into `progress`.
+    """
+    if progress.step == 0 or config.evaluate:
+        return -1.0, False
+    best, evaluations = run_folder / "checkpoints" / "best.pt", lines_by_step(run_folder, "eval")
+    top1 = {step: max(one["top1"] for one in lines) for step, lines in evaluations.items()}
+    progress.best_top1 = top1[int(_step_of(best))] if best.exists() else -1.0
+    own = evaluations.get(progress.step, [])
+    for line in own:
+        progress.train_seconds = max(progress.train_seconds, line["train_seconds_so_far"])
+    if own and progress.take_best({"top1": top1[progress.step]}):
+        mark_best(step_path(best.parent, progress.step))
+    ends_epoch = progress.step in lines_by_step(run_folder, "epoch")
+    weights = 2 if config.model_ema else 1
+    return top1.get(progress.step, -1.0), ends_epoch and len(own) < weights
+
+
+def lines_by_step(run_folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
+    """The lines of one kind in the folder's record, whole ones, by the step that they are of."""
+    metrics, found = run_folder / "metrics.jsonl", defaultdict[int, list[dict[str, Any]]](list)
+    text = metrics.read_text() if metrics.exists() else ""
+    for line in (json.loads(line) for line in text.splitlines() if line.endswith("}")):
+        if line["kind"] == kind:
+            found[line["step"]].append(line)
+    return dict(found)
+
+
+def steps_left_out(run_folder: Path) -> list[int]:
+    """Where steps begin, in samples, whose images are left out since they made the loss infinite or
+    NaN, by the folder's record."""
+    rollbacks = [one for lines in lines_by_step(run_folder, "event").values() for one in lines]
+    return max((one.get("left_out", []) for one in rollbacks), key=len, default=[])
+
+
+def go_back(
+    parts: Trainables,
+    config: Config,
+    world: World,
+    data: Data,
+    run_folder: Path,
+    diverged_at: int,
+    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+) -> Progress:
+    """Take up the newest checkpoint that a finite loss has followed, on all ranks alike, after that
+    of step `diverged_at` was not. Later ones are set aside. UserError if there is none."""
+    path = None
+    if world.is_first:
+        files = reversed(checkpoints_in(run_folder / "checkpoints"))
+        path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
+        if path is None:
+            raise UserError(
+                f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
+                "is left (--rollback); lower --base-lr, or set --clip-grad-norm"
+            )
+    contents = load_on_all_ranks(path, world, from_rank_0)
+    progress = restore(contents, parts, config, world, data, str(path))
+    if world.is_first:
+        with one_sentence(run_folder):
+            set_aside(run_folder, progress.step)
+        evaluation_on_record(config, run_folder, progress)
     return progress
 
 
@@ -75,30 +158,31 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
                 f"{run_folder}: already holds a run; choose another --name, or go on with it "
                 "by --resume auto"
             )
-        if not config.evaluate and set_aside(run_folder, progress.step):
-            progress.best_top1 = Progress.best_top1
+        if not config.evaluate:
+            set_aside(run_folder, progress.step)
 
 
-def set_aside(run_folder: Path, step: int) -> bool:
+def set_aside(run_folder: Path, step: int) -> None:
     """Before a run goes on from `step`: move what an earlier one left of later steps, and a copy of
     its metrics, into a folder of their own, so that this run neither takes it for its own nor
-    deletes it. Whether best.pt was among it.
+    deletes it.
 
     A run that was lost before its first checkpoint (step 0) leaves metrics only.
     """
     folder = run_folder / "checkpoints"
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
-    was_later = best.exists() and _step_of(best) > step
+    # One of which no evaluation is known would have to yield to any other.
+    evaluated = {one for one in lines_by_step(run_folder, "eval") if one <= step}
+    is_others = best.exists() and _step_of(best) not in evaluated
     metrics = run_folder / "metrics.jsonl"
-    if later or was_later or (step == 0 and metrics.exists()):
+    if later or is_others or (step == 0 and metrics.exists()):
         aside = new_folder(folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S"))
         if metrics.exists():
             shutil.copyfile(metrics, aside / metrics.name)
-        for file in [*later, best] if was_later else later:
+        for file in [*later, best] if is_others else later:
             file.rename(aside / file.name)
         print(f"warning: what an earlier start left of steps after {step} is now in {aside}")
-    return was_later
 
 
 def _step_of(path: Path) -> float:
@@ -128,15 +212,22 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             )
         return path
     folder = run_folder / "checkpoints"
-    best, metrics = folder / "best.pt", run_folder / "metrics.jsonl"
-    files = checkpoints_in(folder)
+    best, files = folder / "best.pt", checkpoints_in(folder)
+    diverged = [
+        step
+        for step, lines in lines_by_step(run_folder, "event").items()
+        if any(one["name"] == "diverged" for one in lines)
+    ]
     for path in reversed(files):
-        if _is_whole(path):
+        if not _is_whole(path):
+            print(f"warning: {path} is damaged; trying the one before it")
+        elif path != files[0] and step_in_name(path) + 1 in diverged:
+            print(f"warning: {path}: the next step's loss was not finite; trying the one before it")
+        else:
             return path
-        print(f"warning: {path} is damaged; trying the one before it")
-    # Each epoch ends with a checkpoint. A run that was lost before its first one, as a preempted
-    # job may be, begins anew; its metrics are set aside.
-    if files or best.exists() or (metrics.exists() and b'"kind": "epoch"' in metrics.read_bytes()):
+    # A run that was lost before its first checkpoint, as a preempted job may be, begins anew; its
+    # metrics are set aside.
+    if files or best.exists():
         instead = "bring one back from a copy"
         if best.exists() and _is_whole(best):
             instead = f"go on from the best with --resume {best}"
@@ -243,7 +334,7 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
 # Settings that a run which goes on must share with the one that it goes on from. (The pixels that a
 # network with --blur-pool reads cannot be seen in its weights.)
 SAME_WEIGHTS = ("arch", "blur_pool")
-SAME_TRAINING = ("optimizer", "seed", "model_ema")
+SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 
 
 def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data) -> str | None:
@@ -282,6 +373,16 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
             "others cannot go on exactly; start from its weights with --weights"
         )
     return None
+
+
+def changed_settings(saved: dict[str, Any], config: Config) -> str:
+    """What this run does otherwise than the one that wrote the checkpoint, in words."""
+    names = (name for name in names_of("work") if FLAGS[name].per_rank == "equal")
+    return ", ".join(
+        f"{spelled(name)} {getattr(config, name)} (was {saved[name]})"
+        for name in names
+        if name in saved and saved[name] != getattr(config, name)
+    )
 
 
 def _load_optimizer(

@@ -138,12 +138,13 @@ class EvalLine(MetricsLine):
 
 @dataclass(frozen=True, kw_only=True)
 class EventLine:
-    """Something that happened: start, resume, stop, end."""
+    """Something that happened: start, resume, stop, end, diverged, rollback."""
 
     name: Text
     time_utc: Text
     step: Whole
     resumed_from: Text | None = None
+    left_out: list[Whole] = field(default_factory=list)  # steps' images, by the samples seen before
 
 
 METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}

@@ -109,8 +109,13 @@ def check_same_weights(
     digests = gather(_digest(together.cpu().numpy().tobytes()), world, sum_over_ranks)
     if len(set(digests)) > 1:
         hosts = gather(world.host, world, sum_over_ranks)
+        columns = zip(*gather(together.tolist(), world, sum_over_ranks), strict=True)
+        names = (name for name, _ in model.named_parameters())
+        differ = [name for name, ranks in zip(names, columns, strict=True) if len(set(ranks)) > 1]
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise UserError(
-            f"after step {step} the ranks hold different weights: {_groups(digests, hosts)}. "
+            f"after step {step} the ranks hold different weights in {differ[0]}{more}: "
+            f"{_groups(digests, hosts)}. "
             "A machine, a library or the engine computes wrongly: check it. No checkpoint of this "
             "step is kept: --resume auto goes on from the one before"
         )
