@@ -21,6 +21,7 @@ from ddp_train import rendezvous
 from ddp_train.rendezvous import PATIENCE, meeting_point, slurm_address
 from recipe import meeting
 from recipe.errors import UserError
+from recipe.world import read_world
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,9 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
         monkeypatch.setattr(meeting.os, "environ", environ)
         meeting_point(a_world(1, 4, local_size=2))
+        assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
+        # Nor is the loopback taken where a launcher does not say how many are here.
+        meeting_point(read_world({"RANK": "1", "WORLD_SIZE": "2"}))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
         meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
         assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
