@@ -78,12 +78,14 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
+def fail(
+    world: World, message: str, exit_code: int = 1, last: Callable[[], object] | None = None
+) -> NoReturn:
     """Print `message` from one rank and end this process with `exit_code`; the launcher then ends
-    the rest."""
+    the rest. `last`: what to do before, where all ranks find out within a second or so."""
     if world.rank != 0:
         # Also without a message: the launcher would end rank 0 before it has told its own.
-        time.sleep(OTHER_RANK_DELAY_S)
+        time.sleep(0 if last else OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
         lock = _acquire_speaker_lock() if world.size > 1 else None
@@ -92,7 +94,9 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
         else:
             print(message, file=sys.stderr, flush=True)
             # A late rank 0 with the same error finds the lock taken, as long as this one lives.
-            time.sleep(LATE_RANK_0_S if world.rank != 0 else 0)
+            time.sleep(LATE_RANK_0_S if world.rank != 0 or last else 0)
+    if last:
+        last()
     leave(exit_code)
 
 

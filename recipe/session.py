@@ -33,6 +33,7 @@ from recipe.training.metrics import (
     validate,
 )
 from recipe.training.state import Trainables
+from recipe.watch import expect_delay
 from recipe.world import World
 
 
@@ -154,6 +155,7 @@ class Session:
     ) -> None:
         """Keep a checkpoint, as the best one if the last evaluation's `figures` are; UserError if
         the ranks' weights differ."""
+        expect_delay()
         config, world, progress = self.config, self.world, self.progress
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)

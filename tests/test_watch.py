@@ -2,6 +2,7 @@
 that is being written then is finished."""
 
 import errno
+import math
 import os
 import re
 import signal
@@ -9,14 +10,26 @@ import socket
 import subprocess
 import sys
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
-from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, rarely, run, wait_until
+from launching import (
+    LAUNCHERS,
+    ROOT,
+    SMALL,
+    TRAINERS,
+    change_on_rank,
+    launch,
+    rarely,
+    run,
+    wait_until,
+)
 from making import a_world
 
 from recipe import watch, world
@@ -129,15 +142,77 @@ def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) ->
 
 
 def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
-    """Another rank of the job is stopped: the message names it."""
+    """Another rank of the job is stopped: the message names it, and it is not left behind."""
     variables = RANK_VARIABLES["torchrun"] | {"RANK": "1"}
     with subprocess.Popen(["sleep", "60"], env=variables) as stopped:
         stopped.send_signal(signal.SIGSTOP)
         said = start("torchrun", stall_timeout=2).wait()
-        stopped.kill()
-    place = f"rank 1 on {socket.gethostname()}, process {stopped.pid}, is stopped"
+        assert stopped.wait(10) == -signal.SIGKILL
+    host = socket.gethostname()
+    own = re.escape(f"[rank 0 on {host}] before its first step: <module> (<string>:")
+    place = f"rank 1 on {host}, process {stopped.pid}, is stopped"
     words = re.escape("error: no batch for 2 s (--stall-timeout): another rank")
-    assert re.fullmatch(f"{words}.*{place}.*\n", said)
+    assert re.fullmatch(rf"{own}\d+\)\n{words}.*{place}.*\n", said)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "given", "seconds"),
+    [
+        ([], None, 600),
+        ([1.0] * 19, None, 600),  # the first batches are slow at times
+        ([1.0] * 20, None, 60),
+        ([5.0] * 20, None, 100),
+        ([1.0] * 10 + [500.0] + [1.0] * 9, None, 60),
+        ([1.0] * 20, 7, 7),
+        ([], 0, math.inf),
+    ],
+)
+def test_how_long_no_batch_may_come(gaps: list[float], given: int | None, seconds: float) -> None:
+    assert watch._patience_s(list(accumulate(gaps, initial=3.0)), given) == seconds
+
+
+def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signs = deque[float](maxlen=watch.BATCHES + 1)
+    monkeypatch.setattr(watch, "_signs_of_life", signs)
+    for _ in range(30):
+        watch.heartbeat()
+    assert watch._patience_s(list(signs), None) == 60
+    watch.expect_delay()
+    assert watch._patience_s(list(signs), None) == 600
+
+
+STOP = """
+import os, signal
+real_seed_step = module.seed_step
+def seed_step(config, step, rank):
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    real_seed_step(config, step, rank)
+module.seed_step = seed_step
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "engine"),
+    [
+        ("torchrun", "ddp"),
+        rarely("mpirun --transport mpi", "ddp"),
+        rarely("mpirun", "horovod"),
+        rarely("horovodrun --gloo", "horovod"),
+    ],
+)
+def test_a_stopped_rank_is_named_and_ended(launcher: str, engine: str, tmp_path: Path) -> None:
+    changed = change_on_rank(1, "recipe.training.model", STOP, tmp_path)
+    arguments = f"{SMALL} --stall-timeout 8 --log-dir {tmp_path}/runs"
+    finished = launch(launcher, engine, arguments, timeout=120, **changed)
+    host = socket.gethostname()
+    assert finished.returncode != 0
+    assert re.search(rf"no batch for 8 s .*rank 1 on {host}, process \d+, is stop", finished.output)
+    assert f"[rank 0 on {host}] in step 6, backward: " in finished.output
+    assert "forcefully exiting" not in finished.output, "torchrun waits 30 s before it does"
 
 
 def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
