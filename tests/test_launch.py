@@ -1,5 +1,6 @@
 """Every launcher starts the trainers, and every mistake ends in one clear message."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from launching import (
     resumed_at,
     run,
 )
+
+from recipe.device import core_ranges
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
@@ -50,6 +53,8 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
     transports = TRANSPORTS if engine == "horovod" else DDP_TRANSPORTS
     assert environment["transport"] == transports.get(launcher, "Gloo")
     assert environment["threads"] == 1
+    own_cores = core_ranges(sorted(os.sched_getaffinity(0)))
+    assert environment["affinity"] == [own_cores] * ranks, "mpirun binds unasked"
     summary = read_json(folder / "summary.json")
     assert summary["samples_seen"] == 70 * 12 * ranks
     for evaluation in read_lines(folder, "eval"):

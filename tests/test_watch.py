@@ -226,6 +226,51 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
     assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
 
 
+# As mpirun, which binds each rank to a core; and the rank says which it uses in the end.
+BINDING = """
+import os, subprocess, sys
+own = sorted(os.sched_getaffinity(0))
+subprocess.run(sys.argv[1:], check=True, preexec_fn=lambda: os.sched_setaffinity(0, own[:1]))
+"""
+USES = """
+import os
+from recipe.start import give_back_cores
+from recipe.world import read_world
+give_back_cores(read_world())
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
+@pytest.mark.parametrize(
+    ("variables", "bound"),
+    [
+        ({"OMPI_MCA_orte_bound_at_launch": "1"}, False),
+        ({}, True),  # by something else
+        *(
+            ({"OMPI_MCA_orte_bound_at_launch": "1", f"OMPI_MCA_{name}": value}, True)
+            for name, value in {
+                "hwloc_base_binding_policy": "core",
+                "rmaps_base_mapping_policy": "slot:PE=1",
+                "orte_rankfile": "/ranks",
+            }.items()
+        ),
+    ],
+)
+def test_a_rank_that_mpirun_binds_unasked_uses_all_cores(
+    variables: dict[str, str], bound: bool, tmp_path: Path
+) -> None:
+    """Or else jobs of two ranks each would share two cores of many."""
+    (tmp_path / "mpirun").write_text(BINDING)
+    words = [sys.executable, str(tmp_path / "mpirun"), "sh", "-c", '"$@" ; true', "sh"]
+    environ = {**os.environ, **RANK_VARIABLES["mpirun"], **variables}
+    finished = subprocess.run(
+        [*words, sys.executable, "-c", USES], env=environ, cwd=ROOT, check=True, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert int(finished.stdout) == (1 if bound else len(os.sched_getaffinity(0)))
+
+
 @pytest.mark.parametrize(
     ("error", "answer"),
     [
