@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from recipe.files import remove_partial_files
 from recipe.world import FINISH_S, LAUNCHERS, World
 
 # Ranks other than 0 hold their message back, so that an error that all ranks share is told once:
@@ -22,6 +24,7 @@ OTHER_RANK_DELAY_S = 4.0
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
+REMOVAL_S = 0.2  # of a file that is half written
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
 WRITES: list[Future[None]] = []
 RESUME_HINT = (
@@ -102,7 +105,7 @@ def fail(
 
 def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
     """End this process when the checkpoint that it writes is on disk, or after `within_s`, the
-    launcher's patience: a file that is half written by then has only a temporary name.
+    launcher's patience: a file that is half written by then has only a temporary name, and goes.
 
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins.
@@ -112,6 +115,9 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         concurrent.futures.wait(WRITES, within_s)
+        removing = threading.Thread(target=remove_partial_files, daemon=True)
+        removing.start()
+        removing.join(REMOVAL_S)  # the disk may hang
     finally:
         os._exit(exit_code)
 

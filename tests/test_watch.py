@@ -44,15 +44,17 @@ RANK_VARIABLES: dict[str, dict[str, str]] = {
 }
 # A rank that hangs in native code, as engines do, while a thread writes its checkpoint.
 RANK = """
-import ctypes, os, sys, time
+import ctypes, os, pathlib, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from recipe import errors
+from recipe.files import whole_file
 from recipe.watch import heartbeat, start_watchdog
 from recipe.world import read_world
 
 def write():
-    time.sleep(1)
-    open(sys.argv[1], "w").write("whole")
+    with whole_file(pathlib.Path(sys.argv[1])) as file:
+        time.sleep(1)
+        file.write(b"whole")
 
 start_watchdog(read_world(), int(sys.argv[2]))
 errors.WRITES.append(ThreadPoolExecutor(1).submit(write))
@@ -128,7 +130,8 @@ def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> 
     started = start("mpirun")
     started.rank.terminate()
     assert started.launcher.communicate(timeout=30)[1].startswith("asked to end by SIGTERM")
-    assert not started.checkpoint.exists()  # it was written for a second, and is not half there
+    # It was written for a second: nothing is there of it.
+    assert [path.name for path in started.checkpoint.parent.iterdir()] == ["mpirun"]
 
 
 def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) -> None:
