@@ -14,6 +14,7 @@ import torch.distributed as dist
 from recipe.config import Config
 from recipe.errors import UserError
 from recipe.meeting import keep_gloo_off_loopback, prepare_gloo, server_address, start_mpi
+from recipe.ranks import meeting_by_environment
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World
 
@@ -21,13 +22,18 @@ from recipe.world import World
 # shared file system, or to list its data; how long a process at a port may take to answer; what a
 # rank says for it.
 MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
+PATIENCE = timedelta(seconds=ENGINE_TIMEOUT_S)
 
 
-def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
-    """Arguments of `init_process_group` for the launcher that started this process."""
+def meeting_point(
+    world: World, backend: str = "gloo", timeout: timedelta = PATIENCE
+) -> dict[str, Any]:
+    """Arguments of `init_process_group` for the launcher that started this process; `timeout` is
+    how long a rank waits for another one."""
     prepare_gloo(world)
+    arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
-        return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
+        return {"store": dist.HashStore(), **arguments}
     meeting = world.started_by.meeting
     if not meeting:
         raise UserError(
@@ -35,9 +41,8 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
             "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
         )
     first_host = os.environ.get("MASTER_ADDR", "")
-    arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
     if meeting == "environment":
-        arguments = {"init_method": "env://"}
+        arguments = meeting_by_environment(world, timeout)
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
         arguments["init_method"] = f"tcp://{first_host}:{port}"
@@ -46,6 +51,8 @@ def meeting_point(world: World, backend: str = "gloo") -> dict[str, Any]:
         arguments["store"] = _store_through_slurm(world)
     else:
         arguments["store"], first_host = _store_through_mpi(world)
+    if "store" in arguments:
+        arguments["store"].set_timeout(timeout)  # torch does so for its own; else it is 300 s
     keep_gloo_off_loopback(world, first_host)
     return arguments
 

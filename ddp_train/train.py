@@ -53,7 +53,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
     transport, backend = choose_transport(config, world, device)
-    dist.init_process_group(backend, **meeting_point(world, backend), timeout=patience(config))
+    dist.init_process_group(backend, **meeting_point(world, backend, patience(config)))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """For figures, not gradients: the ranks' values added up, in the memory where they are."""

@@ -76,8 +76,8 @@ def share_of_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> in
     """Threads for `rank`, given every rank's host and the cores that it may use: its cores, each
     divided among those who may use it.
 
-    Right whether the launcher bound ranks to cores (mpirun's default for two ranks), to sockets
-    (its default for more), or not at all (horovodrun, torchrun). At least 1.
+    Right whether the launcher bound ranks to cores, to sockets (as mpirun does if asked to), or not
+    at all (horovodrun, torchrun). At least 1.
     """
     own_host, own_cores = places[rank]
     masks = [cores for host, cores in places if host == own_host]

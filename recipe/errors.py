@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from recipe.files import remove_partial_files
 from recipe.world import FINISH_S, LAUNCHERS, World
 
 # Ranks other than 0 hold their message back, so that an error that all ranks share is told once:
@@ -24,6 +25,7 @@ OTHER_RANK_DELAY_S = 4.0
 # nobody ended it.
 LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
+REMOVAL_S = 0.2  # of a file that is half written
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
 WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal is then the launcher's, which has seen
@@ -86,13 +88,15 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
+def fail(
+    world: World, message: str, exit_code: int = 1, last: Callable[[], object] | None = None
+) -> NoReturn:
     """Print `message` from one rank and end this process with `exit_code`; the launcher then ends
-    the rest."""
+    the rest. `last`: what to do before, where all ranks find out within a second or so."""
     FAILING.set()
     if world.rank != 0:
         # Also without a message: the launcher would end rank 0 before it has told its own.
-        time.sleep(OTHER_RANK_DELAY_S)
+        time.sleep(0 if last else OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
         lock = _acquire_speaker_lock() if world.size > 1 else None
@@ -101,13 +105,15 @@ def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
         else:
             print(message, file=sys.stderr, flush=True)
             # A late rank 0 with the same error finds the lock taken, as long as this one lives.
-            time.sleep(LATE_RANK_0_S if world.rank != 0 else 0)
+            time.sleep(LATE_RANK_0_S if world.rank != 0 or last else 0)
+    if last:
+        last()
     leave(exit_code)
 
 
 def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
     """End this process when the checkpoint that it writes is on disk, or after `within_s`, the
-    launcher's patience: a file that is half written by then has only a temporary name.
+    launcher's patience: a file that is half written by then has only a temporary name, and goes.
 
     `os._exit`, because the tidy ways out (MPI_Finalize, Horovod's shutdown) wait for all ranks, and
     the others may hang in a collective that this rank never joins.
@@ -117,6 +123,9 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         concurrent.futures.wait(WRITES, within_s)
+        removing = threading.Thread(target=remove_partial_files, daemon=True)
+        removing.start()
+        removing.join(REMOVAL_S)  # the disk may hang
     finally:
         os._exit(exit_code)
 

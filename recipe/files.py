@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+PARTIAL: set[Path] = set()  # temporary files that this process is writing
+
 
 def partial_name(path: Path) -> Path:
     """A temporary name beside `path` that no other process has, on any host."""
@@ -19,6 +21,7 @@ def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
     """Open a temporary file that takes `path`'s place when the body has ended well; `sync`: so that
     it is whole and there after a power cut, too."""
     temporary = partial_name(path)
+    PARTIAL.add(temporary)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -29,6 +32,13 @@ def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
         if sync:
             sync_folder(path.parent)
     finally:
+        temporary.unlink(missing_ok=True)
+        PARTIAL.discard(temporary)
+
+
+def remove_partial_files() -> None:
+    """Remove what this process, which ends now, has not written whole."""
+    for temporary in list(PARTIAL):
         temporary.unlink(missing_ok=True)
 
 

@@ -365,9 +365,10 @@ class RunFlags:
     """End as soon as validation top-1 reaches this, percent."""
     max_steps: int | None = run(None, at_least(1), needs="training", decides=STEPS)
     """End after this many steps; the schedule stays that of --epochs."""
-    stall_timeout: int = run(600, at_least(0))
+    stall_timeout: int | None = run(None, at_least(0))
     """Seconds since a rank's last batch after which it takes the run for frozen and ends it; 0:
-    never. Longer than one rank may keep the others waiting, and than --compile takes."""
+    never. Default: 60, or what 20 batches usually take if that is longer; but 600 until 20 batches
+    have come since the start, since an evaluation or since a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""How the ranks of a script in baselines/ find each other, and what they tell each other for
+"""How ranks meet at MASTER_ADDR, and what those of a script in baselines/ tell each other for
 figures. The one module here that knows torch.distributed: both train.py show such calls themselves.
 """
 
 import os
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -18,6 +21,8 @@ from recipe.meeting import prepare_gloo
 from recipe.watch import engine_timeout
 from recipe.world import World
 
+ASK_AGAIN_S = 0.05  # how often rank 0 looks who asks
+
 
 @contextmanager
 def process_group(config: Config, world: World) -> Iterator[None]:
@@ -25,9 +30,45 @@ def process_group(config: Config, world: World) -> Iterator[None]:
     is not taken down (no `finally`): that could wait for ranks which wait for this one."""
     prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
-    dist.init_process_group(rank=world.rank, world_size=world.size, timeout=timeout)
+    dist.init_process_group(**meeting_by_environment(world, timeout))
     yield
     dist.destroy_process_group()
+
+
+def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` for ranks that meet at MASTER_ADDR and MASTER_PORT.
+
+    A torchrun serves a store there to all of its attempts, and after a restart ranks would find the
+    last attempt's addresses in it (pytorch issue 135712): each gets a part of it for itself.
+    """
+    place = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {"init_method": "env://", **place}
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, world.size, is_master=False, timeout=timeout)
+    return {"store": dist.PrefixStore(_name_of_attempt(store, world, timeout), store), **place}
+
+
+def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
+    """A name that all ranks of this attempt know, and none of another; its rank 0 makes it.
+
+    TORCHELASTIC_RESTART_COUNT is none: each torchrun counts the failures of its own ranks. Nor can
+    a rank tell a name that lies there from one of an attempt before. So it asks by a word that was
+    never used, which only a rank 0 that lives now can answer.
+    """
+    own = uuid.uuid4().hex
+    if not world.is_first:
+        store.set(f"rank {world.rank}", own)
+        name = store.get(own).decode()  # waits for it
+        store.add(name, 1)
+        return name
+    deadline = time.monotonic() + timeout.total_seconds()
+    asking = [f"rank {rank}" for rank in range(1, world.size)]
+    while store.add(own, 0) < len(asking) and time.monotonic() < deadline:
+        for key in filter(lambda key: store.check([key]), asking):
+            store.set(store.get(key).decode(), own)
+        time.sleep(ASK_AGAIN_S)
+    return own
 
 
 def transport_of(device: torch.device) -> str:

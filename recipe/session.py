@@ -34,7 +34,7 @@ from recipe.training.metrics import (
     validate,
 )
 from recipe.training.state import Trainables
-from recipe.watch import is_asked_to_end, obey_signals
+from recipe.watch import expect_delay, is_asked_to_end, obey_signals
 from recipe.world import World
 
 LOOK_SECONDS = 0.5  # of training between two looks at whether it is to stop
@@ -244,6 +244,7 @@ class Session:
     ) -> None:
         """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
         may fail, or be cut off."""
+        expect_delay()
         config, world, progress = self.config, self.world, self.progress
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)

@@ -1,13 +1,23 @@
 """How a training script starts, and what whoever starts it from Python may hook into it."""
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.watch import start_watchdog
+from recipe.watch import is_launcher, launchers_of, start_watchdog
 from recipe.world import World, read_world
+
+# Variables, or families of them, by which Open MPI's mpirun passes on its user's choice of cores.
+CHOICES = (
+    "OMPI_MCA_hwloc_base_", "OMPI_MCA_orte_rankfile", "OMPI_MCA_rmaps_base_cpus_per",
+    "OMPI_MCA_rmaps_base_mapping", "OMPI_MCA_rmaps_rank_file",
+)  # fmt: skip
 
 
 def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
@@ -16,8 +26,24 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     at once, and the knobs' variables are set in time."""
     world = read_world()
     config = parse_args(engine, world, words)
+    give_back_cores(world)
     start_watchdog(world, config.stall_timeout)
     return config, world
+
+
+def give_back_cores(world: World) -> None:
+    """Let this process use the cores of its mpirun, which has bound it to one of them unasked.
+
+    Open MPI binds the two ranks of each job to the same two cores: of jobs beside each other on a
+    host none would get on, and one alone would leave the other cores idle. torchrun and horovodrun
+    bind nothing. What the user has chosen stays.
+    """
+    chosen = any(name.startswith(CHOICES) for name in os.environ)
+    if "OMPI_MCA_orte_bound_at_launch" in os.environ and not chosen:
+        with suppress(StopIteration, psutil.Error, OSError):  # none that may be looked at
+            above = map(psutil.Process, launchers_of(world))
+            own = next(one.pid for one in above if is_launcher(one.cmdline()))
+            os.sched_setaffinity(0, os.sched_getaffinity(own))
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,17 @@ import os
 import select
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -28,19 +33,23 @@ PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.p
 # Engines give up by themselves, with a traceback that blames a rank that waits: later than this
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
 ENGINE_TIMEOUT_S = 1800
+# How long no batch may come by default: as long as so many usually take, and a minute at least; but
+# where batches do not come regularly yet, ten.
+BATCHES, LEAST_S, IRREGULAR_S = 20, 60.0, 600.0
+FRAMES = 8  # of a stack that a message shows
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-_signs_of_life = 0
 _obeys = False  # whether the training loop ends by itself when it is asked to
 _asked: signal.Signals | None = None  # the first that came since
+_signs_of_life: deque[float] = deque(maxlen=BATCHES + 1)  # when the last ones were, in seconds
+whereabouts: Callable[[], str] = str  # of this rank, in words; none before training
 
 
 def heartbeat() -> None:
     """Tell the watch that this rank is alive; the first call, when all ranks have met, starts its
     clock."""
-    global _signs_of_life
-    _signs_of_life += 1
+    _signs_of_life.append(time.monotonic())
 
 
 def obey_signals() -> None:
@@ -56,16 +65,23 @@ def is_asked_to_end() -> bool:
     return _asked is not None
 
 
-def engine_timeout(stall_timeout: int) -> int:
+def expect_delay() -> None:
+    """Tell the watch that what comes does not go on as regularly as batches did, here or on a rank
+    that this one will wait for: an evaluation, a checkpoint that a slow disk takes."""
+    _signs_of_life.clear()
+    heartbeat()
+
+
+def engine_timeout(stall_timeout: int | None) -> int:
     """Seconds after which an engine itself is to give up waiting."""
-    return max(ENGINE_TIMEOUT_S, 2 * stall_timeout) if stall_timeout else 1_000_000
+    return 1_000_000 if stall_timeout == 0 else max(ENGINE_TIMEOUT_S, 2 * (stall_timeout or 0))
 
 
-def start_watchdog(world: World, stall_timeout: int = 0) -> None:
+def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
     """Start to watch; call it from the main thread, before anything slow.
 
     After `stall_timeout` seconds without a sign of life of this rank the run counts as frozen; 0:
-    never.
+    never; None: after as many as `_patience_s` says.
     """
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(engine_timeout(stall_timeout)))
     woken, waker = socket.socketpair()
@@ -133,10 +149,10 @@ def _started(pid: int, before: str | None = None) -> str | None:
 
 
 def _watch(
-    world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int
+    world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int | None
 ) -> None:
     global _asked
-    seen, silent, asked_at = 0, 0.0, math.inf
+    seen, silent, asked_at = list[float](), 0.0, math.inf
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
             for number in signals.recv(64):
@@ -156,10 +172,20 @@ def _watch(
                 _remove_shared_memory()
             leave(1)
         # Counted in ticks: to a job that was suspended as a whole no time has passed.
-        silent = silent + POLL_S if _signs_of_life == seen else 0.0
-        seen = _signs_of_life
-        if seen and stall_timeout and silent > stall_timeout:
-            fail(world, _stall_message(stall_timeout, world))
+        signs = list(_signs_of_life)
+        silent = silent + POLL_S if signs == seen else 0.0
+        seen = signs
+        if signs and silent >= (patience_s := _patience_s(signs, stall_timeout)):
+            _end_frozen(world, patience_s)
+
+
+def _patience_s(signs: list[float], stall_timeout: int | None) -> float:
+    """How long no batch may come after these."""
+    if stall_timeout is not None:
+        return stall_timeout or math.inf
+    if len(signs) <= BATCHES:
+        return IRREGULAR_S
+    return max(LEAST_S, BATCHES * statistics.median(b - a for a, b in pairwise(signs)))
 
 
 def _end_by_signal(world: World, number: signal.Signals) -> None:
@@ -189,22 +215,46 @@ def _remove_shared_memory() -> None:
             os.unlink(path)
 
 
-def _stall_message(seconds: int, world: World) -> str:
-    stopped = ", ".join(_stopped_ranks(world)) or "look for it by `py-spy dump --pid PID`"
-    return (
-        f"error: no batch for {seconds} s (--stall-timeout): another rank is frozen, late or cut "
-        f"off, or a disk hangs ({stopped}). {RESUME_HINT}"
+def _end_frozen(world: World, seconds: float) -> NoReturn:
+    """End with one message, and a line of each rank that can still say where it is."""
+    place = whereabouts() or "before its first step"
+    with suppress(OSError):
+        line = f"[rank {world.rank} on {world.host}] {place}: {_stack()}"
+        print(line, file=sys.stderr, flush=True)
+    stopped = _stopped_ranks(world)
+    names = ", ".join(stopped) or "the rank that has no line here, or waits for no other"
+    message = (
+        f"error: no batch for {seconds:.0f} s (--stall-timeout): another rank is frozen, late or "
+        f"cut off, or a disk hangs ({names}). {RESUME_HINT}"
+    )
+
+    def kill() -> None:
+        """End those that no SIGTERM ends, for which a launcher would wait."""
+        for process in stopped.values():
+            with suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+
+    fail(world, message, last=kill)
+
+
+def _stack() -> str:
+    """The innermost calls of the main thread. Reads no source: its disk may be what hangs."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = ((one.f_code, line) for one, line in islice(traceback.walk_stack(frame), FRAMES))
+    return ", ".join(
+        f"{code.co_name} ({os.path.basename(code.co_filename)}:{line})" for code, line in calls
     )
 
 
-def _stopped_ranks(world: World) -> list[str]:
-    """The ranks of this job on this host that are stopped, or wait for a disk that hangs."""
-    found = []
+def _stopped_ranks(world: World) -> dict[str, psutil.Process]:
+    """The ranks of this job on this host that are stopped, or wait for a disk, in words."""
+    found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            environ = process.environ()
+            environ, status = process.environ(), process.status()
             rank = environ.get(world.started_by.variables[0])
-            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP)
+            stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP)
             if rank and stopped and job_on_host(environ) == job_on_host():
-                found.append(f"rank {rank} on {world.host}, process {process.pid}, is stopped")
+                found[f"rank {rank} on {world.host}, process {process.pid}, is {status}"] = process
     return found

@@ -101,7 +101,8 @@ NO_LAUNCHER = Launcher(
 
 @dataclass(frozen=True)
 class World:
-    """One process's place: `rank` of `size` in all, `local_rank` of `local_size` on this host."""
+    """One process's place: `rank` of `size` in all, `local_rank` of `local_size` on this host; of 1
+    where its launcher does not say, so that nobody takes all ranks to be here."""
 
     rank: int
     size: int
@@ -129,7 +130,7 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
     left = {name: keys for name, keys in named.items() if set(keys[:2]) <= environ.keys()}
     whole = {name: keys for name, keys in left.items() if keys[2] in environ}
     for launcher, (rank, size, local_rank, local_size) in (whole or left).items():
-        local = environ.get(local_size, environ[size])
+        local = environ.get(local_size, "1")
         if launcher == "srun":
             counts = tasks_per_node(local)
             local = str(counts[min(int(environ.get("SLURM_NODEID", "0")), len(counts) - 1)])

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +46,14 @@ def disagreement(*facts: dict[str, str]) -> str:
 
 def test_a_rank_may_be_late_until_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """One host lists its data anew, or reads it into memory, while another has long done so."""
-    monkeypatch.setattr(watch, "_signs_of_life", 0)
+    monkeypatch.setattr(watch, "_signs_of_life", deque())
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        assert watch._signs_of_life == 0
+        assert not watch._signs_of_life
         return values
 
     check_same_training(facts(), a_world(), CPU, sum_over_ranks)
-    assert watch._signs_of_life == 1
+    assert len(watch._signs_of_life) == 1
 
 
 def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:

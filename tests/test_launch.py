@@ -1,10 +1,23 @@
 """Every launcher starts the trainers, and every mistake ends in one clear message."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import SMALL, change_on_rank, launch, rarely, read_json, read_lines
+from launching import (
+    SMALL,
+    TRAINERS,
+    change_on_rank,
+    launch,
+    rarely,
+    read_json,
+    read_lines,
+    resumed_at,
+    run,
+)
+
+from recipe.device import core_ranges
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
@@ -40,6 +53,8 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
     transports = TRANSPORTS if engine == "horovod" else DDP_TRANSPORTS
     assert environment["transport"] == transports.get(launcher, "Gloo")
     assert environment["threads"] == 1
+    own_cores = core_ranges(sorted(os.sched_getaffinity(0)))
+    assert environment["affinity"] == [own_cores] * ranks, "mpirun binds unasked"
     summary = read_json(folder / "summary.json")
     assert summary["samples_seen"] == 70 * 12 * ranks
     for evaluation in read_lines(folder, "eval"):
@@ -93,6 +108,41 @@ def seed_step(config, step, rank):
     real_seed_step(config, step, rank)
 module.seed_step = seed_step
 """
+
+
+KILL = """
+import os, signal
+real_seed_step = module.seed_step
+def seed_step(config, step, rank):
+    if step == 45 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    real_seed_step(config, step, rank)
+module.seed_step = seed_step
+"""
+
+
+@pytest.mark.parametrize(
+    "torchruns",
+    [
+        "torchrun --nproc-per-node 2 {training}",
+        # Of two, only that of the killed rank counts a restart.
+        rarely("{one} & {one} && wait $!"),
+    ],
+)
+def test_after_kill_9_torchrun_s_ranks_meet_again_and_resume(
+    torchruns: str, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    training = (
+        f"--max-restarts 1 {TRAINERS['ddp']} {SMALL} --checkpoint-steps 20 --log-dir {tmp_path} "
+        "--name run --resume auto"
+    )
+    one = f"torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:29511 {training}"
+    changed = change_on_rank(1, "recipe.training.model", KILL, tmp_path)
+    run(["sh", "-c", torchruns.format(training=training, one=one)], 200, **changed).checked()
+    assert resumed_at(tmp_path / "run") == [40]
+    whole = read_json(trained("torchrun", "ddp") / "summary.json")
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["weights_sha256"] == whole["weights_sha256"]
 
 
 def _before_the_launchers_words(output: str) -> str:

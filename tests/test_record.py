@@ -5,6 +5,7 @@ import math
 import re
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipe import session as sessions
+from recipe import watch
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
@@ -29,7 +31,7 @@ from recipe.record.recorder import Recorder
 from recipe.record.resume import evaluation_on_record, take_over
 from recipe.session import LOOK_SECONDS, Session
 from recipe.training.metrics import Evaluation
-from recipe.training.phases import WARM_UP_STEPS
+from recipe.training.phases import PHASES, WARM_UP_STEPS
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -100,6 +102,15 @@ class Training(Session):
         is_repeated = self.progress.step == self.first_step
         self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
         self.meter.restart()
+
+
+def test_where_a_rank_is_that_hangs() -> None:
+    meter = StepMeter(a_config(batches_per_allreduce=2), a_world(), CPU, DATA, Progress(step=7))
+    assert watch.whereabouts() == "after step 7"
+    laps = [*PHASES[:3], *PHASES]
+    for ended, next_phase in pairwise(laps):
+        meter.lap(ended)
+        assert watch.whereabouts() == f"in step 8, {next_phase}"
 
 
 SUMS = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)  # of an evaluation

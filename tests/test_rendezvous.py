@@ -3,9 +3,11 @@
 import os
 import socket
 import sys
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from itertools import count
 from threading import Thread
 from unittest.mock import Mock
@@ -16,9 +18,10 @@ import torch.distributed as dist
 from making import a_world
 
 from ddp_train import rendezvous
-from ddp_train.rendezvous import meeting_point, slurm_address
+from ddp_train.rendezvous import PATIENCE, meeting_point, slurm_address
 from recipe import meeting
 from recipe.errors import UserError
+from recipe.world import read_world
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +84,9 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
         monkeypatch.setattr(meeting.os, "environ", environ)
         meeting_point(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
+        # Nor is the loopback taken where a launcher does not say how many are here.
+        meeting_point(read_world({"RANK": "1", "WORLD_SIZE": "2"}))
+        assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
         meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
         assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
 
@@ -134,16 +140,40 @@ def test_a_host_whose_name_stands_for_loopback(
 def test_launchers_that_need_no_address() -> None:
     arguments = meeting_point(a_world())
     assert isinstance(arguments.pop("store"), dist.HashStore)
-    assert arguments == {"rank": 0, "world_size": 1}
-    assert meeting_point(a_world(1, 2)) == {"init_method": "env://"}
+    assert arguments == {"rank": 0, "world_size": 1, "timeout": PATIENCE}
+    place = {"rank": 1, "world_size": 2, "timeout": timedelta(seconds=7)}
+    found = meeting_point(a_world(1, 2), timeout=timedelta(seconds=7))
+    assert found == {"init_method": "env://", **place}
     with pytest.raises(UserError, match=r"torchrun, mpirun or horovodrun --mpi"):
         meeting_point(a_world(1, 2, launcher="horovodrun"))
+
+
+def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though torchrun has but one, in which killed ranks have left their words; whoever is last."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    for rank in (1, 2):
+        agents.set(f"rank {rank}", "of a rank that was killed while it waited")
+    for last in (0, 1, 2, 0):
+        with ThreadPoolExecutor() as pool:
+            first = [pool.submit(meeting_point, a_world(one, 3)) for one in {0, 1, 2} - {last}]
+            time.sleep(0.3)  # they look for it, or wait
+            assert not any(one.done() for one in first if last == 0)
+            found = [pool.submit(meeting_point, a_world(last, 3)), *first]
+            stores = {one.result(60)["rank"]: one.result()["store"] for one in found}
+        assert not stores[0].check(["key"]), "an earlier attempt's"
+        stores[1].set("key", "value")
+        assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
+        assert stores[2].timeout == PATIENCE
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_an_address_that_the_user_gives(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node7")
-    expected = {"init_method": "tcp://node7:29500", "rank": 1, "world_size": 2}
+    place = {"rank": 1, "world_size": 2, "timeout": PATIENCE}
+    expected = {"init_method": "tcp://node7:29500", **place}
     assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
     monkeypatch.setenv("MASTER_PORT", "1234")
     expected["init_method"] = "tcp://node7:1234"
@@ -212,7 +242,8 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = fake_mpi(monkeypatch, size=2)
     arguments = meeting_point(a_world(0, 2, launcher="mpirun"))
     store = arguments.pop("store")
-    assert arguments == {"rank": 0, "world_size": 2}
+    assert arguments == {"rank": 0, "world_size": 2, "timeout": PATIENCE}
+    assert store.timeout == PATIENCE
     (sent,) = comm.bcast.call_args.args
     assert sent == ("127.0.0.1", store.port)  # both ranks are on this host
     listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]

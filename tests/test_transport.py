@@ -295,6 +295,14 @@ def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line[:17] for line in lines] == ["wire format: fp16", "wire format: fp32"]
 
 
+def test_each_step_of_the_trial_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow network the whole of it takes longer than --stall-timeout."""
+    heartbeat = Mock()
+    monkeypatch.setattr(wire_format, "heartbeat", heartbeat)
+    settle(slow="fp32")
+    assert heartbeat.call_count == 6 * 2 * len(WIRE_FORMATS)  # rounds of two steps
+
+
 @pytest.mark.parametrize(
     "settings", [{"evaluate": True}, *({"wire_format": name} for name in WIRE_FORMATS)]
 )

@@ -2,6 +2,7 @@
 that is being written then is finished."""
 
 import errno
+import math
 import os
 import re
 import signal
@@ -9,14 +10,26 @@ import socket
 import subprocess
 import sys
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
-from launching import LAUNCHERS, ROOT, SMALL, TRAINERS, rarely, run, wait_until
+from launching import (
+    LAUNCHERS,
+    ROOT,
+    SMALL,
+    TRAINERS,
+    change_on_rank,
+    launch,
+    rarely,
+    run,
+    wait_until,
+)
 from making import a_world
 
 from recipe import watch, world
@@ -31,15 +44,17 @@ RANK_VARIABLES: dict[str, dict[str, str]] = {
 }
 # A rank that hangs in native code, as engines do, while a thread writes its checkpoint.
 RANK = """
-import ctypes, os, sys, time
+import ctypes, os, pathlib, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from recipe import errors
+from recipe.files import whole_file
 from recipe.watch import heartbeat, start_watchdog
 from recipe.world import read_world
 
 def write():
-    time.sleep(1)
-    open(sys.argv[1], "w").write("whole")
+    with whole_file(pathlib.Path(sys.argv[1])) as file:
+        time.sleep(1)
+        file.write(b"whole")
 
 start_watchdog(read_world(), int(sys.argv[2]))
 errors.WRITES.append(ThreadPoolExecutor(1).submit(write))
@@ -115,7 +130,8 @@ def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> 
     started = start("mpirun")
     started.rank.terminate()
     assert started.launcher.communicate(timeout=30)[1].startswith("asked to end by SIGTERM")
-    assert not started.checkpoint.exists()  # it was written for a second, and is not half there
+    # It was written for a second: nothing is there of it.
+    assert [path.name for path in started.checkpoint.parent.iterdir()] == ["mpirun"]
 
 
 def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) -> None:
@@ -129,15 +145,77 @@ def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) ->
 
 
 def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
-    """Another rank of the job is stopped: the message names it."""
+    """Another rank of the job is stopped: the message names it, and it is not left behind."""
     variables = RANK_VARIABLES["torchrun"] | {"RANK": "1"}
     with subprocess.Popen(["sleep", "60"], env=variables) as stopped:
         stopped.send_signal(signal.SIGSTOP)
         said = start("torchrun", stall_timeout=2).wait()
-        stopped.kill()
-    place = f"rank 1 on {socket.gethostname()}, process {stopped.pid}, is stopped"
+        assert stopped.wait(10) == -signal.SIGKILL
+    host = socket.gethostname()
+    own = re.escape(f"[rank 0 on {host}] before its first step: <module> (<string>:")
+    place = f"rank 1 on {host}, process {stopped.pid}, is stopped"
     words = re.escape("error: no batch for 2 s (--stall-timeout): another rank")
-    assert re.fullmatch(f"{words}.*{place}.*\n", said)
+    assert re.fullmatch(rf"{own}\d+\)\n{words}.*{place}.*\n", said)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "given", "seconds"),
+    [
+        ([], None, 600),
+        ([1.0] * 19, None, 600),  # the first batches are slow at times
+        ([1.0] * 20, None, 60),
+        ([5.0] * 20, None, 100),
+        ([1.0] * 10 + [500.0] + [1.0] * 9, None, 60),
+        ([1.0] * 20, 7, 7),
+        ([], 0, math.inf),
+    ],
+)
+def test_how_long_no_batch_may_come(gaps: list[float], given: int | None, seconds: float) -> None:
+    assert watch._patience_s(list(accumulate(gaps, initial=3.0)), given) == seconds
+
+
+def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signs = deque[float](maxlen=watch.BATCHES + 1)
+    monkeypatch.setattr(watch, "_signs_of_life", signs)
+    for _ in range(30):
+        watch.heartbeat()
+    assert watch._patience_s(list(signs), None) == 60
+    watch.expect_delay()
+    assert watch._patience_s(list(signs), None) == 600
+
+
+STOP = """
+import os, signal
+real_seed_step = module.seed_step
+def seed_step(config, step, rank):
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    real_seed_step(config, step, rank)
+module.seed_step = seed_step
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "engine"),
+    [
+        ("torchrun", "ddp"),
+        rarely("mpirun --transport mpi", "ddp"),
+        rarely("mpirun", "horovod"),
+        rarely("horovodrun --gloo", "horovod"),
+    ],
+)
+def test_a_stopped_rank_is_named_and_ended(launcher: str, engine: str, tmp_path: Path) -> None:
+    changed = change_on_rank(1, "recipe.training.model", STOP, tmp_path)
+    arguments = f"{SMALL} --stall-timeout 8 --log-dir {tmp_path}/runs"
+    finished = launch(launcher, engine, arguments, timeout=120, **changed)
+    host = socket.gethostname()
+    assert finished.returncode != 0
+    assert re.search(rf"no batch for 8 s .*rank 1 on {host}, process \d+, is stop", finished.output)
+    assert f"[rank 0 on {host}] in step 6, backward: " in finished.output
+    assert "forcefully exiting" not in finished.output, "torchrun waits 30 s before it does"
 
 
 def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +227,51 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
     rank = mock.Mock(**{"parent.return_value": launcher})
     monkeypatch.setattr(watch.psutil, "Process", lambda: rank)
     assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
+
+
+# As mpirun, which binds each rank to a core; and the rank says which it uses in the end.
+BINDING = """
+import os, subprocess, sys
+own = sorted(os.sched_getaffinity(0))
+subprocess.run(sys.argv[1:], check=True, preexec_fn=lambda: os.sched_setaffinity(0, own[:1]))
+"""
+USES = """
+import os
+from recipe.start import give_back_cores
+from recipe.world import read_world
+give_back_cores(read_world())
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
+@pytest.mark.parametrize(
+    ("variables", "bound"),
+    [
+        ({"OMPI_MCA_orte_bound_at_launch": "1"}, False),
+        ({}, True),  # by something else
+        *(
+            ({"OMPI_MCA_orte_bound_at_launch": "1", f"OMPI_MCA_{name}": value}, True)
+            for name, value in {
+                "hwloc_base_binding_policy": "core",
+                "rmaps_base_mapping_policy": "slot:PE=1",
+                "orte_rankfile": "/ranks",
+            }.items()
+        ),
+    ],
+)
+def test_a_rank_that_mpirun_binds_unasked_uses_all_cores(
+    variables: dict[str, str], bound: bool, tmp_path: Path
+) -> None:
+    """Or else jobs of two ranks each would share two cores of many."""
+    (tmp_path / "mpirun").write_text(BINDING)
+    words = [sys.executable, str(tmp_path / "mpirun"), "sh", "-c", '"$@" ; true', "sh"]
+    environ = {**os.environ, **RANK_VARIABLES["mpirun"], **variables}
+    finished = subprocess.run(
+        [*words, sys.executable, "-c", USES], env=environ, cwd=ROOT, check=True, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert int(finished.stdout) == (1 if bound else len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(

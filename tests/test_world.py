@@ -74,7 +74,11 @@ MPICH_OF_SLURM = {"PMI_RANK": "3", "PMI_SIZE": "4"}
         ),
         # Slurm's PMI plugin sets MPICH's global variables, but not its local ones.
         (environ("srun", 3, 4, 1, "2(x2)") | MPICH_OF_SLURM, ("srun", 3, 4, 1, 2)),
-        (MPICH_OF_SLURM, ("mpich", 3, 4, 3, 4)),
+        # Nor do Kubeflow's PyTorchJob and Azure ML say how many are on a host.
+        (MPICH_OF_SLURM, ("mpich", 3, 4, 3, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, ("torchrun", 3, 4, 3, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ("torchrun", 3, 4, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, 0, 1)),
         # The innermost launcher counts.
         *(
             (environ(outer, 1, 2, 0, 1) | environ(inner, 5, 8, 1, 4), (inner, 5, 8, 1, 4))

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from recipe import watch
 from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds
@@ -85,6 +86,16 @@ class StepMeter:
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.sends_for_host = world.local_rank == 0
         self.started = time.perf_counter()
+        watch.whereabouts = self.whereabouts
+
+    def whereabouts(self) -> str:
+        """Where this rank is, in words: a step has three phases for each of its batches, and then
+        the optimizer's."""
+        laps, step = len(self.clock.steps[-1]), self.progress.step
+        batches, of_batch = divmod(laps, 3)
+        done = batches == self.config.batches_per_allreduce
+        phase = PHASES[-1] if done else PHASES[of_batch]
+        return f"in step {step + 1}, {phase}" if laps else f"after step {step}"
 
     def start(self) -> None:
         """Training begins now."""

@@ -13,7 +13,7 @@ from recipe.data.batches import Batch, Data, to_device, validation_batches
 from recipe.training.half_weights import copy_buffers, working_copy
 from recipe.training.model import autocast, flat_batch_norm
 from recipe.training.state import Trainables
-from recipe.watch import heartbeat
+from recipe.watch import expect_delay, heartbeat
 from recipe.world import World
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
@@ -62,6 +62,7 @@ def evaluate(
     was_training = model.training
     network = working_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
+    expect_delay()
     for batch in batches:
         heartbeat()
         images, targets = to_device(batch, config, device)
@@ -71,6 +72,7 @@ def evaluate(
                 outputs = (outputs + network(images.flip(-1))) / 2
         loss = nn.functional.cross_entropy(outputs.float(), targets)
         sums += batch_sums(outputs, targets, loss)
+    expect_delay()  # another rank may read its images more slowly
     network.train(was_training)
     return sums
 

@@ -19,7 +19,7 @@ from recipe.config import Config
 from recipe.data.batches import to_device
 from recipe.device import own_row
 from recipe.training.model import autocast, compile_blocks
-from recipe.watch import heartbeat
+from recipe.watch import expect_delay, heartbeat
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
@@ -54,7 +54,6 @@ def settle_wire_format(
 
     def seconds(step: Callable[[], None]) -> float:
         """How long a training step takes on this rank."""
-        heartbeat()
         step()  # after the other format's, Horovod agrees anew on what it sends
         sum_over_ranks(torch.zeros(1)).item()  # the ranks begin together
         started = time.perf_counter()
@@ -78,6 +77,7 @@ def settle_wire_format(
     if world.is_first:
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in found.items())
         print(f"wire format: {chosen} ({times} a step)", flush=True)
+    expect_delay()  # the first batches are no such steps
     del steps
     gc.collect()  # the engines' hooks and their networks hold each other
     return replace(config, wire_format=chosen)
@@ -99,6 +99,7 @@ def trial(
     criterion = nn.CrossEntropyLoss()
 
     def step() -> None:
+        heartbeat()
         with autocast(config, device):
             loss = criterion(network(images), targets)
         loss.backward()
