@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from recipe.errors import RESUME_HINT, fail, job_on_host, leave
-from recipe.world import LAUNCHERS, World
+from recipe.errors import EXIT_LOST_PEER, RESUME_HINT, fail, job_on_host, leave
+from recipe.world import FINISH_S, LAUNCHERS, World
 
 POLL_S = 1.0
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
@@ -148,8 +148,11 @@ def _watch(
                 _say(world, _words_for(_asked))
             continue
         if _asked:  # its launcher may be gone by now
-            if time.monotonic() - asked_at > world.started_by.patience_s / 2:
-                leave(128 + _asked, world.started_by.patience_s / 2)
+            # SIGUSR1 announces an end, and nobody kills after it.
+            is_early = _asked == signal.SIGUSR1
+            patience_s = FINISH_S if is_early else world.started_by.patience_s
+            if time.monotonic() - asked_at > patience_s / 2:
+                leave(128 + _asked, patience_s / 2)
         elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             with suppress(OSError):
@@ -159,7 +162,7 @@ def _watch(
         silent = silent + POLL_S if _signs_of_life == seen else 0.0
         seen = _signs_of_life
         if seen and stall_timeout and silent > stall_timeout:
-            fail(world, _stall_message(stall_timeout, world))
+            fail(world, _stall_message(stall_timeout, world), EXIT_LOST_PEER)
 
 
 def _end_by_signal(world: World, number: signal.Signals) -> None:
