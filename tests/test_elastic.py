@@ -1,5 +1,4 @@
-"""horovodrun --host-discovery-script: hosts come and go, ranks die, and the run goes on from its last
-checkpoint."""
+"""horovodrun --host-discovery-script: hosts come and go, ranks die, and the run goes on."""
 
 import os
 import pickle
