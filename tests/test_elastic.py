@@ -7,14 +7,14 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from launching import SMALL, TRAINERS, resumed_at, run, wait_until
+from launching import SMALL, TRAINERS, rarely, resumed_at, run, wait_until
 
 from horovod_train.announcements import Announcements
 from recipe.record.resume import lines_by_step
@@ -22,10 +22,12 @@ from recipe.record.resume import lines_by_step
 ELASTIC = "horovodrun -np 2 --min-np 1 --max-np 3 --network-interfaces lo --host-discovery-script"
 
 
-def command(slots: Path, arguments: str) -> list[str]:
-    """Start ranks where the file `slots` says."""
-    return [*ELASTIC.split(), f"cat {slots}", sys.executable, TRAINERS["horovod"],
-            *arguments.split()]  # fmt: skip
+def command(folder: Path, flags: str) -> list[str]:
+    """Train in this folder, for ever, on ranks where a file `slots` in it says."""
+    trainer = [sys.executable, TRAINERS["horovod"]]
+    words = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval 1"
+    place = f"--log-dir {folder.parent} --name {folder.name} --resume auto"
+    return [*ELASTIC.split(), f"cat {folder}/slots", *trainer, *f"{words} {place} {flags}".split()]
 
 
 def write_slots(slots: Path, text: str) -> None:
@@ -55,60 +57,98 @@ def images(step: dict[str, Any]) -> int:
     return round(step["images_per_second"] * step["seconds"])
 
 
-@pytest.mark.launch
-def test_hosts_come_and_go_and_a_rank_is_killed(tmp_path: Path) -> None:
-    """Two ranks, of which one is killed, then one, then three: each image once an epoch."""
-    slots, folder = tmp_path / "slots", tmp_path / "run"
-    write_slots(slots, "localhost:2")
+def train_until_stopped(
+    folder: Path, slots: str, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
+) -> list[dict[str, Any]]:
+    """The steps of a run in which this happens after 20 steps, and which then is asked to stop:
+    without a gap in the stream of images, and none twice."""
+    write_slots(folder / "slots", slots)
 
-    def meanwhile(launcher: subprocess.Popen) -> None:
+    def happen(launcher: subprocess.Popen) -> None:
         wait_until(lambda: len(steps_in(folder)) > 20)
-        ranks_below(launcher)[1].kill()
-        wait_until(lambda: len(resumed_at(folder)) == 1)
-        for ranks in (1, 3):
-            write_slots(slots, f"localhost:{ranks}")
-            wait_until(lambda ranks=ranks: images(steps_in(folder)[-1]) == 12 * ranks)
+        meanwhile(launcher, folder)
+        (folder / "stop").touch()
 
-    words = f"{SMALL.partition('--max-steps')[0]} --epochs 12 --log-interval 1"
-    place = f"--log-dir {tmp_path} --name run --resume auto --checkpoint-steps 5"
-    finished = run(command(slots, f"{words} {place}"), 200, meanwhile).checked()
-    assert len(resumed_at(folder)) == 3, finished.output
-    assert finished.output.count("hosts have come or gone") == 2, finished.output
-    seen = 0
-    for step in steps_in(folder):
+    finished = run(command(folder, f"{flags} --checkpoint-steps 5"), 280, happen).checked()
+    steps, seen = steps_in(folder), 0
+    for step in steps:
         seen += images(step)
-        assert step["samples_seen"] == seen, step
-    assert seen >= 12 * 1438
+        assert step["samples_seen"] == seen, (step, finished.output)
+    assert f"stopped after step {len(steps)}" in finished.output, finished.output
+    return steps
+
+
+def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
+    """Two ranks, of which one is killed, then one, then three."""
+    ranks_below(launcher)[1].kill()
+    wait_until(lambda: len(resumed_at(folder)) == 1)
+    for number in (1, 3):
+        write_slots(folder / "slots", f"localhost:{number}")
+        wait_until(lambda number=number: images(steps_in(folder)[-1]) == 12 * number)
+
+
+def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
+    """Horovod takes it out of the job."""
+    ranks_below(launcher)[1].parent().kill()
+    wait_until(lambda: images(steps_in(folder)[-1]) == 12)
+
+
+def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
+    """It ends with the others."""
+    ranks_below(launcher)[1].suspend()
+    wait_until(lambda: resumed_at(folder) and len(steps_in(folder)) > resumed_at(folder)[-1])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("slots", "flags", "happens", "resumes", "ranks"),
+    [
+        ("localhost:2", "", kill_then_change_hosts, 3, 3),
+        rarely("localhost:1\n127.0.0.1:1", "", lose_host, 1, 1),
+        rarely("localhost:2", "--stall-timeout 5", freeze_rank, 1, 2),
+    ],
+)
+def test_ranks_are_lost_and_hosts_change(
+    slots: str,
+    flags: str,
+    happens: Callable[[subprocess.Popen, Path], None],
+    resumes: int,
+    ranks: int,
+    tmp_path: Path,
+) -> None:
+    steps = train_until_stopped(tmp_path, slots, flags, happens)
+    assert len(resumed_at(tmp_path)) == resumes
+    assert images(steps[-1]) == 12 * ranks
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--resume auto", "error: horovodrun --host-discovery-script: a change of hosts"),
-        ("--resume auto --name run --data /nowhere", "error: --data /nowhere"),
+        ("--resume none.pt", "error: horovodrun --host-discovery-script: a change of hosts"),
+        ("--data /nowhere", "error: /nowhere/train: no such folder"),
     ],
 )
 def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
     write_slots(tmp_path / "slots", "localhost:2")
-    finished = run(command(tmp_path / "slots", f"{SMALL} --log-dir {tmp_path} {flags}"), 60)
+    finished = run(command(tmp_path, flags), 120)
     assert finished.returncode != 0 and finished.output.count(said) == 1, finished.output
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
-    slots, folder = tmp_path / "slots", tmp_path / "run"
-    write_slots(slots, "localhost:2")
+    write_slots(tmp_path / "slots", "localhost:2")
 
-    def meanwhile(launcher: subprocess.Popen) -> None:
-        wait_until(lambda: len(steps_in(folder)) > 5)
+    def interrupt(launcher: subprocess.Popen) -> None:
+        wait_until(lambda: len(steps_in(tmp_path)) > 5)
         ranks_below(launcher)[1].send_signal(signal.SIGUSR1)
 
-    words = f"{SMALL.partition('--max-steps')[0]} --epochs 1000 --log-interval 1"
-    place = f"--log-dir {tmp_path} --name run --resume auto"
-    finished = run(command(slots, f"{words} {place}"), 100, meanwhile)
-    assert finished.returncode != 0 and "stopped after step" in finished.output, finished.output
-    assert list((folder / "checkpoints").glob("step-*.pt")) and not resumed_at(folder)
+    finished = run(command(tmp_path, ""), 200, interrupt)
+    assert finished.returncode != 0 and not resumed_at(tmp_path)
+    last = len(steps_in(tmp_path))
+    assert f"stopped after step {last}, as a signal asked" in finished.output, finished.output
+    assert (tmp_path / "checkpoints" / f"step-{last:09d}.pt").exists()
 
 
 @pytest.fixture
