@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
@@ -25,7 +26,9 @@ from recipe.world import read_world
 WORD = "/training/word"
 AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, but save first
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # as it answers
-MEETING_S = 600  # for ranks to find each other, and for the driver to hear of all: its own limit
+# For ranks to find each other, and for the driver to hear of all: a little more than its own limit.
+MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
+ANOTHER_S = 2.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # a watcher looks so often at the word; all do together
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -81,16 +84,16 @@ def _train(changed: threading.Event) -> int | None:
     with suppress(ProcessLookupError):
         os.killpg(trainer.pid, signal.SIGKILL)  # it, or the loader workers that it has left
     exit_code = trainer.wait()
-    if word == OVER:
-        return max(1, exit_code)
-    if exit_code < 0 or exit_code == EXIT_LOST_PEER:
+    if word != OVER and (exit_code < 0 or exit_code == EXIT_LOST_PEER):
         _say(AGAIN)
         return None
-    if exit_code == 0 or not word:
-        if exit_code not in (0, EXIT_SAVED):  # an error, which it has told
-            _say(OVER)
-        return exit_code
-    return None
+    if not word and exit_code not in (0, EXIT_SAVED):  # it has told an error
+        time.sleep(ANOTHER_S)
+        word = _hear() or OVER
+        _say(word)
+    if word == OVER:
+        return max(1, exit_code)
+    return exit_code if exit_code == 0 or not word else None
 
 
 def _request(method: str, path: str, body: str | None = None, timeout_s: float = 5.0) -> str:
