@@ -6,6 +6,7 @@
 differently. What knows no engine is in recipe/.
 """
 
+from horovod_train.elastic import supervise
 from recipe.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
@@ -15,6 +16,7 @@ from recipe.world import World
 ENGINE = "horovod"
 
 if __name__ == "__main__":  # before torch is loaded
+    supervise()  # where hosts come and go, another process of these words trains
     config, world = start(ENGINE)
 
 import sys

@@ -34,6 +34,8 @@ FAILING = threading.Event()
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
+# Another rank is gone or frozen, as far as this one can tell: EX_PROTOCOL.
+EXIT_LOST_PEER = 76
 RESUME_HINT = (
     "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
     "has kept one"
@@ -161,6 +163,7 @@ def one_message(world: World) -> Iterator[None]:
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY_S)
+            fail(world, traceback.format_exc(), EXIT_LOST_PEER)
         if "have a deterministic implementation" in str(error):  # torch's words
             operation = str(error).partition(",")[0]
             fail(

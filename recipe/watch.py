@@ -24,8 +24,8 @@ from typing import NoReturn
 
 import psutil
 
-from recipe.errors import FAILING, RESUME_HINT, fail, job_on_host, leave
-from recipe.world import LAUNCHERS, World
+from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
+from recipe.world import FINISH_S, LAUNCHERS, World
 
 POLL_S = 1.0
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
@@ -164,8 +164,11 @@ def _watch(
                 _say(world, _words_for(_asked))
             continue
         if _asked:  # its launcher may be gone by now
-            if time.monotonic() - asked_at > world.started_by.patience_s / 2:
-                leave(128 + _asked, world.started_by.patience_s / 2)
+            # SIGUSR1 announces an end, and nobody kills after it.
+            is_early = _asked == signal.SIGUSR1
+            patience_s = FINISH_S if is_early else world.started_by.patience_s
+            if time.monotonic() - asked_at > patience_s / 2:
+                leave(128 + _asked, patience_s / 2)
         elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             with suppress(OSError):
@@ -235,7 +238,7 @@ def _end_frozen(world: World, seconds: float) -> NoReturn:
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()
 
-    fail(world, message, last=kill)
+    fail(world, message, EXIT_LOST_PEER, last=kill)
 
 
 def _stack() -> str:

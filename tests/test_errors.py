@@ -14,7 +14,7 @@ from making import CPU, a_config, a_world, write_images
 
 from recipe import errors, watch
 from recipe.data.batches import open_data, validation_batches
-from recipe.errors import UserError, fail, is_lost_peer, one_message, sentence
+from recipe.errors import EXIT_LOST_PEER, UserError, fail, is_lost_peer, one_message, sentence
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ class HorovodInternalError(RuntimeError):
 )
 def test_lost_peer(error: Exception, lost: bool, sleeps: list[float]) -> None:
     assert is_lost_peer(error) == lost
-    assert code_of(raising(error)) == 1
+    assert code_of(raising(error)) == (EXIT_LOST_PEER if lost else 1)
     assert (errors.LOST_PEER_DELAY_S in sleeps) == lost  # the rank that failed speaks first
 
 

@@ -1,0 +1,136 @@
+"""Hosts that come and go: what `horovodrun --host-discovery-script` starts in each slot.
+
+Horovod's driver starts one process a slot, and takes the whole host out of the job if that dies. So
+this process only watches, and another one of the same words trains. For all ranks a fault, or a
+change of hosts, is a start from the last checkpoint: each watcher ends its trainer, asks the driver
+for its slot's new place, which answers when all have asked or ended, and starts a trainer there,
+which knows nothing of this. What watchers tell each other is one word on the driver's server, which
+that forgets as it gives out places.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
+
+from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
+from recipe.flags import last_value
+from recipe.watch import SIGNALS
+from recipe.world import read_world
+
+WORD = "/training/word"
+AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, but save first
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # as it answers
+# For ranks to find each other, and for the driver to hear of all: a little more than its own limit.
+MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
+ANOTHER_S = 2.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
+LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # a watcher looks so often at the word; all do together
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def supervise() -> None:
+    """Under Horovod's elastic driver watch over a process that trains, and end with it; otherwise
+    return."""
+    if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
+        return
+    world = read_world()
+    if last_value(sys.argv, "--resume") != "auto" or last_value(sys.argv, "--name") is None:
+        message = (
+            "error: horovodrun --host-discovery-script: a change of hosts is a start from the last "
+            "checkpoint; add --resume auto --name RUN"
+        )
+        fail(world, message if world.is_first else "", exit_code=2)
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
+    with one_message(world):
+        from horovod_train.announcements import Announcements  # loads Horovod's launcher
+
+        announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])
+        _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, MEETING_S)
+        while (exit_code := _train(announcements.changed)) is None:
+            announcements.changed.clear()  # the new place takes account of it
+            place = _ask_for_place()
+            if place["HOROVOD_RANK"] == "-1":  # the slot is no longer in the job
+                sys.exit(0)
+            os.environ |= place
+        sys.exit(exit_code)
+
+
+def _train(changed: threading.Event) -> int | None:
+    """Have another process train. Its exit code, or None if all ranks are to begin again."""
+    libc = ctypes.CDLL(None)
+    trainer = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # it ends with this one
+    )
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: trainer.send_signal(number))
+    look_s = max(LOOK_S, int(os.environ["HOROVOD_SIZE"]) / LOOKS_PER_SECOND)
+    word = ""
+    while trainer.returncode is None and word not in (AGAIN, OVER):
+        with suppress(subprocess.TimeoutExpired):
+            trainer.wait(look_s)
+        word = _hear()
+        if changed.is_set() and not word and trainer.returncode is None:
+            print("hosts have come or gone: all ranks go on from a checkpoint", flush=True)
+            changed.clear()
+            _say(HOSTS)
+            trainer.send_signal(signal.SIGUSR1)
+    with suppress(ProcessLookupError):
+        os.killpg(trainer.pid, signal.SIGKILL)  # it, or the loader workers that it has left
+    exit_code = trainer.wait()
+    if word != OVER and (exit_code < 0 or exit_code == EXIT_LOST_PEER):
+        _say(AGAIN)
+        return None
+    if not word and exit_code not in (0, EXIT_SAVED):  # it has told an error
+        time.sleep(ANOTHER_S)
+        word = _hear() or OVER
+        _say(word)
+    if word == OVER:
+        return max(1, exit_code)
+    return exit_code if exit_code == 0 or not word else None
+
+
+def _request(method: str, path: str, body: str | None = None, timeout_s: float = 5.0) -> str:
+    """What the driver's server answers; "" where it has nothing. OSError or HTTPException if it is
+    gone."""
+    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    with closing(HTTPConnection(address, int(port), timeout=timeout_s)) as connection:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.read().decode() if answer.status == 200 else ""
+
+
+def _hear() -> str:
+    with suppress(OSError, HTTPException):
+        return _request("GET", WORD)
+    return ""
+
+
+def _say(word: str) -> None:
+    with suppress(OSError, HTTPException):  # the driver is gone: no place will come from it, either
+        _request("PUT", WORD, word)
+
+
+def _slot() -> str:
+    return f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
+
+
+def _ask_for_place() -> dict[str, str]:
+    """The variables of this slot's place, when the driver has heard of all others. UserError if
+    none comes."""
+    try:  # once only: who asks twice is counted twice
+        numbers = _request("GET", f"/rank_and_size/{_slot()}", timeout_s=MEETING_S)
+    except (OSError, HTTPException) as error:
+        raise UserError(
+            f"horovodrun's driver has given no new place ({error}): it is gone, or waits for "
+            "another host that is; start it again"
+        ) from None
+    return {
+        f"HOROVOD_{name}": number for name, number in zip(PLACE, numbers.split(","), strict=True)
+    }

@@ -1,0 +1,196 @@
+"""horovodrun --host-discovery-script: hosts come and go, ranks die, and the run goes on."""
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import SMALL, TRAINERS, rarely, resumed_at, run, wait_until
+
+from horovod_train.announcements import Announcements
+from recipe.record.resume import lines_by_step
+
+ELASTIC = "horovodrun -np 2 --min-np 1 --max-np 3 --network-interfaces lo --host-discovery-script"
+
+
+def command(folder: Path, flags: str) -> list[str]:
+    """Train in this folder, for ever, on ranks where a file `slots` in it says."""
+    trainer = [sys.executable, TRAINERS["horovod"]]
+    words = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval 1"
+    place = f"--log-dir {folder.parent} --name {folder.name} --resume auto"
+    return [*ELASTIC.split(), f"cat {folder}/slots", *trainer, *f"{words} {place} {flags}".split()]
+
+
+def write_slots(slots: Path, text: str) -> None:
+    """At once, for it is read each second."""
+    new = slots.with_suffix(".new")
+    new.write_text(f"{text}\n")
+    new.replace(slots)
+
+
+def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
+    """The processes that train, by their rank: each below one that watches over it."""
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "HOROVOD_ELASTIC" in process.parent().environ():
+                found[int(process.environ()["HOROVOD_RANK"])] = process
+    return found
+
+
+def steps_in(folder: Path) -> list[dict[str, Any]]:
+    """A run's steps so far."""
+    return [line for lines in lines_by_step(folder, "step").values() for line in lines]
+
+
+def images(step: dict[str, Any]) -> int:
+    """Of all ranks."""
+    return round(step["images_per_second"] * step["seconds"])
+
+
+def train_until_stopped(
+    folder: Path, slots: str, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
+) -> list[dict[str, Any]]:
+    """The steps of a run in which this happens after 20 steps, and which then is asked to stop:
+    without a gap in the stream of images, and none twice."""
+    write_slots(folder / "slots", slots)
+
+    def happen(launcher: subprocess.Popen) -> None:
+        wait_until(lambda: len(steps_in(folder)) > 20)
+        meanwhile(launcher, folder)
+        (folder / "stop").touch()
+
+    finished = run(command(folder, f"{flags} --checkpoint-steps 5"), 280, happen).checked()
+    steps, seen = steps_in(folder), 0
+    for step in steps:
+        seen += images(step)
+        assert step["samples_seen"] == seen, (step, finished.output)
+    assert f"stopped after step {len(steps)}" in finished.output, finished.output
+    return steps
+
+
+def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
+    """Two ranks, of which one is killed, then one, then three."""
+    ranks_below(launcher)[1].kill()
+    wait_until(lambda: len(resumed_at(folder)) == 1)
+    for number in (1, 3):
+        write_slots(folder / "slots", f"localhost:{number}")
+        wait_until(lambda number=number: images(steps_in(folder)[-1]) == 12 * number)
+
+
+def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
+    """Horovod takes it out of the job."""
+    ranks_below(launcher)[1].parent().kill()
+    wait_until(lambda: images(steps_in(folder)[-1]) == 12)
+
+
+def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
+    """It ends with the others."""
+    ranks_below(launcher)[1].suspend()
+    wait_until(lambda: resumed_at(folder) and len(steps_in(folder)) > resumed_at(folder)[-1])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("slots", "flags", "happens", "resumes", "ranks"),
+    [
+        ("localhost:2", "", kill_then_change_hosts, 3, 3),
+        rarely("localhost:1\n127.0.0.1:1", "", lose_host, 1, 1),
+        rarely("localhost:2", "--stall-timeout 5", freeze_rank, 1, 2),
+    ],
+)
+def test_ranks_are_lost_and_hosts_change(
+    slots: str,
+    flags: str,
+    happens: Callable[[subprocess.Popen, Path], None],
+    resumes: int,
+    ranks: int,
+    tmp_path: Path,
+) -> None:
+    steps = train_until_stopped(tmp_path, slots, flags, happens)
+    assert len(resumed_at(tmp_path)) == resumes
+    assert images(steps[-1]) == 12 * ranks
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--resume none.pt", "error: horovodrun --host-discovery-script: a change of hosts"),
+        ("--data /nowhere", "error: /nowhere/train: no such folder"),
+    ],
+)
+def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
+    write_slots(tmp_path / "slots", "localhost:2")
+    finished = run(command(tmp_path, flags), 120)
+    assert finished.returncode != 0 and finished.output.count(said) == 1, finished.output
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+    write_slots(tmp_path / "slots", "localhost:2")
+
+    def interrupt(launcher: subprocess.Popen) -> None:
+        wait_until(lambda: len(steps_in(tmp_path)) > 5)
+        ranks_below(launcher)[1].send_signal(signal.SIGUSR1)
+
+    finished = run(command(tmp_path, ""), 200, interrupt)
+    assert finished.returncode != 0 and not resumed_at(tmp_path)
+    last = len(steps_in(tmp_path))
+    assert f"stopped after step {last}, as a signal asked" in finished.output, finished.output
+    assert (tmp_path / "checkpoints" / f"step-{last:09d}.pt").exists()
+
+
+@pytest.fixture
+def announcements() -> Iterator[Announcements]:
+    server = Announcements("lo")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Bomb:
+    """What does harm as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_what_the_driver_announces_is_heard(announcements: Announcements) -> None:
+    """By Horovod's own client, as the driver makes it of what it was told."""
+    from horovod.runner.common.util.codec import loads_base64
+    from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient
+
+    addresses, key = loads_base64(announcements.for_driver)
+    assert addresses == {"lo": [announcements.server_address]}
+    client = WorkerNotificationClient(addresses, key, 0)
+    assert not announcements.changed.is_set()
+    client.notify_hosts_updated(1, HostUpdateResult.added)
+    assert announcements.changed.wait(10)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_nothing_that_comes_is_unpickled(
+    is_signed: bool, announcements: Announcements, tmp_path: Path
+) -> None:
+    from horovod.runner.common.util.secret import compute_digest
+
+    message = pickle.dumps(Bomb(tmp_path / "harm"))
+    digest = compute_digest(announcements.key if is_signed else b"a guess", message)
+    with socket.create_connection(announcements.server_address, timeout=10) as sender:
+        sender.sendall(digest + struct.pack("i", len(message)) + message)
+        assert bool(sender.recv(1)) == is_signed
+    assert announcements.changed.is_set() == is_signed and not (tmp_path / "harm").exists()
