@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from campaign import DDP, SCENARIOS, Start, attempt, lacking
-from launching import read_json
+from launching import ROOT, read_json
 
 SHORT = [
     pytest.param(name, start, marks=pytest.mark.cluster if scenario.on_hosts else ())
@@ -29,3 +29,8 @@ def test_a_training_survives(
     seed = random.SystemRandom().randrange(10**6)
     result = attempt(name, start, 1, seed, weights, tmp_path)
     assert not result.problem, f"--seed {seed}: {result}"
+
+
+def test_each_fault_has_its_promise() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert [name for name in SCENARIOS if f"`{name}`" not in page] == []
