@@ -248,11 +248,17 @@ class Trial:
                 assert finished.returncode == 75, f"exit code {finished.returncode}"
         for checkpoint in (self.runs / "run" / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
-        with suppress(AssertionError):  # what they leave may take its time to end
-            wait_until(lambda: not any(host.processes() for host in self.hosts), 15, 0.1)
-        left = [one.cmdline() for host in self.hosts for one in host.processes()]
-        assert not left, f"left on the hosts: {left}"
-        assert not set(os.listdir("/dev/shm")) - set(memory), "files left in /dev/shm"
+        new = set(os.listdir("/dev/shm")) - set(memory)
+        with suppress(AssertionError):  # what the launcher leaves may take its time to end
+            wait_until(lambda: not self.left(new), 15, 0.1)
+        left = self.left(new)
+        assert not left, f"left: {left}"
+
+    def left(self, files: set[str]) -> list[str]:
+        """Processes on the hosts, and those `files` in /dev/shm that are there and nobody's."""
+        words = [" ".join(one.cmdline()) for host in self.hosts for one in host.processes()]
+        there = files & set(os.listdir("/dev/shm"))
+        return [*words, *sorted(there - shared())] if there else words
 
     def check_training(self, expected: str) -> None:
         """What has to be so in the end."""
@@ -266,6 +272,15 @@ class Trial:
         """Bring the link of the last host up, or down."""
         for host in self.hosts[-1:]:
             namespaces.ip("-n", host.namespace, "link", "set", "eth0", state)
+
+
+def shared() -> set[str]:
+    """The files in /dev/shm that a live process has in its memory: the training's are gone."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
 
 
 # ---- Faults ----
