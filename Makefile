@@ -6,7 +6,7 @@
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare bench bench-gpu doctor test test-all test-full test-cluster lint lock images clean
+.PHONY: help setup compare bench bench-gpu doctor test test-all test-full test-cluster faults lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -58,6 +58,9 @@ test-full: setup  ## run only those that test-all has and test has not
 
 test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
 	$(IN_VENV) python -m pytest tests/cluster $(ARGS)
+
+faults: setup  ## kill, stop, starve and cut off trainings, and resume them: two to three hours (ARGS="--trials 1")
+	$(IN_VENV) python tests/faults/campaign.py $(ARGS)
 
 lint: setup  ## check style, types, imports and spelling
 	$(IN_VENV) ruff check .

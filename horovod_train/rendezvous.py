@@ -38,7 +38,7 @@ def meet_through_mpi(world: World) -> None:
         host, listens_at = server_address(world)
         server = RendezvousHTTPServer((listens_at, 0), RendezvousHandler, 0)
         server.daemon_threads = True  # nothing of it outlives this process
-        server.init(slots)
+        server.init([SlotInfo(**one) for one in slots])  # it came as JSON
         Thread(target=server.serve_forever, daemon=True).start()
         address = host, server.server_port
     host, port = comm.bcast(address, root=0)

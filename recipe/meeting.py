@@ -8,6 +8,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import psutil
 
 from recipe.errors import UserError
@@ -73,7 +74,8 @@ def _interfaces() -> dict[str, str]:
 
 def start_mpi(world: World, instead: str) -> Any:
     """mpi4py's MPI, initialised; UserError, with what to do `instead`, where it is missing or sees
-    other ranks than the launcher has started."""
+    other ranks than the launcher has started. What ranks tell each other by its lower-case methods
+    travels as JSON: nothing that comes over the network is unpickled."""
     prepare_mpi(world)
     try:
         from mpi4py import MPI
@@ -87,6 +89,7 @@ def start_mpi(world: World, instead: str) -> Any:
     )
     if message := lone_copy_message(world, MPI.COMM_WORLD.size, remedy):
         raise UserError(message)
+    MPI.pickle.__init__(msgspec.json.encode, msgspec.json.decode)  # type: ignore[misc]
     return MPI
 
 

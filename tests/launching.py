@@ -31,6 +31,7 @@ TRAINERS = {
 LAUNCHERS = {
     "python": "{python} {trainer}",
     "torchrun": "torchrun --nproc-per-node {ranks} {trainer}",
+    "torchrun --max-restarts": "torchrun --max-restarts 3 --nproc-per-node {ranks} {trainer}",
     "horovodrun": "horovodrun -np {ranks} {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
@@ -164,6 +165,15 @@ def change_on_rank(rank: int, module: str, code: str, folder: Path) -> dict[str,
 
 
 RANKS = [launcher.variables[0] for launcher in world.LAUNCHERS.values()]
+# As a sitecustomize: a disk that takes its time, for each file is synced for some seconds.
+SLOW_DISK = """
+import os, time
+real_fsync = os.fsync
+def fsync(file):
+    time.sleep(3)
+    real_fsync(file)
+os.fsync = fsync
+"""
 # Runs in each Python process at its start.
 SITECUSTOMIZE = """
 import builtins, os, sys
@@ -177,6 +187,18 @@ def patched(name, *args, **kwargs):
 if "{0}" in map(os.environ.get, {3!r}):
     builtins.__import__ = patched
 """
+
+
+def before_the_launchers_words(output: str) -> str:
+    """What the ranks wrote: torchrun and horovodrun add tracebacks of their own."""
+    for sign in (
+        "torch/distributed/elastic",
+        "Terminating remaining workers",
+        "bin/horovodrun",
+        "bin/torchrun",
+    ):
+        output = output.split(sign)[0]
+    return output
 
 
 def read_json(path: Path) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from launching import (
     SMALL,
     TRAINERS,
+    before_the_launchers_words,
     change_on_rank,
     launch,
     rarely,
@@ -78,7 +79,7 @@ class TestMistakes:
         assert finished.returncode != 0
         assert finished.output.count("did you mean") == 1
         assert "--batch-size" in finished.output
-        assert "Traceback" not in _before_the_launchers_words(finished.output)
+        assert "Traceback" not in before_the_launchers_words(finished.output)
 
     @pytest.mark.parametrize(
         ("launcher", "engine"),
@@ -145,18 +146,6 @@ def test_after_kill_9_torchrun_s_ranks_meet_again_and_resume(
     assert summary["weights_sha256"] == whole["weights_sha256"]
 
 
-def _before_the_launchers_words(output: str) -> str:
-    """What the ranks wrote: torchrun and horovodrun add tracebacks of their own."""
-    for sign in (
-        "torch/distributed/elastic",
-        "Terminating remaining workers",
-        "bin/horovodrun",
-        "bin/torchrun",
-    ):
-        output = output.split(sign)[0]
-    return output
-
-
 @pytest.mark.parametrize(
     ("launcher", "engine", "ranks", "flags", "said"),
     [
@@ -172,7 +161,7 @@ def test_what_cannot_work_is_refused_at_once(
     arguments = f"{SMALL} {flags} --log-dir {tmp_path}/runs"
     finished = launch(launcher, engine, arguments, ranks, timeout=120, **gloo)
     assert finished.returncode != 0 and finished.output.count(said) == 1
-    assert "Traceback" not in _before_the_launchers_words(finished.output)
+    assert "Traceback" not in before_the_launchers_words(finished.output)
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
 
 

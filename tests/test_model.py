@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import Mock
 
@@ -233,7 +234,9 @@ def test_pretrained(monkeypatch: pytest.MonkeyPatch) -> None:
     published = publish(monkeypatch, theirs.state_dict() | heads)
     config = a_config(**SMALL, pretrained=True)
     assert weights_sha256(build_model(config, 10, download=True)) == weights_sha256(theirs)
-    published.get_state_dict.assert_called_once_with(progress=False, check_hash=True)
+    published.get_state_dict.assert_called_once_with(
+        progress=False, check_hash=True, weights_only=True
+    )
     # The other ranks hold a model of the same shape, and do not touch the network.
     publish(monkeypatch, AssertionError("downloaded"))
     assert weights_sha256(build_model(config, 10, download=False)) != weights_sha256(theirs)
@@ -245,7 +248,7 @@ def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for download in (True, False):  # all ranks end, and none waits for the others
         with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
             build_model(config, 3, download)
-    for error in (OSError("no route"), RuntimeError("no route")):
+    for error in (OSError("no route"), RuntimeError("no route"), UnpicklingError("no route")):
         publish(monkeypatch, error)
         with pytest.raises(UserError, match=r"example/weights.pth .*no route.*--weights"):
             build_model(config, 10, download=True)

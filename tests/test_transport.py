@@ -192,6 +192,8 @@ from recipe.world import read_world
 
 world = read_world()
 _, backend = choose_transport(Config(transport="mpi"), world, torch.device("cpu"))
+from mpi4py import MPI
+assert MPI.COMM_WORLD.allgather((world.rank,)) == [[0], [1]], "as JSON: nothing is unpickled"
 dist.init_process_group(backend, **meeting_point(world, backend))
 rank, other = world.rank, 1 - world.rank
 torch.set_num_threads(1)

@@ -22,6 +22,7 @@ import pytest
 from launching import (
     LAUNCHERS,
     ROOT,
+    SLOW_DISK,
     SMALL,
     TRAINERS,
     change_on_rank,
@@ -317,17 +318,6 @@ def test_a_launcher_that_is_not_to_be_seen_is_not_gone(
 )
 def test_what_starts_ranks(words: list[str], launches: bool) -> None:
     assert is_launcher(words) == launches
-
-
-# A disk that takes its time: each file is synced for some seconds.
-SLOW_DISK = """
-import os, time
-real_fsync = os.fsync
-def fsync(file):
-    time.sleep(3)
-    real_fsync(file)
-os.fsync = fsync
-"""
 
 
 def listens_at(launcher: subprocess.Popen) -> set[str]:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -121,9 +122,10 @@ def _load_published(
     model: nn.Module, published: torchvision.models.WeightsEnum, config: Config
 ) -> None:
     try:
-        state = published.get_state_dict(progress=False, check_hash=True)
+        state = published.get_state_dict(progress=False, check_hash=True, weights_only=True)
         model.load_state_dict(without_auxiliary_heads(state))
-    except (OSError, RuntimeError) as error:  # no network; a wrong checksum, or other shapes
+    # No network; a wrong checksum, or other shapes; what only unpickling could read.
+    except (OSError, RuntimeError, UnpicklingError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(
             f"--pretrained: {config.arch}'s weights of {published.url} could not be loaded "

@@ -1,0 +1,520 @@
+"""What is left of a training after a fault: python tests/faults/campaign.py --help
+
+A trial starts a training by a real launcher, does something bad to it at a moment drawn from the
+seed, and looks at how it ends: by itself, with one message, with no process and no shared memory
+left, and with each checkpoint whole. Then it gives the same command again, which has to end with
+the weights of a training that nobody disturbed. Nothing here asserts a time: how long the training
+took to end, and to make its next step, is in the table.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tabulate import tabulate
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "cluster"))
+from hosts import Host, hosts
+from launching import (
+    LAUNCHERS,
+    RANKS,
+    ROOT,
+    SLOW_DISK,
+    SMALL,
+    TRAINERS,
+    Finished,
+    before_the_launchers_words,
+    change_on_rank,
+    marked,
+    read_json,
+    read_lines,
+    run,
+    train,
+    wait_until,
+)
+
+from tools import namespaces
+
+STEPS = 70  # of SMALL; an epoch ends in step 60, with the first evaluation
+TRAINING = f"{SMALL} --checkpoint-steps 20 --log-interval 1 --name run --resume auto"
+Start = tuple[str, str]  # a launcher and an engine
+DDP, DDP_MPI = ("torchrun", "ddp"), ("mpirun --transport mpi", "ddp")
+GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horovod")
+MPIRUN = ("mpirun", "horovod")
+RESTARTS: Start = ("torchrun --max-restarts", "ddp")
+# One rank on each of two hosts.
+ON_HOSTS = {
+    "torchrun": (
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-id faults --rdzv-backend c10d "
+        "--rdzv-endpoint node0:29500 {trainer}"
+    ),
+    "mpirun": "mpirun -np 2 -H node0:1,node1:1 {python} {trainer}",
+    "horovodrun --gloo": "horovodrun --gloo -np 2 -H node0:1,node1:1 {python} {trainer}",
+}
+FROZEN = "--stall-timeout 10"
+# mpirun's own words, torchrun's, and horovodrun's of a process that was killed.
+KILLED = r"exited on signal 9|Signal 9 \(SIGKILL\)|exit(ed)? with (status )?code"
+# A message of ours, after what launchers put before a rank's lines.
+ERROR = r"^(?:\[[\d,]+\]<stderr>:)?(?:\[rank .*?\] )?error: .*"
+# Runs on one rank when it has imported recipe.training.metrics: the evaluation ends the process.
+DIES = "import os; module.evaluate = lambda *_, **__: os.kill(os.getpid(), 9)"
+# Runs on one rank when it has imported recipe.training.model: a bit of a weight flips in one step.
+FLIPS = """
+import torch
+real = module.update_ema
+def update_ema(ema, model, config, step):
+    if step == {step}:
+        next(model.parameters()).detach().view(-1).view(torch.int32)[0] ^= 1 << 20
+    real(ema, model, config, step)
+module.update_ema = update_ema
+"""
+# Runs in each process at its start: of each hundred images one cannot be read, so many times.
+READ_ERRORS = """
+import builtins, collections, os
+real_open, failed = builtins.open, collections.Counter()
+def patched(file, mode="r", *args, **kwargs):
+    if mode == "rb" and str(file).endswith("77.jpg") and failed[file] < {times}:
+        failed[file] += 1
+        raise OSError({error}, os.strerror({error}), file)
+    return real_open(file, mode, *args, **kwargs)
+builtins.open = patched
+"""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault, and what has to be so after it, beside what has to be so after any."""
+
+    fault: Callable[["Trial"], None] = lambda trial: None
+    said: str = ""  # a regular expression, for what comes on the console
+    starts: Sequence[Start] = (DDP, DDP_MPI, GLOO, HOROVODRUN, MPIRUN)
+    trials: int = 10  # of each start
+    flags: str = ""
+    shim: Callable[["Trial"], dict[str, str]] = lambda trial: {}  # the first start's environment
+    saves: bool = False  # a checkpoint of the step at which it stops
+    heals: bool = False  # goes on by itself, to its end
+    disk_mb: int = 0  # the run is on a disk of its own that has so much room
+    on_hosts: bool = False  # one rank on each of two hosts
+
+
+@dataclass
+class Trial:
+    """One fault in one training: what was drawn for it, and what is known of it."""
+
+    scenario: Scenario
+    launcher: str
+    engine: str
+    folder: Path
+    random: random.Random
+    hosts: list[Host] = field(default_factory=list)
+    process: subprocess.Popen | None = None  # the launcher
+    began = struck = recovered = 0.0  # by the monotonic clock; 0: not
+    recorded = ""  # before the fault, or the second start
+    problem: AssertionError | None = None  # that came while the training went on
+
+    def __post_init__(self) -> None:
+        self.rank = self.random.randrange(2)
+        self.step = self.random.randint(5, 55)
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def metrics(self) -> str:
+        """What the run has recorded so far."""
+        with suppress(FileNotFoundError):
+            return (self.runs / "run" / "metrics.jsonl").read_text()
+        return ""
+
+    def makes_steps(self) -> bool:
+        """Whether a start that was not recorded before has made a step."""
+        text = self.metrics()
+        start, _, later = text[text.rfind('{"kind": "event"') :].partition("\n")
+        return start not in self.recorded and '"kind": "step"' in later
+
+    def wait_for(self, is_so: Callable[[], object]) -> None:
+        """Wait until it is so while the training goes on, and for a moment more."""
+        assert self.process is not None
+        wait_until(lambda: is_so() or self.process.poll() is not None, pause=0.01)
+        assert self.process.poll() is None, "the training ended before the fault"
+        time.sleep(self.random.uniform(0, 0.05))
+
+    def wait_for_step(self) -> None:
+        self.wait_for(lambda: self.metrics().count('"kind": "step"') >= self.step)
+
+    def wait_for_write(self) -> None:
+        self.wait_for(lambda: any((self.runs / "run" / "checkpoints").glob(".*.partial")))
+
+    def strikes(self) -> None:
+        """The fault comes now."""
+        self.struck, self.recorded = time.monotonic(), self.metrics()
+
+    def processes(self) -> list[psutil.Process]:
+        """The ranks, by their numbers."""
+        assert self.process is not None
+        mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
+        found = {}
+        for one in [*marked(mark), *(one for host in self.hosts for one in host.processes())]:
+            with suppress(psutil.Error):
+                environ, words = one.environ(), one.cmdline()
+                number = next((environ[name] for name in RANKS if name in environ), None)
+                if number and any(word == TRAINERS[self.engine] for word in words[1:3]):
+                    found[int(number)] = one
+        return [found[number] for number in sorted(found)]
+
+    def command(self) -> list[str]:
+        line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.launcher]
+        line = line.format(python=sys.executable, trainer=TRAINERS[self.engine], ranks=2)
+        words = f"{line} {TRAINING} {self.scenario.flags} --log-dir {self.runs}".split()
+        if not self.hosts:
+            return words
+        here, away = (host.inside(*words) for host in self.hosts)
+        if self.launcher != "torchrun":
+            return here
+        both = f"{shlex.join(away)} & {shlex.join(here)}; code=$?; wait; exit $code"
+        return ["sh", "-c", both]
+
+    def start(self, meanwhile: Callable[["Trial"], None], **environ: str) -> Finished:
+        """Give the command, and wait for its end."""
+
+        def call(process: subprocess.Popen) -> None:
+            self.process, self.began = process, time.monotonic()
+            try:
+                meanwhile(self)
+            except AssertionError as error:
+                self.problem = error
+
+        finished = run(self.command(), 120, call, **environ)
+        with (self.folder / "output.log").open("a") as log:
+            log.write(f"$ {shlex.join(self.command())}\n{finished.output}\n")
+        if self.problem:
+            raise self.problem
+        return finished
+
+    def carry_out(self, expected: str) -> float:
+        """Do all of it; AssertionError if the training does not end with the weights of which this
+        is the digest, or does not keep another promise. Seconds that it took to end."""
+        scenario, memory = self.scenario, os.listdir("/dev/shm")
+        with ExitStack() as stack:
+            self.runs.mkdir()
+            if scenario.on_hosts:
+                self.hosts = stack.enter_context(hosts(self.folder / "hosts"))
+            if scenario.disk_mb:
+                stack.enter_context(small_disk(self.runs, scenario.disk_mb))
+            finished = self.start(scenario.fault, **scenario.shim(self))
+            ended = self.began + finished.seconds - self.struck if self.struck else 0.0
+            self.check_end(finished, memory)
+            if not scenario.heals:
+                (self.runs / "filler").unlink(missing_ok=True)
+                self.cut("up")
+                self.recorded = self.metrics()
+                self.start(recover).checked()
+            self.check_training(expected)
+        return ended
+
+    def check_end(self, finished: Finished, memory: Sequence[str]) -> None:
+        """What has to be so after a fault."""
+        scenario, said = self.scenario, finished.output
+        own_words = before_the_launchers_words(said)
+        assert (finished.returncode == 0) == scenario.heals, f"exit code {finished.returncode}"
+        assert re.search(scenario.said, said), f"nobody said {scenario.said}"
+        assert "Traceback" not in own_words, "a traceback"
+        errors = re.findall(ERROR, said, re.MULTILINE)
+        assert len(errors) <= max(1, len(self.hosts)), f"{len(errors)} messages: {errors}"
+        if scenario.saves:
+            assert said.count("stopped after step") == 1, "not stopped with a checkpoint"
+            (stopped,) = re.findall(r"stopped after step (\d+)", said)
+            file = self.runs / "run" / "checkpoints" / f"step-{int(stopped):09d}.pt"
+            assert file.exists(), f"no checkpoint of step {stopped}, at which it stopped"
+            if self.launcher.startswith("mpirun"):
+                assert finished.returncode == 75, f"exit code {finished.returncode}"
+        for checkpoint in (self.runs / "run" / "checkpoints").glob("*.pt"):
+            assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
+        new = set(os.listdir("/dev/shm")) - set(memory)
+        with suppress(AssertionError):  # what the launcher leaves may take its time to end
+            wait_until(lambda: not self.left(new), 15, 0.1)
+        left = self.left(new)
+        assert not left, f"left: {left}"
+
+    def left(self, files: set[str]) -> list[str]:
+        """Processes on the hosts, and those `files` in /dev/shm that are there and nobody's."""
+        words = [" ".join(one.cmdline()) for host in self.hosts for one in host.processes()]
+        there = files & set(os.listdir("/dev/shm"))
+        return [*words, *sorted(there - shared())] if there else words
+
+    def check_training(self, expected: str) -> None:
+        """What has to be so in the end."""
+        run_folder = self.runs / "run"
+        steps = [step["step"] for step in read_lines(run_folder, "step")]
+        assert steps == list(range(1, STEPS + 1)), f"steps {steps}"
+        assert read_json(run_folder / "summary.json")["weights_sha256"] == expected, "other weights"
+        assert not [*run_folder.rglob(".*.partial")], "partial files are left"
+
+    def cut(self, state: str) -> None:
+        """Bring the link of the last host up, or down."""
+        for host in self.hosts[-1:]:
+            namespaces.ip("-n", host.namespace, "link", "set", "eth0", state)
+
+
+def shared() -> set[str]:
+    """The files in /dev/shm that a live process has in its memory: the training's are gone."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
+
+
+# ---- Faults ----
+
+
+def recover(trial: Trial) -> None:
+    """Note when the training makes its first step since."""
+    assert trial.process is not None
+    wait_until(lambda: trial.makes_steps() or trial.process.poll() is not None, pause=0.01)
+    trial.recovered = time.monotonic() - (trial.struck if trial.scenario.heals else trial.began)
+
+
+def send(
+    *numbers: signal.Signals,
+    to: str = "a rank",
+    when: Callable[[Trial], None] = Trial.wait_for_step,
+    times: int = 1,
+) -> Callable[[Trial], None]:
+    """A fault: one of these signals to a rank, or to the launcher."""
+
+    def fault(trial: Trial) -> None:
+        when(trial)
+        number, target = trial.random.choice(numbers), trial.process
+        if to == "a rank":
+            target = trial.processes()[trial.rank]
+        trial.strikes()
+        for _ in range(times):
+            target.send_signal(number)
+            time.sleep(0.3)
+        if trial.scenario.heals:
+            recover(trial)
+
+    return fault
+
+
+def fill_disk(trial: Trial) -> None:
+    trial.wait_for_step()
+    trial.strikes()
+    with suppress(OSError), (trial.runs / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(2**16))
+
+
+def cut_link(trial: Trial) -> None:
+    trial.wait_for_step()
+    trial.strikes()
+    trial.cut("down")
+
+
+@contextmanager
+def small_disk(folder: Path, mb: int) -> Iterator[None]:
+    """A file system of so many MB in the place of `folder`."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mb}m", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def everywhere(code: str, **values: int) -> Callable[[Trial], dict[str, str]]:
+    """A shim: `code` runs in each process at its start."""
+
+    def shim(trial: Trial) -> dict[str, str]:
+        (trial.folder / "sitecustomize.py").write_text(code.format(**values) if values else code)
+        return {"PYTHONPATH": f"{trial.folder}:{ROOT}"}
+
+    return shim
+
+
+def on_one_rank(module: str, code: str) -> Callable[[Trial], dict[str, str]]:
+    """A shim: `code` runs on one rank when it has imported `module`."""
+
+    def shim(trial: Trial) -> dict[str, str]:
+        change_on_rank(trial.rank, module, code.format(step=trial.step), trial.folder)
+        return {"PYTHONPATH": f"{trial.folder}:{ROOT}"}
+
+    return shim
+
+
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "30"}  # mpirun, which else waits a second
+SCENARIOS = {
+    "kill-rank": Scenario(send(signal.SIGKILL), KILLED),
+    # Nothing has to be said: most launchers pass on what their ranks say.
+    "kill-launcher": Scenario(send(signal.SIGKILL, to="the launcher"), trials=4),
+    "kill-in-evaluation": Scenario(
+        said=KILLED, trials=2, shim=on_one_rank("recipe.training.metrics", DIES)
+    ),
+    "kill-in-write": Scenario(
+        send(signal.SIGKILL, when=Trial.wait_for_write), KILLED, trials=2,
+        shim=everywhere(SLOW_DISK),
+    ),
+    "restart": Scenario(send(signal.SIGKILL), starts=[RESTARTS], trials=100, heals=True),
+    "signal-rank": Scenario(send(TERM, INT, USR1), saves=True),
+    "signal-launcher": Scenario(
+        send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True
+    ),
+    "signal-mpirun": Scenario(
+        send(TERM, INT, USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True,
+        shim=lambda trial: PATIENT,
+    ),
+    "signal-twice": Scenario(
+        send(TERM, to="the launcher", when=Trial.wait_for_write, times=2), "asked to", trials=2,
+        shim=everywhere(SLOW_DISK),
+    ),
+    "stop-rank": Scenario(
+        send(signal.SIGSTOP), r"no batch for 10 s .*rank \d on .*stopped", trials=4, flags=FROZEN
+    ),
+    "disk-full": Scenario(
+        fill_disk, "No space left on device", [DDP, MPIRUN], trials=3, disk_mb=32
+    ),
+    "read-errors": Scenario(
+        starts=[DDP, MPIRUN], trials=3, heals=True, shim=everywhere(READ_ERRORS, times=2, error=116)
+    ),
+    "unreadable": Scenario(
+        said="77.jpg: cannot be read", starts=[DDP, MPIRUN], trials=2,
+        shim=everywhere(READ_ERRORS, times=99, error=5),
+    ),
+    "flipped-bit": Scenario(
+        said=r"the ranks hold different weights in \S+: .* on rank [01]", starts=[DDP, MPIRUN],
+        trials=3, flags="--weight-check-steps 10",
+        shim=on_one_rank("recipe.training.model", FLIPS),
+    ),
+    "cut-link": Scenario(
+        cut_link, "no batch for 10 s", [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5,
+        flags=FROZEN, on_hosts=True,
+    ),
+}  # fmt: skip
+
+
+# ---- The campaign ----
+
+
+@dataclass
+class Result:
+    """How a trial went; seconds are None where there are none."""
+
+    scenario: str
+    engine: str
+    launcher: str
+    number: int
+    problem: str = ""  # empty: the training survived
+    folder: str = ""  # of a trial that failed
+    seconds_to_end: float | None = None  # from the fault to the launcher's end
+    seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
+
+
+def lacking(name: str) -> list[str]:
+    """What a scenario needs and this machine or user lacks."""
+    if SCENARIOS[name].on_hosts:
+        return namespaces.missing_tools()
+    return ["root"] if SCENARIOS[name].disk_mb and os.geteuid() != 0 else []
+
+
+def undisturbed(folder: Path) -> str:
+    """The digest of the weights of a training that nobody disturbs: by either engine, on CPUs, with
+    two workers, over any transport."""
+    return str(train(folder / "undisturbed", *DDP)["weights_sha256"])
+
+
+def attempt(name: str, start: Start, number: int, seed: int, expected: str, parent: Path) -> Result:
+    """Carry out a trial; its folder, in `parent`, is kept if it fails."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+    drawn = random.Random(f"{seed} {name} {start} {number}")
+    trial = Trial(SCENARIOS[name], *start, folder, drawn)
+    result = Result(name, start[1], start[0], number)
+    try:
+        ended = trial.carry_out(expected)
+    except Exception as error:  # whatever it is, the trial has failed
+        (folder / "problem.txt").write_text(str(error))
+        result.problem = (str(error) or type(error).__name__).splitlines()[0]
+        result.folder = str(folder)
+        return result
+    shutil.rmtree(folder)
+    result.seconds_to_end = ended or None
+    result.seconds_to_recover = trial.recovered or None
+    return result
+
+
+def table(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """A row for each scenario with an engine and a launcher."""
+    groups = defaultdict[tuple[str, str, str], list[Result]](list)
+    for one in results:
+        groups[one.scenario, one.engine, one.launcher].append(one)
+
+    def middle(values: Iterator[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return round(statistics.median(known), 1) if known else None
+
+    return [
+        {
+            "scenario": scenario, "engine": engine, "launcher": launcher, "trials": len(group),
+            "survived": sum(not one.problem for one in group),
+            "median seconds to end": middle(one.seconds_to_end for one in group),
+            "median seconds to recover": middle(one.seconds_to_recover for one in group),
+        }
+        for (scenario, engine, launcher), group in groups.items()
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--launcher", help="only by this one", choices=[*LAUNCHERS])
+    parser.add_argument("--trials", type=int, help="of each start, in place of the scenario's own")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--out", type=Path, help="write trials and table there, as JSON")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    print(f"--seed {options.seed}; what fails is kept in {folder}", flush=True)
+    results: list[Result] = []
+    expected = undisturbed(folder)
+    for name in options.scenario:
+        if lacks := lacking(name):
+            print(f"{name}: skipped, for it needs {', '.join(lacks)}", flush=True)
+            continue
+        for start in SCENARIOS[name].starts:
+            if options.launcher not in (None, start[0]):
+                continue
+            for number in range(1, (options.trials or SCENARIOS[name].trials) + 1):
+                one = attempt(name, start, number, options.seed, expected, folder)
+                results.append(one)
+                told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
+                print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
+    rows = table(results)
+    print(tabulate(rows, headers="keys"))
+    if options.out:
+        found = {"seed": options.seed, "table": rows, "trials": [asdict(one) for one in results]}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    failed = sum(bool(one.problem) for one in results)
+    if not failed:
+        shutil.rmtree(folder)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

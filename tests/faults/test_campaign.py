@@ -1,0 +1,36 @@
+"""The campaign in short: each fault once with each engine. `make faults` has the other launchers,
+and many trials of each."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from campaign import DDP, SCENARIOS, Start, attempt, lacking
+from launching import ROOT, read_json
+
+SHORT = [
+    pytest.param(name, start, marks=pytest.mark.cluster if scenario.on_hosts else ())
+    for name, scenario in SCENARIOS.items()
+    for start in {engine: (launcher, engine) for launcher, engine in scenario.starts}.values()
+]
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "start"), SHORT)
+def test_a_training_survives(
+    name: str, start: Start, trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    if lacks := lacking(name):
+        pytest.skip(f"needs {', '.join(lacks)}")
+    weights = read_json(trained(*DDP) / "summary.json")["weights_sha256"]
+    seed = random.SystemRandom().randrange(10**6)
+    result = attempt(name, start, 1, seed, weights, tmp_path)
+    assert not result.problem, f"--seed {seed}: {result}"
+
+
+def test_each_fault_has_its_promise() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert [name for name in SCENARIOS if f"`{name}`" not in page] == []
