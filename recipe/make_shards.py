@@ -27,6 +27,7 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.config import cache_folder
+from recipe.data.decoding import SuspectImages, decode, image_size
 from recipe.data.image_folder import (
     DAMAGE,
     Listing,
@@ -35,7 +36,6 @@ from recipe.data.image_folder import (
     locked,
     read_arrays,
 )
-from recipe.data.images import SuspectImages, decode, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError, run_command
 from recipe.files import whole_file

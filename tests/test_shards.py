@@ -14,7 +14,7 @@ import torch
 from making import CPU, a_world, folder_config, write_images
 from PIL import Image
 
-from recipe.data import images
+from recipe.data import decoding
 from recipe.data import shards as shards_module
 from recipe.data.batches import (
     Data,
@@ -310,7 +310,7 @@ def test_large_set(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """One is let pass; each is named once, however often it comes, and wherever it was met."""
-    monkeypatch.setattr(images, "ONE_IN", 2)  # of six and of two images
+    monkeypatch.setattr(decoding, "ONE_IN", 2)  # of six and of two images
     data = open_data(folder_config(root))
     read_all(data, root, workers)
     assert [len(found.found) for found in data.suspects] == [1, 1]
@@ -322,7 +322,7 @@ def test_large_set(
 
 
 def test_too_many_in_a_large_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "ONE_IN", 6)
+    monkeypatch.setattr(decoding, "ONE_IN", 6)
     (root / "train" / "b" / "0.png").write_bytes(damaged_jpeg())
     message = r"train/[ab]/[01]\.png: .*\(1 such files in 6 are let pass\)"
     with pytest.raises(UserError, match=message):
@@ -335,6 +335,6 @@ def test_shards_with_a_suspect_image(
     make_shards(root, tmp_path / "shards", tmp_path / "cache")
     with pytest.raises(UserError, match=r"a/1\.png: .* bytes more than its pixels need"):
         verify_shards(tmp_path / "shards")
-    monkeypatch.setattr(images, "ONE_IN", 2)
+    monkeypatch.setattr(decoding, "ONE_IN", 2)
     lines = verify_shards(tmp_path / "shards")
     assert lines[0].endswith("train: 6 images are whole and can be decoded, 1 may be damaged")

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
+from recipe.data.decoding import SuspectImages
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
-from recipe.data.images import SuspectImages, TrainTransform, ValTransform, empty_batch, seeded
+from recipe.data.images import TrainTransform, ValTransform, empty_batch, seeded
 from recipe.data.order import Sample, SampleStream, permutation
 from recipe.data.shards import holds_shards, open_shards
 from recipe.device import keep_freed_memory
