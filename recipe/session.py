@@ -14,7 +14,13 @@ from msgspec import convert
 from torch import nn
 
 from recipe.config import Config
-from recipe.data.batches import Data, samples_per_step, training_batches, training_end
+from recipe.data.batches import (
+    Data,
+    check_replaced,
+    samples_per_step,
+    training_batches,
+    training_end,
+)
 from recipe.device import gather, loader_workers, share_of_cores
 from recipe.errors import UserError
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint
@@ -118,6 +124,10 @@ class Session:
         """Write the steps since the last call; UserError for a loss that is not finite."""
         steps = self.meter.take_steps(sum_over_ranks)
         self.recorder.write_steps(steps)
+        if self.config.bad_images == "replace" and (listing := self.data.train) is not None:
+            replaced = self.meter.take_replaced(self.world, sum_over_ranks)
+            self.recorder.write_replaced(listing, replaced)
+            check_replaced(listing, self.meter.replaced)
         for line in steps:
             place = f"at step {line.step} (learning rate {line.learning_rate:.4g})"
             check_loss(line.loss, place, is_first=0 < self.first_step == line.step - 1)

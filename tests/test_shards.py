@@ -1,5 +1,6 @@
 """Tar files that are read at random: the same images in the same order as the folder's."""
 
+import errno
 import functools
 import io
 import os
@@ -160,6 +161,24 @@ def test_shard_that_changes_while_it_is_read(made: Path) -> None:
     for index, words in {1: "the shard ends too early", 5: r"000001\.tar: cannot be read"}.items():
         with pytest.raises(UserError, match=words):
             shards.read(index)
+
+
+def test_a_stale_handle_is_opened_anew(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file server gives when it has started again."""
+    shards, pread = open_shards(made / "train"), os.pread
+    expected = shards.read(0)
+    held = shards_module._opened(str(made / "train" / "train-000000.tar"))  # keeps its number
+    tried: list[int] = []
+
+    def read(file: int, size: int, offset: int) -> bytes:
+        tried.append(file)
+        if file == held.fileno():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pread(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert shards.read(0) == expected
+    assert tried[0] == held.fileno() and len(tried) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "text", "lacks an entry", "version"])

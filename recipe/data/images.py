@@ -73,13 +73,21 @@ class TrainTransform:
         between = first + (last - first) * (epoch - begin) / (end - begin)
         return min(max(first, 32 * round(between / 32)), last)
 
+    def _looks_for_damage(self, number: int) -> bool:
+        """Whether all of each file is decoded in this pass: each time that bad images are to be
+        replaced, and else when the file first comes. With repeats that may be in any epoch, each of
+        which has some of the files only: there it is so in one pass of each epoch."""
+        repeats = self.config.augment_repeats
+        is_first = number == 0 or (repeats > 1 and number % repeats == 0)
+        return is_first or self.config.bad_images == "replace"
+
     def draw(self, height: int, width: int, key: Key) -> Draw:
         """Draw the augmentation of an image of this size, in pixels, from its key alone.
 
         Thus a resumed run, another number of ranks or loader workers, and the other engine see the
         same pixels. The crop is torchvision's RandomResizedCrop.
         """
-        uniform = _uniform_numbers(key)
+        uniform = uniform_numbers(key)
         flip, across, down = next(uniform), next(uniform), next(uniform)
         after = next(uniform)
         smallest, largest = self.config.random_crop_scale
@@ -109,8 +117,8 @@ class TrainTransform:
         else is wrong, as in `decode`."""
         height, width = image_size(content, name)
         drawn = self.draw(height, width, key)
-        # In the first pass all of each file is decoded, and so looked at for damage.
-        image, left_over = decode(content, name, drawn.top + drawn.height if key[1] else height)
+        rows = height if self._looks_for_damage(key[1]) else drawn.top + drawn.height
+        image, left_over = decode(content, name, rows)
         bottom, right = drawn.top + drawn.height, drawn.left + drawn.width
         resize(image[drawn.top : bottom, drawn.left : right], out, self.config.interpolation)
         if drawn.flip:
@@ -175,7 +183,7 @@ class TimmRandAugment:
             np.random.set_state(numpys)
 
 
-def _uniform_numbers(key: Key) -> Iterator[float]:
+def uniform_numbers(key: Key) -> Iterator[float]:
     """Numbers in [0, 1) that the key alone decides, from its digests: ten times as fast as to seed
     one of numpy's generators, and the same for ever."""
     for block in itertools.count():
