@@ -52,16 +52,20 @@ class UserError(ValueError):
     what to do."""
 
 
-def run_command(body: Callable[[], list[str]]) -> int:
-    """Print the lines that `body`, a command that prepares data, returns. Its exit code: 0, 1 after
-    a message about what is wrong, or 130 if it was interrupted."""
+def run_command(
+    body: Callable[[], list[str]],
+    interrupted: str = "the same command resumes where it stopped",
+) -> int:
+    """Print the lines that `body`, a command about data, returns. Its exit code: 0, 1 after a
+    message about what is wrong, or 130 if it was `interrupted`, after what there is to say then."""
     try:
-        print("\n".join(body()))
+        for line in body():
+            print(line)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
+        print(f"interrupted: {interrupted}", file=sys.stderr)
         return 130
     return 0
 

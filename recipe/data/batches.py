@@ -23,7 +23,7 @@ from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.decoding import SuspectImages, suspect
 from recipe.data.digits import prepare_digits
-from recipe.data.image_folder import Listing, check_train_and_val, list_images
+from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import (
     TrainTransform,
     ValTransform,
@@ -32,7 +32,7 @@ from recipe.data.images import (
     uniform_numbers,
 )
 from recipe.data.order import Sample, SampleStream, permutation
-from recipe.data.shards import holds_shards, open_shards
+from recipe.data.shards import open_images
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
 from recipe.world import World
@@ -101,11 +101,6 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
     check_train_and_val(train, val)
     suspects = SuspectImages(train), SuspectImages(val)
     return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
-
-
-def open_images(folder: Path, cache: Path) -> Listing:
-    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
-    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
 def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from recipe.data.folder_errors import UNFINISHED, first_few, read_patiently, readable
-from recipe.data.image_folder import DAMAGE, Listing, read_arrays
+from recipe.data.image_folder import DAMAGE, Listing, list_images, read_arrays
 from recipe.errors import UserError
 
 INDEX = "index.npz"
@@ -84,6 +84,11 @@ def _opened(shard: str) -> io.FileIO:
     """A shard, opened once a process; closed with its last reference, when the last thread has read
     from it."""
     return open(shard, "rb", buffering=0)
+
+
+def open_images(folder: Path, cache: Path) -> Listing:
+    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
+    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
 def holds_shards(folder: Path) -> bool:
