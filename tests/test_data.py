@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,10 +19,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from launching import rarely
 from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
 from PIL import Image
-from test_images import TIMMS, noisy_jpeg
+from test_images import TIMMS, encoded, noisy_jpeg, picture
 
 from recipe.config import Config
 from recipe.data import batches as data_module
@@ -469,6 +472,36 @@ def test_bad_images_are_told_with_their_reasons(colored: Config, workers: int) -
     for index, words in {1: "It has 0 bytes", 4: "begins with", 8: "more than its pix"}.items():
         assert meter.replaced[index].startswith(f"{data.train.name(index)}: ")
         assert words in meter.replaced[index]
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> bytes:
+    """Any bytes, or an image that is cut off or changed."""
+    content = bytearray(encoded(picture(), draw(st.sampled_from(["JPEG", "PNG", "GIF", "TIFF"]))))
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=100))
+    for _ in range(draw(st.integers(0, 20))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content[: draw(st.integers(0, len(content)))])
+
+
+@settings(
+    derandomize=True, deadline=None, max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(content=contents())
+@pytest.mark.filterwarnings("ignore")  # Pillow's
+def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> None:
+    """Where they end a run under the one policy, the other one replaces them."""
+    data, meter = open_data(colored), InputMeter()
+    assert data.train is not None
+    Path(data.train.name(4)).write_bytes(content)
+    batches = training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter)
+    assert sum(len(labels) for _, labels in batches) == 12
+    strict = replace(colored, bad_images="error")
+    is_bad = pytest.raises(UserError, match=re.escape(data.train.name(4)))
+    with is_bad if meter.replaced else contextlib.nullcontext():
+        list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
 
 
 def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:
