@@ -1,7 +1,6 @@
 """A whole data set is read, and all that is wrong with it is told."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,8 @@ def test_an_interruption_ends_it_soon(
 
     def look(listing: Listing, index: int) -> None:
         looked.append(index)
-        if index == 10:
-            signal.raise_signal(signal.SIGINT)
+        if index == 10:  # as Ctrl-C ends the wait for an image
+            raise KeyboardInterrupt
 
     listing = Listing(tmp_path, ("a",), np.zeros(10**6, "S1"), np.zeros(10**6))
     monkeypatch.setattr(check_images, "open_images", lambda *given: listing)

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, and good for either engine at any world size."""
 
 import argparse
+import copy
 import errno
 import functools
 import itertools
@@ -413,7 +414,7 @@ WRONG = st.one_of(
 @given(data=st.data())
 def test_any_wrong_value_is_refused_or_does_no_harm(data: st.DataObject) -> None:
     """Anywhere in a checkpoint."""
-    inner: Any = contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA)
+    inner: Any = copy.deepcopy(contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA))
     contents, key = inner, data.draw(st.sampled_from(sorted(inner)))
     while isinstance(inner[key], (dict, list)) and inner[key] and data.draw(st.booleans()):
         inner = inner[key]

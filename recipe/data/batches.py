@@ -42,9 +42,9 @@ SYNTHETIC_CLASSES = 1000
 # A batch, the bytes that its files have, which of its images have how many bytes left over, and
 # which were bad, and why, so that others took their place.
 Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]], dict[int, str]]
-# One that is bad, and the others that are tried in its place: few, as each may keep a dead file
-# server waiting for 9 s, and of 1 bad image in 1,000 there are not five in a row.
-MOST_TRIES = 5
+# One that is bad, and the others that are tried in its place: few, as a file server that is gone
+# takes 9 s for each, but enough for a small data set with as many bad ones as are let pass.
+MOST_TRIES = 10
 # More bad images than 1 in so many, and than so many, end the run.
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 CPU = torch.device("cpu")
