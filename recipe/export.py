@@ -10,6 +10,7 @@ evaluation of the checkpoint's step. The names are the network's own; --weights 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -39,7 +40,8 @@ def better_weights(metrics: Path, step: int) -> str:
     lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
     told = [json.loads(line) for line in lines if '"kind": "eval"' in line and line.endswith("\n")]
     here = [line for line in told if line["step"] == step]
-    return max(here, key=lambda line: line["top1"], default={}).get("weights", "model")
+    best: dict[str, Any] = max(here, key=lambda line: line["top1"], default={})
+    return str(best.get("weights", "model"))
 
 
 def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
