@@ -22,6 +22,7 @@ from recipe.data.batches import training_end, validation_batches
 from recipe.device import choose_device, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
+from recipe.loop import refuse_settings
 from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import evaluate, means
@@ -30,9 +31,16 @@ from recipe.training.model import build_scaler, seed_step
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
 
+# It begins anew, keeps nothing, and measures nothing.
+LACKS = (
+    "weights", "resume", "evaluate", "desired_acc", "model_ema", "checkpoint_steps", "bad_images",
+    "ablation_steps", "tensor_steps", "profile_steps",
+)  # fmt: skip
+
 
 def main(config: Config, world: World) -> None:
     """Train as `config` says, print each epoch's validation and, last, a digest of the weights."""
+    refuse_settings(config, LACKS)
     if world.size > 1:
         raise UserError(
             f"{world.launcher} started {world.size} processes: this script is for a single one; "

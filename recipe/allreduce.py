@@ -92,8 +92,8 @@ def run(
 
 def parse_options(description: str | None, transports: Sequence[str]) -> argparse.Namespace:
     """Read the flags of an engine's script, which has these transports to choose from."""
-    transport: dict[str, Any] = {"choices": transports, "default": "auto", "help": "what carries the messages "
-                 "(default: auto)"}  # fmt: skip
+    words = "what carries the messages (default: auto)"
+    transport: dict[str, Any] = {"choices": transports, "default": "auto", "help": words}
     return parser_of(sys.argv[0], description, FLAGS | {"--transport": transport}).parse_args()
 
 

@@ -45,7 +45,8 @@ def run_tool(
         answer = tyro.cli(tool, prog=name, description=about, args=argv, config=settings)
         if isinstance(answer, int):
             return answer
-        print("\n".join(answer))
+        for line in answer:
+            print(line)
         return 0
 
     return run_main(name, body, **more)

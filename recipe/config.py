@@ -238,6 +238,11 @@ def _mistakes(config: Config) -> Mistakes:
             f"--val-crop-size {config.val_crop_size}: larger than the resized image "
             f"({config.val_resize_size}); raise --val-resize-size",
         ),
+        (
+            config.dali and config.bad_images == "replace",
+            "--bad-images replace: cannot be combined with --dali, which does not say which image "
+            "it could not decode; leave one of the two out",
+        ),
         (config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"),
         (
             not all(0 <= beta < 1 for beta in config.betas),

@@ -98,6 +98,13 @@ class DataFlags:
     dali: bool = work(False, needs=("images", "training"))
     """Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there is one
     (needs the extra `dali`): the same crops and flips, the pixels of another decoder."""
+    bad_images: Literal["error", "replace"] = work(
+        "error", needs=("images", "training"), decides="replaced_images"
+    )
+    """What a training image that cannot be read or decoded does. error: it ends the run. replace:
+    another one takes its place, drawn from the seed, the pass and its own place in the listing; the
+    run folder lists it, and more than 1 in 1,000, or than 10, end the run. Each file is then
+    decoded whole each time that it comes."""
     workers: int | None = work(None, at_least(0), aliases="-j", needs="images", per_rank="own")
     """Loader processes per rank. Default: this rank's share of the cores with a GPU; 0 (in the
     training process) on the CPU, where training itself keeps the cores busy."""

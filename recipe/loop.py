@@ -50,6 +50,17 @@ ENGINES_OWN = (
 )  # fmt: skip
 
 
+def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
+    """UserError for the first of these settings, written as ENGINES_OWN, that is given."""
+    default = Config()
+    for words in lacking:
+        name, _, value = words.partition(" ")
+        given = getattr(config, name)
+        is_given = str(given) == value if value else given != getattr(default, name)
+        if is_given:
+            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
+
+
 class Rung(Trainables):
     """One process's training, from which a script in baselines/ differs by what it overrides.
 
@@ -76,13 +87,8 @@ class Rung(Trainables):
 
     def __init__(self, config: Config, world: World) -> None:
         """UserError for settings that it lacks, and if it was not started as it must be."""
-        default = Config()
-        for words in (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks):
-            name, _, value = words.partition(" ")
-            given = getattr(config, name)
-            is_given = str(given) == value if value else given != getattr(default, name)
-            if is_given:
-                raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
+        lacking = (one for one in ENGINES_OWN if one not in self.has)
+        refuse_settings(config, (*lacking, *self.lacks))
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
             raise UserError(

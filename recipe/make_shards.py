@@ -1,7 +1,6 @@
 """Write a folder of images as a few large tar files, and an index to read them at random.
 
     python -m recipe.make_shards IMAGENET SHARDS
-    python -m recipe.make_shards SHARDS --verify
 
 IMAGENET holds train/ and val/ in ImageNet's layout, as for --data; afterwards `--data SHARDS` is
 the same training, image by image. The images are copied unchanged. A shard is written whole or not
@@ -27,6 +26,7 @@ from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
 from recipe.config import cache_folder
+from recipe.data.decoding import image_size
 from recipe.data.image_folder import (
     DAMAGE,
     Listing,
@@ -35,7 +35,6 @@ from recipe.data.image_folder import (
     locked,
     read_arrays,
 )
-from recipe.data.images import SuspectImages, decode, image_size
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError
 from recipe.files import whole_file
@@ -78,28 +77,6 @@ def make_shards(
             f"{error.filename or target}: cannot be written ({error.strerror}). Fix that and run "
             "the same command again: it resumes where it stopped."
         ) from error
-    return lines
-
-
-def verify_shards(root: Path) -> list[str]:
-    """Read and decode every image of the shards in `root`/train and `root`/val; a line about each.
-
-    UserError about the first image whose checksum is another, or which cannot be decoded, or is
-    suspect where that is too many. Replace it in the folder that the shards were made from, remove
-    the part's shards, and make them again.
-    """
-    lines = []
-    for part in PARTS:
-        shards = open_shards(root / part)
-        suspects = SuspectImages(shards)
-        reading = read_ahead(shards, range(len(shards)))
-        bar = tqdm(reading, f"verifying {part}", len(shards), unit="image", disable=None)
-        for index, data in enumerate(bar):
-            _, left_over = decode(data, shards.name(index))
-            if left_over:
-                suspects.add(index, left_over)
-        note = f", {len(suspects.found):,} may be damaged" if suspects.found else ""
-        lines.append(f"{shards.root}: {len(shards):,} images are whole and can be decoded{note}")
     return lines
 
 
@@ -186,23 +163,17 @@ def read_ahead(listing: Listing, indices: range) -> Iterator[bytes]:
 
 def run(
     folder: Positional[Path],
-    shards: Positional[Path | None] = None,
-    verify: bool = False,
+    shards: Positional[Path],
     images_per_shard: int = IMAGES_PER_SHARD,
     cache_dir: str = DataFlags.cache_dir,
 ) -> list[str]:
-    """Make shards, or verify them; returns lines about them.
+    """Make shards; returns lines about them.
 
     Args:
-        folder: Holds train/ and val/; with --verify: the shards.
+        folder: Holds train/ and val/.
         shards: Where they are written.
-        verify: Read all shards, and decode every image.
         cache_dir: For the folder's listing.
     """
-    if (shards is None) != verify:
-        raise UserError("name the folder and where to write its shards, or the shards and --verify")
-    if shards is None:
-        return verify_shards(folder)
     return make_shards(folder, shards, Path(cache_folder(cache_dir)), images_per_shard)
 
 

@@ -15,7 +15,13 @@ from msgspec import convert
 from torch import nn
 
 from recipe.config import Config
-from recipe.data.batches import Data, samples_per_step, training_batches, training_end
+from recipe.data.batches import (
+    Data,
+    check_replaced,
+    samples_per_step,
+    training_batches,
+    training_end,
+)
 from recipe.device import gather, loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
@@ -157,6 +163,10 @@ class Session:
             return None
         steps = self.meter.take_steps(sum_over_ranks)
         self.recorder.write_steps(steps)
+        if self.config.bad_images == "replace" and (listing := self.data.train) is not None:
+            replaced = self.meter.take_replaced(self.world, sum_over_ranks)
+            self.recorder.write_replaced(listing, replaced)
+            check_replaced(listing, self.meter.replaced)
         bad = next((line for line in steps if not math.isfinite(line.loss)), None)
         if bad is not None and len(self.left_out) >= self.config.rollback:
             self.recorder.event("diverged", step=bad.step)

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, and good for either engine at any world size."""
 
 import argparse
+import copy
 import errno
 import functools
 import itertools
@@ -471,25 +472,66 @@ def whole(tmp_path: Path) -> bytes:
     return (tmp_path / "c.pt").read_bytes()
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZED = settings(
+    derandomize=True, deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+
+
+@settings(FUZZED, max_examples=150)
 @given(data=st.data())
 def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path: Path) -> None:
-    """Whatever the damage, the answer is whole or not, and a UserError at most."""
+    """Any bytes, a whole file with some of them changed, and one that was cut off: the answer is
+    whole or not, and a UserError at most. A run that goes on has all that was saved."""
     content = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path = tmp_path / "c.pt"
-    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    kind = data.draw(st.sampled_from(["any", "changed", "cut off", "both"]))
+    if kind == "any":
+        content = bytearray(data.draw(st.binary(max_size=500)))
+    if kind in ("changed", "both"):
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    if kind in ("cut off", "both"):
+        del content[data.draw(st.integers(0, len(content))) :]
+    path, parts = tmp_path / "c.pt", trainables(seed=1)
+    path.write_bytes(content)
+    config = replace(CONFIG, resume=str(path))
     if not resuming._is_whole(path):
         with pytest.raises(UserError, match="is damaged"):
-            find_checkpoint(replace(CONFIG, resume=str(path)), tmp_path)
-    if path.stat().st_size:
-        try:
-            load_weights(TinyNet(), str(path))
-        except UserError as error:
-            assert "\n" not in str(error)
+            find_checkpoint(config, tmp_path)
+    try:
+        progress = resume(parts, config, a_world(), DATA, tmp_path / "run", same)
+        assert progress == PROGRESS and everything(parts) == everything(trainables())
+    except UserError as error:
+        assert "\n" not in str(error)
+    try:
+        load_weights(TinyNet(), str(path))
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+WRONG = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text("ab-1", max_size=3),
+    st.sampled_from([[], {}, [1], {"a": 1}, torch.zeros(0), torch.zeros(2), torch.tensor(1)]),
+)  # fmt: skip
+
+
+@settings(FUZZED, max_examples=200)
+@given(data=st.data())
+def test_any_wrong_value_is_refused_or_does_no_harm(data: st.DataObject) -> None:
+    """Anywhere in a checkpoint."""
+    inner: Any = copy.deepcopy(contents_of(trainables(steps=1), PROGRESS, CONFIG, DATA))
+    contents, key = inner, data.draw(st.sampled_from(sorted(inner)))
+    while isinstance(inner[key], (dict, list)) and inner[key] and data.draw(st.booleans()):
+        inner = inner[key]
+        keys = list(inner) if isinstance(inner, dict) else range(len(inner))
+        key = data.draw(st.sampled_from(keys))
+    inner[key] = data.draw(WRONG)
+    try:
+        progress = restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt")
+        assert 0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
+        assert -1 <= progress.best_top1 <= 100 and 0 <= progress.train_seconds < math.inf
+    except UserError as error:
+        assert "\n" not in str(error)
 
 
 def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,13 @@ from typing import Any, get_args
 from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from making import a_world
 
 from recipe import config as config_module
 from recipe import errors
-from recipe.config import Config, check, parse_args, without_effect
+from recipe.config import Config, check, parse_args, read_flags, without_effect
 from recipe.errors import UserError
 from recipe.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
 from recipe.presets import PRESETS
@@ -253,6 +255,7 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
         ({**GROWING, "resize_epochs": (1, 1)}, "0 <= BEGIN < END <= 4"),
         ({**GROWING, "resize_epochs": (1, 5)}, "0 <= BEGIN < END <= 4"),
         ({**GROWING, "dali": True}, "--first-crop-size: cannot be combined with --dali"),
+        ({"bad_images": "replace", "dali": True}, "--bad-images replace: cannot be combined with"),
         ({"lr_restart_epochs": (3, 2)}, "--lr-restart-epochs 3 2: give ascending"),
         ({"lr_restart_epochs": (1,)}, "between --warmup-epochs 1 and --epochs 4"),
         ({"lr_restart_epochs": (4,)}, "between --warmup-epochs 1 and --epochs 4"),
@@ -306,6 +309,34 @@ def test_refusal_is_one_line_and_exit_code_2(
     out, err = capsys.readouterr()
     assert suggestion in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+VALUES = st.one_of(
+    st.sampled_from(["0", "1", "-1", "3", "0.5", "1e400", "nan", "inf", "None", "True", "auto"]),
+    st.sampled_from(["resnet18", "digits", "synthetic", "/nowhere"]),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6),
+)
+WORDS = st.one_of(
+    st.sampled_from(config_module._flag_names()),
+    VALUES,
+    st.tuples(st.sampled_from(config_module._flag_names()), VALUES).map("=".join),
+    st.text("-_=abc ", max_size=6),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(WORDS, max_size=6), st.sampled_from(["ddp", "horovod", "mpi4py"]))
+def test_any_words_are_settings_or_refused(words: list[str], engine: str) -> None:
+    """In a sentence, or by the parser; and what is taken holds."""
+    try:
+        config, base, _ = read_flags(engine, 2, words, talk=False)
+    except UserError as error:
+        assert str(error).strip()
+    except SystemExit as ended:
+        assert ended.code in (0, 2)
+    else:
+        check(config, engine, 2)
+        assert all(without_effect(config, base, engine, 2))
 
 
 ABLATION = {"static_graph": True, "ablation_steps": 2}
@@ -397,6 +428,7 @@ def test_what_cannot_be_combined(
         ({"data": "synthetic", "workers": 2}, "workers", "ddp", 2),
         ({"data": "synthetic", "random_erase": 0.5}, "random-erase", "ddp", 2),
         ({"data": "synthetic", "augment_repeats": 2}, "augment-repeats", "ddp", 2),
+        ({"data": "synthetic", "bad_images": "replace"}, "bad-images", "ddp", 2),
         ({"data": "synthetic", "auto_augment": "ra"}, "auto-augment", "ddp", 2),
         ({"data": "synthetic", "hflip_prob": 0.1}, "hflip-prob", "ddp", 2),
         ({"data": "synthetic", "random_crop_scale": (0.5, 1)}, "random-crop-scale", "ddp", 2),

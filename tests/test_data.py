@@ -1,14 +1,16 @@
 """From folders to batches on the device."""
 
 import contextlib
+import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,18 +19,23 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from launching import rarely
-from making import CPU, a_config, a_world, folder_config, write_images
-from test_images import TIMMS
+from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
+from PIL import Image
+from test_images import TIMMS, encoded, noisy_jpeg, picture
 
 from recipe.config import Config
 from recipe.data import batches as data_module
+from recipe.data import images as images_module
 from recipe.data.batches import (
     SYNTHETIC_CLASSES,
     Batch,
     Data,
     InputMeter,
     _one_ahead,
+    check_replaced,
     data_order_sha256,
     mixed,
     open_data,
@@ -36,8 +43,13 @@ from recipe.data.batches import (
     training_batches,
     validation_batches,
 )
+from recipe.data.decoding import decode
+from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
+from recipe.errors import UserError
+from recipe.record.meter import StepMeter
+from recipe.training.state import Progress
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +111,24 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
     assert {epoch for epoch, _ in keys} == {1}, "not the first, 0"
 
 
+def pixels(
+    data: Data, config: Config, size: int, start: int = 0, workers: int = 0
+) -> Counter[bytes]:
+    """Those of the images that all ranks read until position 36."""
+    return Counter(
+        image.numpy().tobytes()
+        for rank in read_training(data, config, size, start, 36, workers)
+        for images, _ in rank
+        for image in images
+    )
+
+
 def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:
     """Augmentation draws from (seed, epoch, index) alone: any split sees the same images."""
-
-    def pixels(config: Config, size: int) -> Counter[bytes]:
-        return Counter(
-            image.numpy().tobytes()
-            for rank in read_training(data, config, size, 0, 36)
-            for images, _ in rank
-            for image in images
-        )
-
-    alone = pixels(folders, 1)
-    assert pixels(replace(folders, batch_size=2), 2) == alone
-    assert pixels(replace(folders, batch_size=6), 3) == alone
-    assert pixels(replace(folders, seed=1), 1) != alone
+    alone = pixels(data, folders, 1)
+    assert pixels(data, replace(folders, batch_size=2), 2) == alone
+    assert pixels(data, replace(folders, batch_size=6), 3) == alone
+    assert pixels(data, replace(folders, seed=1), 1) != alone
     assert len(alone) > 30  # another crop in each epoch
 
 
@@ -374,6 +389,162 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     words = "cannot hand over a batch of 1,9" if is_small else "a loader worker was killed"
     assert done.stderr.startswith("error: ") and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
+
+
+# ---- bad images ----
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_a_file_is_decoded_whole_when_it_first_comes(
+    folders: Config, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever epoch that is: with repeats each has only some of the files."""
+    asked: dict[str, list[int]] = {}
+
+    def decoded(content: bytes, name: str, rows: int) -> tuple[np.ndarray, int]:
+        asked.setdefault(name, []).append(rows)
+        return decode(content, name, rows)
+
+    monkeypatch.setattr(images_module, "decode", decoded)
+    config = replace(folders, augment_repeats=repeats)
+    read_training(open_data(config), config, 1, 0, 20 * 9)
+    assert len(asked) == 9
+    assert {rows[0] for rows in asked.values()} == {10}, "the whole height"
+    partly = [min(rows[1:]) < 10 for rows in asked.values()]
+    assert sum(partly) > 6, "later no more than the crop needs, which is seldom all"
+
+
+@pytest.fixture
+def colored(tmp_path: Path) -> Config:
+    """Nine images of one colour each; the largest of its parts tells the class."""
+    for label, index in itertools.product(range(3), range(3)):
+        file = tmp_path / "train" / "abc"[label] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        color = [50 * index] * 3
+        color[label] = 200 + index
+        Image.new("RGB", (12, 10), tuple(color)).save(file)
+    write_images(tmp_path / "val", 1)
+    return folder_config(tmp_path, bad_images="replace")
+
+
+# By index: no image, one that is cut off, and one whose data has been zeroed in part.
+BAD = {1: b"", 4: b"\x89PNG\r\n", 8: noisy_jpeg(bytes(64))}
+
+
+def damage(config: Config) -> Data:
+    """Nine images of which three are bad."""
+    data = open_data(config)
+    assert data.train is not None
+    for index, content in BAD.items():
+        Path(data.train.name(index)).write_bytes(content)
+    return data
+
+
+def test_another_image_takes_the_place_of_a_bad_one(colored: Config) -> None:
+    """And of no other; with its own label. Damage is looked for in each epoch."""
+    before = read_training(open_data(colored), colored, 1, 0, 36)[0]
+    after = read_training(damage(colored), colored, 1, 0, 36)[0]
+    positions = SampleStream(9, colored.seed).samples(np.arange(36))
+    pairs = zip(*(itertools.chain(*(zip(*batch, strict=True) for batch in batches))
+                  for batches in (before, after)), strict=True)  # fmt: skip
+    for (_, index), ((was, old_label), (image, label)) in zip(positions, pairs, strict=True):
+        assert torch.equal(was, image) == (index not in BAD)
+        assert image.amax(dim=(1, 2)).argmax() == label
+        assert old_label == index // 3
+
+
+def test_the_same_one_at_any_number_of_ranks(colored: Config) -> None:
+    data = damage(colored)
+    alone = pixels(data, colored, 1)
+    assert pixels(data, replace(colored, batch_size=2), 2) == alone
+    assert pixels(data, replace(colored, batch_size=6), 3) == alone
+    assert pixels(data, colored, 1, workers=2) == alone
+    rest = pixels(data, colored, 1, start=20)
+    assert rest <= alone and rest.total() == 16
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_images_are_told_with_their_reasons(colored: Config, workers: int) -> None:
+    data, meter = damage(colored), InputMeter()
+    list(training_batches(data, colored, a_world(), CPU, workers, 0, 36, meter))
+    assert data.train is not None
+    assert meter.replaced.keys() == BAD.keys()
+    for index, words in {1: "It has 0 bytes", 4: "begins with", 8: "more than its pix"}.items():
+        assert meter.replaced[index].startswith(f"{data.train.name(index)}: ")
+        assert words in meter.replaced[index]
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> bytes:
+    """Any bytes, or an image that is cut off or changed."""
+    content = bytearray(encoded(picture(), draw(st.sampled_from(["JPEG", "PNG", "GIF", "TIFF"]))))
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=100))
+    for _ in range(draw(st.integers(0, 20))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    return bytes(content[: draw(st.integers(0, len(content)))])
+
+
+@settings(
+    derandomize=True, deadline=None, max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(content=contents())
+@pytest.mark.filterwarnings("ignore")  # Pillow's
+def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> None:
+    """Where they end a run under the one policy, the other one replaces them."""
+    data, meter = open_data(colored), InputMeter()
+    assert data.train is not None
+    Path(data.train.name(4)).write_bytes(content)
+    batches = training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter)
+    assert sum(len(labels) for _, labels in batches) == 12
+    strict = replace(colored, bad_images="error")
+    is_bad = pytest.raises(UserError, match=re.escape(data.train.name(4)))
+    with is_bad if meter.replaced else contextlib.nullcontext():
+        list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
+
+
+def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:
+    for file in Path(str(colored.train_dir)).glob("*/*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"It has 0 bytes.* Nor was any of 9 others good"):
+        read_training(open_data(colored), colored, 1, 0, 4)
+
+
+def test_validation_images_are_never_replaced(colored: Config) -> None:
+    data = open_data(colored)
+    assert data.val is not None
+    Path(data.val.name(1)).write_bytes(b"")
+    with pytest.raises(UserError, match=r"val/b/0\.png: cannot be read as an image"):
+        list(validation_batches(data, colored, a_world(), CPU, 0))
+
+
+def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
+    """Each is told once, whoever meets it, and however often."""
+    data = open_data(colored)
+
+    def of(rank: int, sum_over_ranks: Callable) -> list[dict[int, str]]:
+        world, told = a_world(rank, 2), []
+        meter = StepMeter(colored, world, CPU, data, Progress())
+        assert meter.input is not None
+        for met in ({0: "empty", rank: "small"}, {0: "empty", rank + 1: "cut off"}):
+            meter.input.replaced |= met
+            told.append(meter.take_replaced(world, sum_over_ranks))
+        return [*told, meter.replaced]
+
+    expected = [{0: "small", 1: "small"}, {2: "cut off"}, {0: "small", 1: "small", 2: "cut off"}]
+    for found in in_ranks(2, of):
+        assert [dict.fromkeys(one) for one in found] == [dict.fromkeys(one) for one in expected]
+        assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize(("num_images", "most"), [(9, 10), (10_999, 10), (20_000, 20)])
+def test_too_many_bad_images_end_the_run(num_images: int, most: int) -> None:
+    listing = Listing(Path("/a b"), ("a",), np.zeros(num_images, "S1"), np.zeros(num_images))
+    check_replaced(listing, range(most))
+    words = rf"{most + 1} of {num_images:,} .* {most} are let pass.*check_images '/a b',"
+    with pytest.raises(UserError, match=words):
+        check_replaced(listing, range(most + 1))
 
 
 # ---- Mixup and CutMix ----

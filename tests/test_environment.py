@@ -129,6 +129,7 @@ METER: Any = SimpleNamespace(
     phases=PhaseSums(),
     input=None,
     energy=EnergyMeter(CPU, local_rank=1),
+    replaced={3: "empty"},
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0, skipped_steps=3),
     data=SimpleNamespace(num_train=150, suspects=[]),
     config=a_config(),
@@ -183,6 +184,7 @@ def test_summary() -> None:
         },
         "energy": asdict(Energy()),
         "suspect_images": {"count": 4, "names": []},
+        "replaced_images": 1,
     }
     assert summary.items() >= expected.items()
     assert json.loads(json.dumps(summary)) == summary

@@ -1,11 +1,13 @@
 """Listing a folder of class folders: what counts as an image, the cache, and the clear refusals."""
 
+import errno
 import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from making import at_once
 from PIL import Image
 
-from recipe.data import digits, image_folder
+from recipe.data import digits, folder_errors, image_folder
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.errors import UserError
 
@@ -381,6 +383,57 @@ def test_files_that_cannot_be_read(tmp_path: Path, cache: Path) -> None:
     (root / "a" / "1.jpg").mkdir()
     with pytest.raises(UserError, match=r"1\.jpg: cannot be read"):
         listing.read(0)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that are made before another try, without making them."""
+    made: list[float] = []
+    monkeypatch.setattr(folder_errors.time, "sleep", made.append)
+    monkeypatch.setattr(folder_errors, "SAID", set())
+    return made
+
+
+PASSING = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN]
+
+
+@pytest.mark.parametrize("failures", [1, 4, 5])
+@pytest.mark.parametrize("number", [*PASSING, None])
+def test_an_error_that_may_pass_is_met_with_patience(
+    number: int | None, failures: int, tmp_path: Path, cache: Path, pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Four times, and it is said once, though two files are concerned. (A file that has nothing
+    to read for now reads as None.)"""
+    listing = list_images(make(tmp_path / "train", "a/1.jpg", "a/2.jpg"), cache)
+    left = iter([])
+
+    def opened(*given: Any, **others: Any) -> Any:
+        if next(left, None) is None:
+            return open(*given, **others)
+        if number is None:
+            return MagicMock(**{"__enter__.return_value.read.return_value": None})
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(image_folder, "open", opened, raising=False)
+    words = re.escape(os.strerror(number or errno.EAGAIN))
+    for index in range(2):
+        left = iter(range(failures))
+        refused = pytest.raises(UserError, match=rf"{index + 1}\.jpg: cannot be read \({words}\)")
+        with refused if failures > 4 else nullcontext():
+            assert listing.read(index) == b""
+    assert pauses == 2 * [0.1, 0.4, 1.6, 6.4][:failures]
+    assert re.fullmatch(rf"warning: .*1\.jpg: .*{words}.*trying again.*\n", capsys.readouterr().err)
+
+
+def test_no_patience_with_other_errors(
+    tmp_path: Path, cache: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing = list_images(make(tmp_path / "train", "a/1.jpg"), cache)
+    (tmp_path / "train" / "a" / "1.jpg").unlink()
+    with pytest.raises(UserError, match="No such file"):
+        listing.read(0)
+    assert (pauses, capsys.readouterr().err) == ([], "")
 
 
 # ---- the embedded digits: written once, whole, and the same for everyone ----

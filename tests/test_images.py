@@ -20,16 +20,15 @@ from torchvision.transforms import v2
 
 from recipe.bounds import AUTO_AUGMENTS
 from recipe.config import Config
-from recipe.data import images
+from recipe.data import decoding, images
+from recipe.data.decoding import decode, image_size
 from recipe.data.images import (
     MEAN_COLOR,
     Draw,
     Key,
     TrainTransform,
     ValTransform,
-    decode,
     empty_batch,
-    image_size,
     resize,
 )
 from recipe.errors import UserError
@@ -169,11 +168,11 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
 ) -> None:
     """One limit for all formats; as it is set, an image may be larger than Pillow warns of."""
     content = encoded(picture(), image_format)
-    monkeypatch.setattr(images, "MAX_PIXELS", WIDTH * HEIGHT)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", WIDTH * HEIGHT)
     decode(content, "a.jpg")
-    monkeypatch.setattr(images, "MAX_PIXELS", WIDTH * HEIGHT - 1)
+    monkeypatch.setattr(decoding, "MAX_PIXELS", WIDTH * HEIGHT - 1)
     monkeypatch.setattr(Image.Image, "load", None)
-    monkeypatch.setattr(images.simplejpeg, "decode_jpeg", None)
+    monkeypatch.setattr(decoding.simplejpeg, "decode_jpeg", None)
     transform, out = a_transform(24), empty_batch(1, 24, 24)[0]
     for look in (decode, image_size, lambda *given: transform(*given, (0, 0, 0), out)):
         with pytest.raises(UserError, match=r"a\.jpg: .*\(61 x 47 pixels, and 2,866 are the limit"):
@@ -182,7 +181,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
 
 def test_the_limit_on_pixels_is_below_what_a_jpeg_can_claim() -> None:
     large = bytearray(encoded(picture(), "JPEG"))
-    at = images._height_position(bytes(large))
+    at = decoding._height_position(bytes(large))
     assert at is not None
     large[at : at + 4] = (30_000).to_bytes(2, "big") * 2
     with pytest.raises(UserError, match="30,000 x 30,000 pixels"):

@@ -1,5 +1,6 @@
 """Networks, parameter groups, number formats, moving averages, and seeds."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pickle import UnpicklingError
@@ -177,12 +178,35 @@ def test_momentum_of_batch_norm() -> None:
         assert synced.bn1.momentum == expected
 
 
-def test_layers_that_do_more_than_normalise_are_not_replaced() -> None:
-    class NormAndActivation(nn.BatchNorm2d):
-        pass
+class NormAndActivation(nn.BatchNorm2d):
+    """One layer, as in some of timm's networks."""
 
-    with pytest.raises(UserError, match=r"--batch-norm sync: .* NormAndActivation does more"):
-        replace_batch_norm(NormAndActivation(3), nn.SyncBatchNorm, lambda values: values)
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        NormAndActivation(3),
+        nn.BatchNorm2d(3, track_running_stats=False),
+        nn.BatchNorm2d(3, affine=False, track_running_stats=False),
+        nn.BatchNorm2d(3, momentum=None),
+    ],
+    ids=str,
+)
+def test_layers_that_a_synchronised_one_cannot_replace(layer: nn.Module) -> None:
+    words = f"--batch-norm sync: the network's {type(layer).__name__} does more .* use average"
+    with pytest.raises(UserError, match=words):
+        replace_batch_norm(nn.Sequential(layer), nn.SyncBatchNorm, lambda values: values)
+
+
+def test_batch_norm_without_weights_is_synchronised() -> None:
+    """It has statistics alone."""
+    plain = nn.Sequential(nn.BatchNorm2d(3, affine=False))
+    images = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0)) + 5
+    plain(images)
+    synced = replace_batch_norm(copy.deepcopy(plain), nn.SyncBatchNorm, lambda values: values)
+    assert isinstance(synced[0], SyncBatchNorm) and not list(synced.parameters())
+    torch.testing.assert_close(synced(images), plain(images))
+    torch.testing.assert_close(dict(synced.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize(

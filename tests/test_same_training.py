@@ -369,6 +369,26 @@ def test_resume_in_mid_epoch_under_the_other_engine(
     assert summary["input"]["files_per_second"] > 0
 
 
+def test_bad_images_are_replaced_alike_by_any_rank(tmp_path: Path) -> None:
+    """Three of the digits are bad: both engines replace them by the same ones and list them; so
+    does a run that goes on in the middle."""
+    shutil.copytree(prepare_digits(CACHE), tmp_path / "data")
+    bad = sorted((tmp_path / "data" / "train").glob("*/*.jpg"))[::500]
+    for file in bad:
+        file.write_bytes(file.read_bytes()[:200])
+    arguments = f"--preset digits --data {tmp_path / 'data'} --bad-images replace"
+    one, other = tmp_path / "ddp", tmp_path / "horovod"
+    summary = train(one, *DDP, arguments)
+    assert summary["replaced_images"] == len(bad) == 3
+    train(other, *HOROVOD, f"{arguments} --max-steps 40 --workers 1")
+    train(other, *DDP, f"{arguments} --resume auto")
+    for folder in (one, other):
+        events = [line for line in read_lines(folder, "event") if line["name"] == "replaced"]
+        assert {line["image"] for line in events} == set(map(str, bad))
+        assert all(line["reason"].startswith(line["image"]) for line in events)
+    assert losses(one) == losses(other)
+
+
 @needs_dali
 @pytest.mark.full
 def test_resume_with_dali(trained: Trained, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ START = {"engine", "launcher", "transport"}
 # variable for its ranks: mpirun does, where it is given --prefix or its whole path.
 OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
 FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
-EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen")
+EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen", "replaced_images")
 # Records of earlier trainers lack some of these.
 EQUAL_IN_ENVIRONMENT = (
     "hosts", "local_size", "world_size", "device", "device_name", "cpu_model", "cores", "threads",

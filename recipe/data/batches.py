@@ -7,10 +7,11 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import shlex
 import threading
 import zlib
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,32 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
+from recipe.data.decoding import SuspectImages, suspect
 from recipe.data.digits import prepare_digits
-from recipe.data.image_folder import Listing, check_train_and_val, list_images
-from recipe.data.images import SuspectImages, TrainTransform, ValTransform, empty_batch, seeded
+from recipe.data.image_folder import Listing, check_train_and_val
+from recipe.data.images import (
+    TrainTransform,
+    ValTransform,
+    empty_batch,
+    seeded,
+    uniform_numbers,
+)
 from recipe.data.order import Sample, SampleStream, permutation
-from recipe.data.shards import holds_shards, open_shards
+from recipe.data.shards import open_images
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
 SYNTHETIC_CLASSES = 1000
-# A batch, the bytes that its files have, and which of its images have how many bytes left over.
-Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]]]
+# A batch, the bytes that its files have, which of its images have how many bytes left over, and
+# which were bad, and why, so that others took their place.
+Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]], dict[int, str]]
+# One that is bad, and the others that are tried in its place: few, as a file server that is gone
+# takes 9 s for each, but enough for a small data set with as many bad ones as are let pass.
+MOST_TRIES = 10
+# More bad images than 1 in so many, and than so many, end the run.
+ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 CPU = torch.device("cpu")
 
 
@@ -89,11 +103,6 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
     return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
 
 
-def open_images(folder: Path, cache: Path) -> Listing:
-    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
-    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
-
-
 def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> int:
     """The global batch: images of an optimizer step that begins in `epoch`, over all ranks; by
     default the largest, after any warm-up."""
@@ -144,6 +153,7 @@ class InputMeter:
 
     files: int = 0
     bytes: int = 0
+    replaced: dict[int, str] = field(default_factory=dict)  # bad images, by index, and why
 
     def count(self, files: int, num_bytes: int) -> None:
         """Add files of so many bytes together."""
@@ -154,32 +164,71 @@ class InputMeter:
 class Images(Dataset):
     """Images in batches, whose keys are samples (recipe/data/order.py). A key alone decides an
     image's pixels, but for their number: all of a batch are of the size that its first one has in
-    its epoch."""
+    its epoch.
+
+    With --bad-images replace another one of the same pass takes the place of a training image that
+    is bad, in pixels and label. Its index is drawn from the bad one's key: the same on any rank, at
+    any number of them, and after a resume."""
 
     def __init__(
         self, listing: Listing, config: Config, transform: TrainTransform | ValTransform
     ) -> None:
         self.listing, self.transform, self.seed = listing, transform, config.seed
+        # Not of validation: accuracies on other images would be other figures.
+        self.replaces = config.bad_images == "replace" and isinstance(transform, TrainTransform)
 
     def __getitems__(self, keys: list[Sample]) -> Read:
         size = self.transform.size_in(keys[0][0])
         images = empty_batch(len(keys), size, size)
-        num_bytes, suspects = 0, []
+        num_bytes, suspects, replaced, indices = 0, [], dict[int, str](), []
         for out, (number, index) in zip(images, keys, strict=True):
-            content, name = self.listing.read(index), self.listing.name(index)
-            if left_over := self.transform(content, name, (self.seed, number, index), out):
+            draws = uniform_numbers((self.seed, number, index))
+            for _ in range(MOST_TRIES):
+                try:
+                    file_bytes, left_over = self._read(number, index, out)
+                    break
+                except UserError as error:
+                    if not self.replaces:
+                        raise
+                    replaced[index] = message = str(error)
+                index = int(next(draws) * len(self.listing))
+            else:
+                raise UserError(f"{message} Nor was any of {MOST_TRIES - 1} others good.")
+            if left_over:
                 suspects.append((index, left_over))
-            num_bytes += len(content)
-        labels = torch.from_numpy(self.listing.labels[[index for _, index in keys]])
-        return images, labels, num_bytes, suspects
+            num_bytes += file_bytes
+            indices.append(index)
+        labels = torch.from_numpy(self.listing.labels[indices])
+        return images, labels, num_bytes, suspects, replaced
+
+    def _read(self, number: int, index: int, out: torch.Tensor) -> tuple[int, int]:
+        """Read an image in this pass into `out`: the bytes of its file, and those left over."""
+        content, name = self.listing.read(index), self.listing.name(index)
+        left_over = self.transform(content, name, (self.seed, number, index), out)
+        if left_over and self.replaces:
+            raise suspect(name, left_over)
+        return len(content), left_over
+
+
+def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
+    """UserError if more images of `listing` were replaced than --bad-images lets pass."""
+    most = max(MOST_REPLACED, len(listing) // ONE_REPLACED_IN)
+    if len(replaced) > most:
+        raise UserError(
+            f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
+            f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
+            f"python -m recipe.check_images {shlex.quote(str(listing.root))}, and bring good "
+            "copies back."
+        )
 
 
 def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:
     """The batches alone, when `suspects` and `meter` know what came with them."""
-    for images, labels, num_bytes, found in reads:
+    for images, labels, num_bytes, found, replaced in reads:
         for index, left_over in found:
             suspects.add(index, left_over)
         meter.count(len(labels), num_bytes)
+        meter.replaced |= replaced
         yield images, labels
 
 

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import Dataset
 
 from recipe.config import Config
+from recipe.data.decoding import decode, image_size, suspect
 from recipe.data.image_folder import Listing
-from recipe.data.images import TrainTransform, decode, image_size, suspect
+from recipe.data.images import TrainTransform
 from recipe.data.order import Sample
 from recipe.errors import UserError
 

@@ -1,10 +1,13 @@
 """What to say of a folder of images that is not as it should be, and what to do about it."""
 
 import difflib
+import errno
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +23,10 @@ VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
 # What `make_shards` and `prepare_imagenet` keep beside their output until all of it is there.
 UNFINISHED = ".unfinished"
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
+# What file servers and disks answer for a while, and the pauses before they are asked again.
+PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
+PAUSES_S = (0.1, 0.4, 1.6, 6.4)
+SAID: set[int | None] = set()  # the errors that this process has warned of
 
 
 def first_few(names: list[str], count: int = 3) -> str:
@@ -81,3 +88,25 @@ def readable(path: str | Path) -> Iterator[None]:
             f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror}). Check its "
             "permissions, and whether it, or what it links to, is still there."
         ) from error
+
+
+def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
+    """What `read` returns, which reads the file at `path`; after an error that may pass it is
+    called again, four times within nine seconds. UserError about any other one, and the last."""
+    with readable(path):
+        for pause_s in PAUSES_S:
+            try:
+                return read()
+            except OSError as error:
+                if error.errno not in PASSING_ERRORS:
+                    raise
+                if error.errno not in SAID:
+                    SAID.add(error.errno)
+                    print(
+                        f"warning: {path}: cannot be read ({error.strerror}); trying again for "
+                        f"{sum(PAUSES_S):.0f} s, from now on without a word",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            time.sleep(pause_s)
+        return read()

@@ -1,5 +1,6 @@
 """Which images a folder of class folders holds: listed once, cached, and checked at each start."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -21,6 +22,7 @@ from recipe.data.folder_errors import (
     SUFFIXES,
     first_few,
     missing_folder,
+    read_patiently,
     readable,
     refuse_other_layouts,
 )
@@ -66,8 +68,14 @@ class Listing:
     def read(self, index: int) -> bytes:
         """The encoded bytes of image `index`. UserError if its file cannot be read."""
         path = self.name(index)
-        with readable(path), open(path, "rb", buffering=0) as file:
-            return file.read()
+
+        def read() -> bytes:
+            with open(path, "rb", buffering=0) as file:
+                if (content := file.read()) is None:  # how Python's raw files say EAGAIN
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                return content
+
+        return read_patiently(path, read)
 
 
 def list_images(root: Path, cache_dir: Path) -> Listing:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.data.folder_errors import UNFINISHED, first_few, readable
-from recipe.data.image_folder import DAMAGE, Listing, read_arrays
+from recipe.data.folder_errors import UNFINISHED, first_few, read_patiently, readable
+from recipe.data.image_folder import DAMAGE, Listing, list_images, read_arrays
 from recipe.errors import UserError
 
 INDEX = "index.npz"
@@ -57,9 +57,16 @@ class Shards(Listing):
         """
         size = int(self.sizes[index])
         path = os.path.join(self.root, self.shard(index))
-        with readable(path):
+
+        def read() -> bytes:
             shard = _opened(path)  # by this reference it stays open, whatever other threads read
-            data = os.pread(shard.fileno(), size, int(self.offsets[index]))
+            try:
+                return os.pread(shard.fileno(), size, int(self.offsets[index]))
+            except OSError:
+                _opened.cache_clear()  # a stale handle stays so
+                raise
+
+        data = read_patiently(path, read)
         # 21 microseconds for a photograph of 108 KB, about a hundredth of its decoding.
         if zlib.crc32(data) != self.checksums[index]:
             found = "ends too early" if len(data) < size else "holds other bytes"
@@ -77,6 +84,11 @@ def _opened(shard: str) -> io.FileIO:
     """A shard, opened once a process; closed with its last reference, when the last thread has read
     from it."""
     return open(shard, "rb", buffering=0)
+
+
+def open_images(folder: Path, cache: Path) -> Listing:
+    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
+    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
 
 
 def holds_shards(folder: Path) -> bool:

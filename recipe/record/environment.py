@@ -266,6 +266,7 @@ def summarize(
             count=sum(usage.suspect_images for usage in used),
             names=[name for images in meter.data.suspects for name in images.names],
         ),
+        replaced_images=len(meter.replaced),
         gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),
         network_bytes_per_step=sent / steps if steps and math.isfinite(sent) else None,
         loss=figures.get("loss"),

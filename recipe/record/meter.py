@@ -12,7 +12,7 @@ import torch
 from recipe import watch
 from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
-from recipe.device import cpu_seconds
+from recipe.device import cpu_seconds, gather
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import Phases, StepLine
 from recipe.training.metrics import Collective, Sums, means
@@ -82,6 +82,7 @@ class StepMeter:
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
         self.input = None if data.train is None else InputMeter()
+        self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
         self.energy = EnergyMeter(device, world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.sends_for_host = world.local_rank == 0
@@ -120,6 +121,16 @@ class StepMeter:
         ]
         self.pending.clear()
         return lines
+
+    def take_replaced(self, world: World, sum_over_ranks: Collective) -> dict[int, str]:
+        """The bad images that others took the place of since the last call, over all ranks, and
+        which none had met before: their indices, and why they were bad."""
+        assert self.input is not None
+        rows = gather(list(self.input.replaced.items()), world, sum_over_ranks)
+        self.input.replaced.clear()
+        new = {index: why for row in rows for index, why in row if index not in self.replaced}
+        self.replaced |= new
+        return new
 
     def _count(
         self, sums: Sums, rate: float, step: int, samples_seen: int, phases: dict[str, float]

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
+from recipe.data.image_folder import Listing
 from recipe.files import replace_file
 from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
 from recipe.record.schema import (
@@ -134,6 +135,12 @@ class Recorder:
         if self.world.is_first:
             fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
             self._write(EventLine(name=name, **fields))
+
+    def write_replaced(self, listing: Listing, replaced: dict[int, str]) -> None:
+        """List bad images of `listing` that others took the place of: by index, why."""
+        for index, reason in replaced.items() if self.world.is_first else ():
+            self.event("replaced", image=listing.name(index), reason=reason)
+            print(f"warning: replaced: {reason}", file=sys.stderr, flush=True)
 
     def open_bar(self, last_step: int) -> None:
         """Training begins: show a progress bar up to `last_step`, if anybody can see it."""

@@ -284,12 +284,12 @@ def restore(
 ) -> Progress:
     """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine. UserError
     if it does not fit this run, or holds what no training writes."""
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise UserError(
-            f"--resume {name}: is not a checkpoint of this project; to start from its weights use "
-            "--weights"
-        )
     try:
+        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+            raise UserError(
+                f"--resume {name}: is not a checkpoint of this project; to start from its weights "
+                "use --weights"
+            )
         if misfit := _misfit(checkpoint, config, world, data):
             raise UserError(f"--resume {name}: {misfit}")
         if bad := not_finite(checkpoint):

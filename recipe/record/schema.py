@@ -138,13 +138,16 @@ class EvalLine(MetricsLine):
 
 @dataclass(frozen=True, kw_only=True)
 class EventLine:
-    """Something that happened: start, resume, stop, end, diverged, rollback."""
+    """Something that happened: start, resume, stop, end, diverged, rollback; replaced, of a bad
+    image."""
 
     name: Text
     time_utc: Text
     step: Whole
     resumed_from: Text | None = None
     left_out: list[Whole] = field(default_factory=list)  # steps' images, by the samples seen before
+    image: str | None = None  # the bad one, as rank 0 calls it
+    reason: str | None = None
 
 
 METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}
@@ -239,6 +242,7 @@ class Summary:
     input: Input = Input()
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None
+    replaced_images: Whole = 0  # bad ones that others took the place of, since the last resume
     gradient_bytes: Whole | None = None  # of one worker, for a step, as they travel
     # What the hosts' interfaces sent on the training clock, the loopback's among them, and whoever
     # sent it; what ranks of one host tell each other through its memory is not there.

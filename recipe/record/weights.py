@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,24 +35,28 @@ def load_weights(model: nn.Module, path: str) -> None:
     if not file.is_file():
         raise UserError(f"--weights {path}: there is no such file")
     if file.suffix == ".safetensors":
-        state = _read_safetensors(file, f"--weights {path}")
+        contents = _read_safetensors(file, f"--weights {path}")
     else:
         with file.open("rb") as content:
-            state = read_file(content, f"--weights {path}")
-    inner = [state.get(key) for key in STATE_KEYS] if isinstance(state, dict) else []
-    state = next((one for one in inner if isinstance(one, dict)), state)
+            contents = read_file(content, f"--weights {path}")
+    state = state_in(contents, f"--weights {path}")
+    load_state(model, without_auxiliary_heads(state), f"--weights {path}")
+
+
+def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict[str, torch.Tensor]:
+    """The state dict in a file's contents, under one of `keys` or at their top, without the
+    prefixes that wrappers give; UserError, with `name` for the file, if there is none."""
+    inner = [contents.get(key) for key in keys] if isinstance(contents, dict) else []
+    state = next((one for one in inner if isinstance(one, dict)), contents)
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
     ):
-        raise UserError(
-            f"--weights {path}: holds no state dict under 'model', 'state_dict' or at its top"
-        )
+        raise UserError(f"{name}: holds no state dict under {' or '.join(keys)}, or at its top")
     # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
-    state = {
+    return {
         re.sub(r"^((module|model)\.)+", "", key.replace("_orig_mod.", "")): value
         for key, value in state.items()
     }
-    load_state(model, without_auxiliary_heads(state), f"--weights {path}")
 
 
 def read_file(content: BinaryIO, name: str) -> Any:

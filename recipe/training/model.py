@@ -263,17 +263,19 @@ def replace_batch_norm(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> nn.Module:
     """`module` with each BatchNorm replaced by a synchronised one, its state kept: on GPUs the
-    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise."""
+    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise, or that
+    keeps no running statistics, or averages them over all batches."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        if type(module) not in BATCH_NORMS:
+        statistics = module.running_mean
+        if type(module) not in BATCH_NORMS or statistics is None or module.momentum is None:
             raise UserError(
                 f"--batch-norm sync: the network's {type(module).__name__} does more than "
-                "normalise, and a synchronised one would not; use average"
+                "normalise, or keeps no running statistics with a momentum, and a synchronised one "
+                "would be another; use average"
             )
-        weight = next(module.parameters())
-        make: Any = kind if weight.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
+        make: Any = kind if statistics.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
         new = make(module.num_features, module.eps, module.momentum, module.affine)
-        new.to(weight).load_state_dict(module.state_dict())
+        new.to(statistics).load_state_dict(module.state_dict())
         return new
     for name, child in module.named_children():
         setattr(module, name, replace_batch_norm(child, kind, sum_over_ranks))

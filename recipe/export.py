@@ -1,0 +1,88 @@
+"""Write the weights of a training as .safetensors, for other tools.
+
+    python -m recipe.export RUN WEIGHTS.safetensors
+
+RUN is a run's folder, of which the best checkpoint is taken (best.pt), or else the last one; or any
+checkpoint of it. If the training kept a moving average, that is written if it did better in the
+evaluation of the checkpoint's step. The names are the network's own; --weights reads the file, too.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from tyro.conf import Positional
+
+from recipe.command import run_tool
+from recipe.errors import UserError
+from recipe.files import whole_file
+from recipe.record.checkpoint import FORMAT, checkpoints_in
+from recipe.record.weights import read_file, state_in
+
+
+def checkpoint_of(run: Path) -> Path:
+    """The checkpoint that `run` is, or whose weights are a run's result; UserError if there is
+    none."""
+    folder = run / "checkpoints"
+    paths = [run, folder / "best.pt", *reversed(checkpoints_in(folder))]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise UserError(f"{run}: neither a checkpoint nor the folder of a run that has kept one")
+    return path
+
+
+def better_weights(metrics: Path, step: int) -> str:
+    """Whose weights did better in the evaluation after `step`, "model" or "ema"; the model's if
+    nothing is known of that."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    told = [json.loads(line) for line in lines if '"kind": "eval"' in line and line.endswith("\n")]
+    here = [line for line in told if line["step"] == step]
+    best: dict[str, Any] = max(here, key=lambda line: line["top1"], default={})
+    return str(best.get("weights", "model"))
+
+
+def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
+    """Write the weights of a run; returns a line about them.
+
+    Args:
+        run: A run's folder, or a checkpoint.
+        file: What is written; its name ends in .safetensors.
+    """
+    if file.suffix != ".safetensors":
+        raise UserError(f"{file}: give it a name that ends in .safetensors, by which it is known")
+    path = checkpoint_of(run)
+    try:
+        with path.open("rb") as content:
+            checkpoint = read_file(content, str(path))
+        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+            raise UserError(f"{path}: is not a checkpoint of this project")
+        step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
+        whose = better_weights(path.parents[1] / "metrics.jsonl", step)
+        state = state_in(checkpoint, str(path), [whose])
+        state.pop("n_averaged", None)  # of a moving average
+        # Each in memory of its own, as the format wants it.
+        state = {
+            key: value.clone(memory_format=torch.contiguous_format) for key, value in state.items()
+        }
+        metadata = {"format": "pt", "arch": arch, "step": str(step), "weights": whose}
+        with whole_file(file) as out:
+            out.write(safetensors.torch.save(state, metadata))
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or file}: cannot be read or written ({error.strerror})"
+        ) from error
+    return [f"{file}: {arch}, the weights of {whose} after step {step}, from {path}"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    name = "python -m recipe.export"
+    interrupted = "interrupted: nothing was written"
+    return run_tool(name, export, __doc__, arguments, exit_code=1, interrupted=interrupted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
