@@ -105,7 +105,8 @@ def fail(
         if world.size > 1 and lock is None:
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
-            print(message, file=sys.stderr, flush=True)
+            with suppress(OSError):  # who would read it may be gone, too
+                print(message, file=sys.stderr, flush=True)
             # A late rank 0 with the same error finds the lock taken, as long as this one lives.
             time.sleep(LATE_RANK_0_S if world.rank != 0 or last else 0)
     if last:

@@ -37,6 +37,9 @@ ENGINE_TIMEOUT_S = 1800
 # where batches do not come regularly yet, ten.
 BATCHES, LEAST_S, IRREGULAR_S = 20, 60.0, 600.0
 FRAMES = 8  # of a stack that a message shows
+RETRANSMISSIONS = 3  # of the same data, on a connection to a host that is taken to be cut off
+RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # by which torchrun says whether it will start anew
+ANSWER_S = 5.0  # that a launcher may take to pass a signal on
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -179,7 +182,7 @@ def _watch(
         silent = silent + POLL_S if signs == seen else 0.0
         seen = signs
         if signs and silent >= (patience_s := _patience_s(signs, stall_timeout)):
-            _end_frozen(world, patience_s)
+            _end_frozen(world, patience_s, signals, launchers)
 
 
 def _patience_s(signs: list[float], stall_timeout: int | None) -> float:
@@ -218,27 +221,54 @@ def _remove_shared_memory() -> None:
             os.unlink(path)
 
 
-def _end_frozen(world: World, seconds: float) -> NoReturn:
+def _end_frozen(
+    world: World, seconds: float, signals: socket.socket, launchers: dict[int, str]
+) -> NoReturn:
     """End with one message, and a line of each rank that can still say where it is."""
     place = whereabouts() or "before its first step"
     with suppress(OSError):
         line = f"[rank {world.rank} on {world.host}] {place}: {_stack()}"
         print(line, file=sys.stderr, flush=True)
     stopped = _stopped_ranks(world)
-    names = ", ".join(stopped) or "the rank that has no line here, or waits for no other"
+    cut_off = []
+    with suppress(OSError):
+        cut_off = [f"{address} does not answer" for address in _unanswering()]
+    unknown = ["the rank that has no line here, or waits for no other"]
+    names = ", ".join([*stopped, *cut_off] or unknown)
     message = (
         f"error: no batch for {seconds:.0f} s (--stall-timeout): another rank is frozen, late or "
         f"cut off, or a disk hangs ({names}). {RESUME_HINT}"
     )
 
-    def kill() -> None:
-        """End those that no SIGTERM ends, for which a launcher would wait."""
+    def end_others() -> None:
+        """What no SIGTERM ends, for which a launcher would wait, and a launcher that waits for
+        others than its ranks."""
         for process in stopped.values():
             with suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()
+        most, made = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in RESTARTS)
+        if world.local_size < world.size and made >= most:
+            _end_launcher(launchers, signals)
 
-    fail(world, message, EXIT_LOST_PEER, last=kill)
+    fail(world, message, EXIT_LOST_PEER, last=end_others)
+
+
+def _end_launcher(launchers: dict[int, str], signals: socket.socket) -> None:
+    """End the launcher, which may wait for one on a host that is cut off, and for as long as the
+    kernel does: a quarter of an hour. One that can still act sends its ranks a signal."""
+    for launcher in list(launchers)[:1]:
+        with suppress(OSError):
+            os.kill(launcher, signal.SIGTERM)
+            if not select.select([signals], [], [], ANSWER_S)[0]:
+                os.kill(launcher, signal.SIGKILL)
+
+
+def _unanswering() -> set[str]:
+    """Hosts, by IPv4 address, that do not acknowledge what this one has sent them several times."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    addresses = {row[2][:8] for row in rows if int(row[6], 16) >= RETRANSMISSIONS}
+    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in addresses}
 
 
 def _stack() -> str:

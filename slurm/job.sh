@@ -12,6 +12,8 @@ refuse() {
 }
 
 cd "$SLURM_SUBMIT_DIR" || exit
+# mpirun notices within a minute that a node is cut off; by itself it takes eight, or more.
+export OMPI_MCA_oob_tcp_keepalive_{time=20,intvl=5,probes=6}
 if [ -e slurm/site.sh ]; then . slurm/site.sh; fi
 if [ -n "${VENV:-}" ] || [ -e .venv ]; then . "${VENV:-.venv}/bin/activate"; fi
 RUNS=${RUNS:-runs}

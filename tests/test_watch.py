@@ -187,6 +187,20 @@ def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
     assert watch._patience_s(list(signs), None) == 600
 
 
+PROC_NET_TCP = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0A07D50A:1F90 0B07D50A:C350 01 00000400:00000000 01:00000A00 00000005     0        0 1 2
+   1: 0A07D50A:1F91 0B07D50A:C351 01 00000400:00000000 01:00000A00 00000004     0        0 2 2
+   2: 0A07D50A:1F92 0C07D50A:C352 01 00000400:00000000 01:00000A00 00000001     0        0 3 2
+   3: 0100007F:1F93 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4 2
+"""
+
+
+def test_a_host_that_is_cut_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.Path, "read_text", lambda path: PROC_NET_TCP)
+    assert watch._unanswering() == {"10.213.7.11"}
+
+
 STOP = """
 import os, signal
 real_seed_step = module.seed_step
@@ -200,22 +214,24 @@ module.seed_step = seed_step
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("launcher", "engine"),
-    [
-        ("torchrun", "ddp"),
-        rarely("mpirun --transport mpi", "ddp"),
-        rarely("mpirun", "horovod"),
-        rarely("horovodrun --gloo", "horovod"),
+    ("launcher", "engine", "phase"),
+    [  # after which the ranks wait for each other
+        ("torchrun", "ddp", "forward"),
+        rarely("mpirun --transport mpi", "ddp", "forward"),
+        rarely("mpirun", "horovod", "backward"),
+        rarely("horovodrun --gloo", "horovod", "backward"),
     ],
 )
-def test_a_stopped_rank_is_named_and_ended(launcher: str, engine: str, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_and_ended(
+    launcher: str, engine: str, phase: str, tmp_path: Path
+) -> None:
     changed = change_on_rank(1, "recipe.training.model", STOP, tmp_path)
     arguments = f"{SMALL} --stall-timeout 8 --log-dir {tmp_path}/runs"
     finished = launch(launcher, engine, arguments, timeout=120, **changed)
     host = socket.gethostname()
     assert finished.returncode != 0
     assert re.search(rf"no batch for 8 s .*rank 1 on {host}, process \d+, is stop", finished.output)
-    assert f"[rank 0 on {host}] in step 6, backward: " in finished.output
+    assert f"[rank 0 on {host}] in step 6, after {phase}: " in finished.output
     assert "forcefully exiting" not in finished.output, "torchrun waits 30 s before it does"
 
 

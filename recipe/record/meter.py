@@ -90,13 +90,9 @@ class StepMeter:
         watch.whereabouts = self.whereabouts
 
     def whereabouts(self) -> str:
-        """Where this rank is, in words: a step has three phases for each of its batches, and then
-        the optimizer's."""
-        laps, step = len(self.clock.steps[-1]), self.progress.step
-        batches, of_batch = divmod(laps, 3)
-        done = batches == self.config.batches_per_allreduce
-        phase = PHASES[-1] if done else PHASES[of_batch]
-        return f"in step {step + 1}, {phase}" if laps else f"after step {step}"
+        """Where this rank is, in words: the step, and which of its phases was the last to end."""
+        laps, step = self.clock.steps[-1], self.progress.step
+        return f"in step {step + 1}, after {laps[-1][0]}" if laps else f"after step {step}"
 
     def start(self) -> None:
         """Training begins now."""

@@ -12,6 +12,8 @@ import pytest
 from hosts import SEARCH_PATH, Host, hosts
 from launching import SMALL, read_json, wait_until
 
+from tools.namespaces import ip
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 TRAINING = f"{SMALL} --max-steps 12"
@@ -164,6 +166,57 @@ def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
     assert finished.returncode != 0
     assert finished.output.count("/nowhere") >= 1 and "Traceback" not in finished.output
     assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
+
+
+TORCHRUN = (
+    "torchrun --nnodes 2 --rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint node0:29500 "
+    "ddp_train/train.py"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([TORCHRUN, TORCHRUN], "no batch for 10 s (--stall-timeout)"),
+        (
+            [
+                "mpirun -np 2 -H node0:1,node1:1 --mca oob_tcp_keepalive_time 2 --mca "
+                "oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3 "
+                "python ddp_train/train.py"
+            ],
+            "lost communication with a remote daemon",
+        ),
+    ],
+)
+def test_hosts_that_are_cut_off_from_each_other_end_with_their_launchers(
+    lines: list[str], said: str, two_hosts: list[Host], tmp_path: Path
+) -> None:
+    mark = two_hosts[1].namespace.partition("-")[2]
+    wire = ("link", "set", f"v1-{mark}")
+    options = f"{SMALL} --max-steps 100000 --epochs 9999 --stall-timeout 10 --log-dir {tmp_path}"
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "log"
+
+    def stayed() -> list[str]:
+        names = [process.name() for host in two_hosts for process in host.processes()]
+        return [name for name in names if name != "sshd"]  # which has such limits of its own
+
+    with contextlib.ExitStack() as running:
+        output = running.enter_context(log.open("a"))
+        for host, line in zip(two_hosts, lines, strict=False):
+            process = subprocess.Popen(
+                host.inside(*f"{line} {options} --name run".split()), stdout=output, stderr=output,
+                start_new_session=True, env={**os.environ, "PATH": SEARCH_PATH, **ENVIRONMENT},
+            )  # fmt: skip
+            running.callback(process.wait)
+            running.callback(process.kill)
+        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
+        running.callback(ip, *wire, "master", f"br-{mark}")
+        ip(*wire, "nomaster")
+        wait_until(lambda: not stayed(), 60)
+    assert said in log.read_text()
+    addresses = {f"{host.address} does not answer" for host in two_hosts}
+    assert len(lines) == 1 or any(address in log.read_text() for address in addresses)
 
 
 def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
