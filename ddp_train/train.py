@@ -17,7 +17,6 @@ ENGINE = "ddp"
 if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE)
 
-import math
 import sys
 from contextlib import nullcontext
 
@@ -156,8 +155,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         profiler.end_step(progress.step)
         finished = progress.samples_seen >= session.stop
         stopped, save = session.look_around(sum_over_ranks)
-        is_due = progress.step % (config.checkpoint_steps or math.inf) == 0
-        save = save or is_due or epoch_ended or finished
+        save = save or epoch_ended or finished
         if bad_step := session.write_steps(sum_over_ranks, now=save):  # its loss is NaN or infinite
             session.roll_back(parts, bad_step, from_rank_0)
             finished = stopped = False
@@ -174,11 +172,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         meter.restart()
 
     profiler.close(session.recorder.say)
-    exit_code = 0
-    if stopped:
-        exit_code = session.interrupt(sum_over_ranks)
-    else:
-        session.complete(model, figures, sum_over_ranks)
+    exit_code = session.end(model, figures, stopped, sum_over_ranks)
     dist.destroy_process_group()
     return exit_code
 

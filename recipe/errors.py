@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -24,6 +25,9 @@ LOST_PEER_DELAY_S = 15.0
 LATE_RANK_0_S = 1.0
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
 WRITES: list[Future[None]] = []
+# Set when this rank ends because of an error: a signal is then the launcher's, which has seen
+# another rank end.
+FAILING = threading.Event()
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
@@ -84,6 +88,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def fail(world: World, message: str, exit_code: int = 1) -> NoReturn:
     """Print `message` from one rank and end this process with `exit_code`; the launcher then ends
     the rest."""
+    FAILING.set()
     if world.rank != 0:
         # Also without a message: the launcher would end rank 0 before it has told its own.
         time.sleep(OTHER_RANK_DELAY_S)

@@ -4,7 +4,6 @@ A rung says what it does differently from one process in a subclass of `Rung`; a
 it is, is the step of baselines/single_process.py, bit by bit.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -210,7 +209,7 @@ def train(rung: Rung, hooks: Hooks) -> int:
     """Train, or only evaluate, as the rung's settings say, and write the run folder; the exit code.
     Every rank that trains calls this."""
     session, lr_scale = _begin(rung, hooks)
-    config, progress, meter = rung.config, rung.progress, session.meter
+    progress, meter = rung.progress, session.meter
     collectives = rung.sum_over_ranks, rung.from_rank_0
     finished, stopped, figures = session.is_complete, False, dict[str, float]()
     if finished or session.lacks_evaluation:
@@ -224,8 +223,7 @@ def train(rung: Rung, hooks: Hooks) -> int:
         epoch_ended = session.end_step(sums, rate, rung.scaler.skipped_steps)
         finished = progress.samples_seen >= session.stop
         stopped, save = session.look_around(rung.sum_over_ranks)
-        is_due = progress.step % (config.checkpoint_steps or math.inf) == 0
-        save = save or is_due or epoch_ended or finished
+        save = save or epoch_ended or finished
         session.write_steps(rung.sum_over_ranks, now=save)
         if epoch_ended:
             session.recorder.write_epoch(session.epoch)

@@ -188,14 +188,15 @@ class Session:
 
     def look_around(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
-        and whether it is to keep a checkpoint, as on stopping and every --checkpoint-minutes.
+        and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
 
         All ranks learn of it at the same step, since they look at the same ones, about once a
         second: how many steps that is, rank 0 says.
         """
         step, config, is_first = self.progress.step, self.config, self.world.is_first
+        is_due = step % (config.checkpoint_steps or math.inf) == 0
         if step < self.next_look:
-            return False, False
+            return False, is_due
         found = is_first and (self.folder / STOP_FILE).exists()
         minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
         pace = LOOK_SECONDS * (step - self.first_step) / (self.meter.step_seconds or math.inf)
@@ -206,7 +207,7 @@ class Session:
         ])  # fmt: skip
         stops, saves, steps = sum_over_ranks(own).tolist()
         self.next_look = step + steps
-        return bool(stops), bool(stops or saves)
+        return bool(stops), bool(stops or saves or is_due)
 
     def validate(
         self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
@@ -249,6 +250,16 @@ class Session:
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()
             keep_checkpoint(parts, progress, config, world, self.data, self.folder, sum_over_ranks)
+
+    def end(
+        self, model: nn.Module, figures: dict[str, float], stopped: bool, sum_over_ranks: Collective
+    ) -> int:
+        """Training is complete, with the last evaluation's `figures`, or was asked to stop; the
+        exit code."""
+        if stopped:
+            return self.interrupt(sum_over_ranks)
+        self.complete(model, figures, sum_over_ranks)
+        return 0
 
     def complete(
         self,

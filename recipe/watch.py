@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.errors import RESUME_HINT, fail, job_on_host, leave
+from recipe.errors import FAILING, RESUME_HINT, fail, job_on_host, leave
 from recipe.world import LAUNCHERS, World
 
 POLL_S = 1.0
@@ -142,7 +142,7 @@ def _watch(
             for number in signals.recv(64):
                 if number not in SIGNALS or _asked not in (None, number):
                     continue
-                if not _obeys or _asked:
+                if not _obeys or _asked or FAILING.is_set():
                     _end_by_signal(world, signal.Signals(number))
                 _asked, asked_at = signal.Signals(number), time.monotonic()
                 _say(world, _words_for(_asked))

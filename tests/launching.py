@@ -161,7 +161,7 @@ def marked(mark: str) -> list[psutil.Process]:
 def change_on_rank(rank: int, module: str, code: str, folder: Path) -> dict[str, str]:
     """The environment in which `code` runs on one rank, as soon as that has imported a `module`."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code, RANKS))
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 RANKS = [launcher.variables[0] for launcher in world.LAUNCHERS.values()]

@@ -177,8 +177,8 @@ def test_weights() -> None:
         models[2].head.bias[0] = models[2].head.bias[0].nextafter(torch.tensor(9.0))
     (message,) = set(messages(act))
     assert re.search(
-        r"^after step 70 the ranks hold different weights in head\.bias: .* on rank 0 \(node0\) and 1 more, "
-        r".* on rank 2 \(node1\)\. ",
+        r"^after step 70 the ranks hold different weights in head\.bias: .* on rank 0 \(node0\) "
+        r"and 1 more, .* on rank 2 \(node1\)\. ",
         message,
     )
 

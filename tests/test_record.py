@@ -27,7 +27,7 @@ from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
 from recipe.record.resume import evaluation_on_record, take_over
-from recipe.session import Session
+from recipe.session import LOOK_SECONDS, Session
 from recipe.training.metrics import Evaluation
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.training.state import Progress, Trainables
@@ -97,7 +97,8 @@ class Training(Session):
     def evaluate(self, epoch: int) -> None:
         self.clock.now += 2.0
         self.progress.train_seconds = self.meter.train_seconds
-        self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)])
+        is_repeated = self.progress.step == self.first_step
+        self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
         self.meter.restart()
 
 
@@ -271,7 +272,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     late to some; a signal may come to any. Rank 0 alone writes and talks."""
     ranks = [Training(tmp_path, clock, world=a_world(rank, 2)) for rank in range(2)]
     for rank in ranks:
-        rank.steps(4)
+        rank.steps(4, seconds=0.125)
 
     def look(signalled: int | None = None) -> list[tuple[bool, bool]]:
         own: list[torch.Tensor] = []
@@ -284,8 +285,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
         return [rank.look_around(lambda _: torch.stack(own).sum(0)) for rank in ranks]
 
     assert look() == [(False, False)] * 2
-    # Steps of half a second: two of them until the next look.
-    assert [rank.next_look for rank in ranks] == [6, 6]
+    assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
     assert ranks[0].look_around(None) == (False, False)  # type: ignore[arg-type]
     for rank in ranks:
         rank.next_look = 0
@@ -299,7 +299,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     codes = [rank.interrupt(lambda values: values + by_file) for rank in ranks]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1
-    assert lines(tmp_path, field="kind") == ["event", *["step"] * 4, "event"]
+    assert len(lines(tmp_path, "step")) == 4
     assert lines(tmp_path)[-1]["name"] == "stop"
     assert not (tmp_path / "summary.json").exists() and not (tmp_path / "stop").exists()
 

@@ -225,7 +225,7 @@ def test_resume_in_mid_epoch_under_either_engine(
     ("first", "second", "how"),
     [
         (DDP, HOROVOD, "SIGTERM to the launcher"),
-        (HOROVOD, DDP, "SIGUSR1 to the launcher"),  # mpirun hands it on
+        (("mpirun", "horovod"), DDP, "SIGUSR1 to the launcher"),  # which hands it on
         (HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
         rarely(DDP, DDP, "SIGINT to the launcher"),
         rarely(DDP, DDP, "SIGUSR1 to one rank"),
@@ -299,9 +299,9 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
     assert event["step"] == 7 and event["left_out"] == [14 * 24]
     steps = read_lines(tmp_path / "back", "step")
-    assert [step["step"] for step in steps] == [*range(1, 71)]
-    seen = [step["samples_seen"] for step in steps]
-    assert seen == [24 * (step + (step > 14)) for step in range(1, 71)]
+    seen = {step["step"]: step["samples_seen"] for step in steps}
+    # What is left out counts as seen, so that the schedule stays as it is: one step less.
+    assert seen == {step: 24 * (step + (step > 14)) for step in range(1, 70)}
 
 
 def test_resume_at_another_world_size_sees_each_image_once(

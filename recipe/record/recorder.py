@@ -132,8 +132,8 @@ class Recorder:
     def event(self, name: str, **others: Any) -> None:
         """Something that happened, with `others` of EventLine's fields."""
         if self.world.is_first:
-            step = self.progress.step
-            self._write(EventLine(**{"name": name, "time_utc": utc_now(), "step": step} | others))
+            fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
+            self._write(EventLine(name=name, **fields))
 
     def open_bar(self, last_step: int) -> None:
         """Training begins: show a progress bar up to `last_step`, if anybody can see it."""
