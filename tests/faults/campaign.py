@@ -59,7 +59,10 @@ Start = tuple[str, str]  # a launcher and an engine
 DDP, DDP_MPI = ("torchrun", "ddp"), ("mpirun --transport mpi", "ddp")
 GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horovod")
 MPIRUN = ("mpirun", "horovod")
-RESTARTS: Start = ("torchrun --max-restarts", "ddp")
+# They start all ranks anew when one is lost.
+RESTARTS = [
+    ("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")
+]  # fmt: skip
 # One rank on each of two hosts.
 ON_HOSTS = {
     "torchrun": (
@@ -168,7 +171,8 @@ class Trial:
         self.struck, self.recorded = time.monotonic(), self.metrics()
 
     def processes(self) -> list[psutil.Process]:
-        """The ranks, by their numbers."""
+        """The ranks, by their numbers; of two processes of a number that which the other started,
+        to watch over it."""
         assert self.process is not None
         mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
         found = {}
@@ -362,6 +366,11 @@ def on_one_rank(module: str, code: str) -> Callable[[Trial], dict[str, str]]:
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "30"}  # mpirun, which else waits a second
+# mpirun, which else notices after eight minutes that a host is cut off.
+ATTENTIVE = {
+    f"OMPI_MCA_oob_tcp_keepalive_{name}": value
+    for name, value in {"time": "5", "intvl": "1", "probes": "3"}.items()
+}
 SCENARIOS = {
     "kill-rank": Scenario(send(signal.SIGKILL), KILLED),
     # Nothing has to be said: most launchers pass on what their ranks say.
@@ -373,7 +382,7 @@ SCENARIOS = {
         send(signal.SIGKILL, when=Trial.wait_for_write), KILLED, trials=2,
         shim=everywhere(SLOW_DISK),
     ),
-    "restart": Scenario(send(signal.SIGKILL), starts=[RESTARTS], trials=100, heals=True),
+    "restart": Scenario(send(signal.SIGKILL), starts=RESTARTS, trials=50, heals=True),
     "signal-rank": Scenario(send(TERM, INT, USR1), saves=True),
     "signal-launcher": Scenario(
         send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True
@@ -406,7 +415,7 @@ SCENARIOS = {
     ),
     "cut-link": Scenario(
         cut_link, "no batch for 10 s", [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5,
-        flags=FROZEN, on_hosts=True,
+        flags=FROZEN, shim=lambda trial: ATTENTIVE, on_hosts=True,
     ),
 }  # fmt: skip
 
