@@ -35,6 +35,10 @@ LAUNCHERS = {
     "horovodrun": "horovodrun -np {ranks} {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",
+    "horovodrun --host-discovery-script": (
+        "horovodrun -np {ranks} --min-np {ranks} --max-np {ranks} --network-interfaces lo "
+        "--host-discovery-script tests/faults/slots.sh {python} {trainer}"
+    ),
     "mpirun": "mpirun -np {ranks} {python} {trainer}",
     "mpirun --transport gloo": "mpirun -np {ranks} {python} {trainer} --transport gloo",
     "mpirun --transport mpi": "mpirun -np {ranks} {python} {trainer} --transport mpi",

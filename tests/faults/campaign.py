@@ -59,7 +59,10 @@ Start = tuple[str, str]  # a launcher and an engine
 DDP, DDP_MPI = ("torchrun", "ddp"), ("mpirun --transport mpi", "ddp")
 GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horovod")
 MPIRUN = ("mpirun", "horovod")
-RESTARTS: Start = ("torchrun --max-restarts", "ddp")
+# They start all ranks anew when one is lost.
+RESTARTS = [
+    ("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")
+]  # fmt: skip
 # One rank on each of two hosts.
 ON_HOSTS = {
     "torchrun": (
@@ -126,7 +129,9 @@ class Trial:
     random: random.Random
     hosts: list[Host] = field(default_factory=list)
     process: subprocess.Popen | None = None  # the launcher
-    began = struck = recovered = 0.0  # by the monotonic clock; 0: not
+    began = struck = 0.0  # the last start and the fault, by the monotonic clock
+    ended: float | None = None  # so many seconds after the fault
+    recovered: float | None = None  # so many after the second start, or after the fault
     recorded = ""  # before the fault, or the second start
     problem: AssertionError | None = None  # that came while the training went on
 
@@ -168,7 +173,7 @@ class Trial:
         self.struck, self.recorded = time.monotonic(), self.metrics()
 
     def processes(self) -> list[psutil.Process]:
-        """The ranks, by their numbers."""
+        """The ranks, by their numbers; where one process watches over another, the younger one."""
         assert self.process is not None
         mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
         found = {}
@@ -209,9 +214,9 @@ class Trial:
             raise self.problem
         return finished
 
-    def carry_out(self, expected: str) -> float:
+    def carry_out(self, expected: str) -> None:
         """Do all of it; AssertionError if the training does not end with the weights of which this
-        is the digest, or does not keep another promise. Seconds that it took to end."""
+        is the digest, or does not keep another promise."""
         scenario, memory = self.scenario, os.listdir("/dev/shm")
         with ExitStack() as stack:
             self.runs.mkdir()
@@ -220,15 +225,14 @@ class Trial:
             if scenario.disk_mb:
                 stack.enter_context(small_disk(self.runs, scenario.disk_mb))
             finished = self.start(scenario.fault, **scenario.shim(self))
-            ended = self.began + finished.seconds - self.struck if self.struck else 0.0
             self.check_end(finished, memory)
             if not scenario.heals:
+                self.ended = self.began + finished.seconds - self.struck if self.struck else None
                 (self.runs / "filler").unlink(missing_ok=True)
                 self.cut("up")
                 self.recorded = self.metrics()
                 self.start(recover).checked()
             self.check_training(expected)
-        return ended
 
     def check_end(self, finished: Finished, memory: Sequence[str]) -> None:
         """What has to be so after a fault."""
@@ -302,10 +306,11 @@ def send(
     """A fault: one of these signals to a rank, or to the launcher."""
 
     def fault(trial: Trial) -> None:
-        when(trial)
+        trial.wait_for(lambda: '"kind": "step"' in trial.metrics())
         number, target = trial.random.choice(numbers), trial.process
         if to == "a rank":
-            target = trial.processes()[trial.rank]
+            target = trial.processes()[trial.rank]  # takes a while, in which there are many steps
+        when(trial)
         trial.strikes()
         for _ in range(times):
             target.send_signal(number)
@@ -362,6 +367,11 @@ def on_one_rank(module: str, code: str) -> Callable[[Trial], dict[str, str]]:
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "30"}  # mpirun, which else waits a second
+# mpirun, which else notices after eight minutes that a host is cut off.
+ATTENTIVE = {
+    f"OMPI_MCA_oob_tcp_keepalive_{name}": value
+    for name, value in {"time": "5", "intvl": "1", "probes": "3"}.items()
+}
 SCENARIOS = {
     "kill-rank": Scenario(send(signal.SIGKILL), KILLED),
     # Nothing has to be said: most launchers pass on what their ranks say.
@@ -373,7 +383,7 @@ SCENARIOS = {
         send(signal.SIGKILL, when=Trial.wait_for_write), KILLED, trials=2,
         shim=everywhere(SLOW_DISK),
     ),
-    "restart": Scenario(send(signal.SIGKILL), starts=[RESTARTS], trials=100, heals=True),
+    "restart": Scenario(send(signal.SIGKILL), starts=RESTARTS, trials=50, heals=True),
     "signal-rank": Scenario(send(TERM, INT, USR1), saves=True),
     "signal-launcher": Scenario(
         send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True
@@ -406,7 +416,7 @@ SCENARIOS = {
     ),
     "cut-link": Scenario(
         cut_link, "no batch for 10 s", [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5,
-        flags=FROZEN, on_hosts=True,
+        flags=FROZEN, shim=lambda trial: ATTENTIVE, on_hosts=True,
     ),
 }  # fmt: skip
 
@@ -448,15 +458,14 @@ def attempt(name: str, start: Start, number: int, seed: int, expected: str, pare
     trial = Trial(SCENARIOS[name], *start, folder, drawn)
     result = Result(name, start[1], start[0], number)
     try:
-        ended = trial.carry_out(expected)
+        trial.carry_out(expected)
     except Exception as error:  # whatever it is, the trial has failed
         (folder / "problem.txt").write_text(str(error))
         result.problem = (str(error) or type(error).__name__).splitlines()[0]
         result.folder = str(folder)
         return result
     shutil.rmtree(folder)
-    result.seconds_to_end = ended or None
-    result.seconds_to_recover = trial.recovered or None
+    result.seconds_to_end, result.seconds_to_recover = trial.ended, trial.recovered
     return result
 
 

@@ -1,0 +1,3 @@
+#!/bin/sh
+# What hosts there are, for horovodrun --host-discovery-script.
+echo localhost:2
