@@ -57,9 +57,9 @@ def keep_measurement(
         question: What it answers, such as wire-format.
         results: The folder of all records.
     """
-    for name in (machine, question):
-        if not NAME.fullmatch(name):
-            raise UserError(f"{name!r}: write small letters, digits, dots and hyphens")
+    for word in (machine, question):
+        if not NAME.fullmatch(word):
+            raise UserError(f"{word!r}: write small letters, digits, dots and hyphens")
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
