@@ -7,7 +7,6 @@ checkpoint of it. If the training kept a moving average, that is written if it d
 evaluation of the checkpoint's step. The names are the network's own; --weights reads the file, too.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import whole_file
 from recipe.record.checkpoint import FORMAT, checkpoints_in
+from recipe.record.resume import lines_by_step
 from recipe.record.weights import read_file, state_in
 
 
@@ -34,12 +34,10 @@ def checkpoint_of(run: Path) -> Path:
     return path
 
 
-def better_weights(metrics: Path, step: int) -> str:
+def better_weights(run: Path, step: int) -> str:
     """Whose weights did better in the evaluation after `step`, "model" or "ema"; the model's if
     nothing is known of that."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-    told = [json.loads(line) for line in lines if '"kind": "eval"' in line and line.endswith("\n")]
-    here = [line for line in told if line["step"] == step]
+    here = lines_by_step(run, "eval").get(step, [])
     best: dict[str, Any] = max(here, key=lambda line: line["top1"], default={})
     return str(best.get("weights", "model"))
 
@@ -60,7 +58,7 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
-        whose = better_weights(path.parents[1] / "metrics.jsonl", step)
+        whose = better_weights(path.parents[1], step)
         state = state_in(checkpoint, str(path), [whose])
         state.pop("n_averaged", None)  # of a moving average
         # Each in memory of its own, as the format wants it.

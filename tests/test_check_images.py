@@ -62,7 +62,9 @@ def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_pa
     code, out, err = check(root, "--json", str(tmp_path / "found.json"))
     assert (code, out) == (1, "")
     *lines, last = err.splitlines()
-    assert last.startswith(f"error: {root}: 12 images, 2 bad, 1 that may be damaged. ")
+    assert last.startswith(
+        f"python -m recipe.check_images: {root}: 12 images, 2 bad, 1 that may be damaged. "
+    )
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["images"] == 12
     reasons = {
@@ -105,7 +107,8 @@ def test_json_that_cannot_be_written(root: Path, check: Callable[..., Any]) -> N
     code, out, err = check(root, "--json", "/nowhere/found.json")
     assert (code, out) == (1, "")
     assert (
-        err == "error: --json /nowhere/found.json: cannot be written (No such file or directory)\n"
+        err == "python -m recipe.check_images: --json /nowhere/found.json: cannot be written (No "
+        "such file or directory)\n"
     )
 
 
@@ -123,5 +126,5 @@ def test_an_interruption_ends_it_soon(
     monkeypatch.setattr(check_images, "open_images", lambda *given: listing)
     monkeypatch.setattr(check_images, "fault_of", look)
     code, out, err = check(tmp_path, "--json", str(tmp_path / "found.json"))
-    assert (code, out, err) == (130, "", "interrupted: nothing was written\n")
+    assert (code, out, err) == (130, "", "\ninterrupted: nothing was written\n")
     assert len(looked) < 10**6 and not (tmp_path / "found.json").exists()

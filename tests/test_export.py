@@ -10,7 +10,13 @@ from safetensors import safe_open
 from test_checkpoint import CONFIG, DATA, PROGRESS, bits, trainables
 
 from recipe.export import main
-from recipe.record.checkpoint import contents_of, save_checkpoint, step_path
+from recipe.record.checkpoint import (
+    contents_of,
+    finish_checkpoint,
+    mark_best,
+    save_checkpoint,
+    step_path,
+)
 from recipe.record.weights import load_weights
 from recipe.training.state import Progress, Trainables
 
@@ -18,7 +24,10 @@ from recipe.training.state import Progress, Trainables
 def save(folder: Path, parts: Trainables, step: int, is_best: bool = False) -> Path:
     """A run's checkpoint."""
     path = step_path(folder / "checkpoints", step)
-    save_checkpoint(path, contents_of(parts, Progress(step, 4 * step), CONFIG, DATA), is_best)
+    save_checkpoint(path, contents_of(parts, Progress(step, 4 * step), CONFIG, DATA))
+    if is_best:
+        mark_best(path)
+        finish_checkpoint()
     return path
 
 
@@ -99,5 +108,7 @@ def test_what_cannot_be_exported(
     (tmp_path / "text.pt").write_text("weights")
     assert main([str(tmp_path / run), str(tmp_path / out)]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert (
+        error.startswith("python -m recipe.export: ") and words in error and error.count("\n") == 1
+    )
     assert not (tmp_path / out).exists()

@@ -30,6 +30,7 @@ def mpi(monkeypatch: pytest.MonkeyPatch, level: int, size: int = 2) -> None:
     module = SimpleNamespace(
         COMM_WORLD=SimpleNamespace(size=size),
         THREAD_MULTIPLE=3,
+        pickle=SimpleNamespace(__init__=lambda *_: None),
         Query_thread=lambda: level,
         Get_library_version=lambda: "Open MPI v4.1.8, package: ...\0",
     )
