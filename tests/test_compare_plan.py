@@ -509,12 +509,13 @@ RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
 def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) -> None:
     plan, recorded = read_plan(path), json.loads(path.read_text())
-    names = [(run.folder, run.configuration.launcher, run.seed) for run in plan.runs()]
-    folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded["runs"]]
-    assert sorted(names) == sorted(folders)  # the order was drawn in another way
+    if "runs" in recorded:  # which plan.json held once
+        names = [(run.folder, run.configuration.launcher, run.seed) for run in plan.runs()]
+        folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded["runs"]]
+        assert sorted(names) == sorted(folders)  # the order was drawn in another way
     copy = tmp_path / "plan.json"
     write_plan(copy, structs.replace(plan, blocks_there=0))
-    runs = {key: recorded[key] for key in ("runs", "phase_runs")}  # which plan.json also held once
+    runs = {key: recorded[key] for key in ("runs", "phase_runs") if key in recorded}
     copy.write_text(json.dumps(json.loads(copy.read_text()) | runs))
     assert read_plan(copy) == plan
     asked = {name: getattr(plan, name) for name in Plan.__struct_fields__}
