@@ -6,55 +6,21 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from launching import SMALL, TRAINERS, rarely, resumed_at, run, wait_until
+from elastic import checked_steps, command, images_of, ranks_among, steps_in, write_slots
+from launching import rarely, resumed_at, run, wait_until
 
 from horovod_train.announcements import Announcements
-from recipe.record.resume import lines_by_step
-
-ELASTIC = "horovodrun -np 2 --min-np 1 --max-np 3 --network-interfaces lo --host-discovery-script"
-
-
-def command(folder: Path, flags: str) -> list[str]:
-    """Train in this folder, for ever, on ranks where a file `slots` in it says."""
-    trainer = [sys.executable, TRAINERS["horovod"]]
-    words = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval 1"
-    place = f"--log-dir {folder.parent} --name {folder.name} --resume auto"
-    return [*ELASTIC.split(), f"cat {folder}/slots", *trainer, *f"{words} {place} {flags}".split()]
-
-
-def write_slots(slots: Path, text: str) -> None:
-    """At once, for it is read each second."""
-    new = slots.with_suffix(".new")
-    new.write_text(f"{text}\n")
-    new.replace(slots)
 
 
 def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
-    """The processes that train, by their rank: each below one that watches over it."""
-    found = {}
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if "HOROVOD_ELASTIC" in process.parent().environ():
-                found[int(process.environ()["HOROVOD_RANK"])] = process
-    return found
-
-
-def steps_in(folder: Path) -> list[dict[str, Any]]:
-    """A run's steps so far."""
-    return [line for lines in lines_by_step(folder, "step").values() for line in lines]
-
-
-def images(step: dict[str, Any]) -> int:
-    """Of all ranks."""
-    return round(step["images_per_second"] * step["seconds"])
+    """The processes that train, by their rank."""
+    return ranks_among(psutil.Process(launcher.pid).children(recursive=True))
 
 
 def train_until_stopped(
@@ -62,7 +28,7 @@ def train_until_stopped(
 ) -> list[dict[str, Any]]:
     """The steps of a run in which this happens after 20 steps, and which then is asked to stop:
     without a gap in the stream of images, and none twice."""
-    write_slots(folder / "slots", slots)
+    write_slots(folder, slots)
 
     def happen(launcher: subprocess.Popen) -> None:
         wait_until(lambda: len(steps_in(folder)) > 20)
@@ -70,10 +36,7 @@ def train_until_stopped(
         (folder / "stop").touch()
 
     finished = run(command(folder, f"{flags} --checkpoint-steps 5"), 280, happen).checked()
-    steps, seen = steps_in(folder), 0
-    for step in steps:
-        seen += images(step)
-        assert step["samples_seen"] == seen, (step, finished.output)
+    steps = checked_steps(folder)
     assert f"stopped after step {len(steps)}" in finished.output, finished.output
     return steps
 
@@ -83,14 +46,14 @@ def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
     ranks_below(launcher)[1].kill()
     wait_until(lambda: len(resumed_at(folder)) == 1)
     for number in (1, 3):
-        write_slots(folder / "slots", f"localhost:{number}")
-        wait_until(lambda number=number: images(steps_in(folder)[-1]) == 12 * number)
+        write_slots(folder, f"localhost:{number}")
+        wait_until(lambda number=number: images_of(steps_in(folder)[-1]) == 12 * number)
 
 
 def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
     """Horovod takes it out of the job."""
     ranks_below(launcher)[1].parent().kill()
-    wait_until(lambda: images(steps_in(folder)[-1]) == 12)
+    wait_until(lambda: images_of(steps_in(folder)[-1]) == 12)
 
 
 def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
@@ -118,7 +81,7 @@ def test_ranks_are_lost_and_hosts_change(
 ) -> None:
     steps = train_until_stopped(tmp_path, slots, flags, happens)
     assert len(resumed_at(tmp_path)) == resumes
-    assert images(steps[-1]) == 12 * ranks
+    assert images_of(steps[-1]) == 12 * ranks
 
 
 @pytest.mark.launch
@@ -130,7 +93,7 @@ def test_ranks_are_lost_and_hosts_change(
     ],
 )
 def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
-    write_slots(tmp_path / "slots", "localhost:2")
+    write_slots(tmp_path, "localhost:2")
     finished = run(command(tmp_path, flags), 120)
     assert finished.returncode != 0 and finished.output.count(said) == 1, finished.output
 
@@ -138,13 +101,13 @@ def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.full
 def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
-    write_slots(tmp_path / "slots", "localhost:2")
+    write_slots(tmp_path, "localhost:2")
 
     def interrupt(launcher: subprocess.Popen) -> None:
         wait_until(lambda: len(steps_in(tmp_path)) > 5)
         ranks_below(launcher)[1].send_signal(signal.SIGUSR1)
 
-    finished = run(command(tmp_path, ""), 200, interrupt)
+    finished = run(command(tmp_path), 200, interrupt)
     assert finished.returncode != 0 and not resumed_at(tmp_path)
     last = len(steps_in(tmp_path))
     assert f"stopped after step {last}, as a signal asked" in finished.output, finished.output
