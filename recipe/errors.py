@@ -149,6 +149,7 @@ def one_message(world: World) -> Iterator[None]:
     except KeyboardInterrupt:
         fail(world, f"interrupted: {RESUME_HINT}", 130)
     except Exception as error:
+        FAILING.set()
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY_S)
         if "have a deterministic implementation" in str(error):  # torch's words

@@ -148,7 +148,7 @@ def _watch(
                 _say(world, _words_for(_asked))
             continue
         if _asked:  # its launcher may be gone by now
-            if time.monotonic() - asked_at > world.started_by.patience_s / 2:
+            if FAILING.is_set() or time.monotonic() - asked_at > world.started_by.patience_s / 2:
                 leave(128 + _asked, world.started_by.patience_s / 2)
         elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
