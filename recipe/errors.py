@@ -162,6 +162,7 @@ def one_message(world: World) -> Iterator[None]:
     except KeyboardInterrupt:
         fail(world, f"interrupted: {RESUME_HINT}", 130)
     except Exception as error:
+        FAILING.set()
         if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY_S)
             fail(world, traceback.format_exc(), EXIT_LOST_PEER)

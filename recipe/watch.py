@@ -170,7 +170,7 @@ def _watch(
             # SIGUSR1 announces an end, and nobody kills after it.
             is_early = _asked == signal.SIGUSR1
             patience_s = FINISH_S if is_early else world.started_by.patience_s
-            if time.monotonic() - asked_at > patience_s / 2:
+            if FAILING.is_set() or time.monotonic() - asked_at > patience_s / 2:
                 leave(128 + _asked, patience_s / 2)
         elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")

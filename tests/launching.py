@@ -195,14 +195,13 @@ if "{0}" in map(os.environ.get, {3!r}):
 
 def before_the_launchers_words(output: str) -> str:
     """What the ranks wrote: torchrun and horovodrun add tracebacks of their own."""
-    for sign in (
-        "torch/distributed/elastic",
-        "Terminating remaining workers",
-        "bin/horovodrun",
-        "bin/torchrun",
-    ):
-        output = output.split(sign)[0]
-    return output
+    return re.split(LAUNCHERS_WORDS, output)[0]
+
+
+LAUNCHERS_WORDS = (
+    "torch/distributed/elastic|Terminating remaining workers"
+    r'|Traceback .*\n  File ".*bin/(?:horovodrun|torchrun)"'
+)
 
 
 def read_json(path: Path) -> Any:

@@ -126,6 +126,30 @@ def test_a_rank_ends_by_a_signal_and_with_its_launcher(
     assert one.wait().startswith(said)
 
 
+# A rank that trains, and loses another one.
+LOSES = """
+from recipe.errors import one_message
+from recipe.watch import obey_signals, start_watchdog
+from recipe.world import read_world
+
+world = read_world()
+start_watchdog(world)
+obey_signals()
+with one_message(world):
+    print("trains", flush=True)
+    raise RuntimeError("Connection closed by peer")
+"""
+
+
+def test_a_rank_that_has_lost_another_ends_when_its_launcher_says_so() -> None:
+    """Rather than wait for who tells the cause, and then tell of its own loss."""
+    words = [sys.executable, "-c", LOSES]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdout.readline()
+        rank.terminate()
+        assert rank.wait() == 128 + signal.SIGTERM
+
+
 def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> None:
     """A second after it has asked."""
     started = start("mpirun")

@@ -137,7 +137,8 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.rank = self.random.randrange(2)
-        self.step = self.random.randint(5, 55)
+        # Ranks look for signals about twice a second: steps of a look are to be left.
+        self.step = self.random.randint(5, 20 if self.scenario.saves else 55)
 
     @property
     def runs(self) -> Path:
