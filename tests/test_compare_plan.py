@@ -514,7 +514,7 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) ->
         folders = [(run["folder"], run["launcher"], run["seed"]) for run in recorded["runs"]]
         assert sorted(names) == sorted(folders)  # the order was drawn in another way
     copy = tmp_path / "plan.json"
-    write_plan(copy, structs.replace(plan, blocks_there=0))
+    write_plan(copy, structs.replace(plan, blocks_there=0) if "runs" in recorded else plan)
     runs = {key: recorded[key] for key in ("runs", "phase_runs") if key in recorded}
     copy.write_text(json.dumps(json.loads(copy.read_text()) | runs))
     assert read_plan(copy) == plan
