@@ -519,7 +519,7 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) ->
     copy.write_text(json.dumps(json.loads(copy.read_text()) | runs))
     assert read_plan(copy) == plan
     asked = {name: getattr(plan, name) for name in Plan.__struct_fields__}
-    asked |= {"question": None, "plan_file": None, "left_out": (), "blocks_there": 0}
+    asked |= {"question": None, "time": None, "plan_file": None, "left_out": (), "blocks_there": 0}
     asked |= {"order_seed": None}  # who repeats a comparison draws another order
     if plan.blocks is not None:
         asked |= {"until_interval": 0.015, "minutes": 10.0}
