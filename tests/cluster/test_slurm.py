@@ -26,7 +26,8 @@ SCRIPTS = {
     "horovodrun.sbatch over Gloo": ("2", {"CONTROLLER": "gloo"}),
 }
 ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "VENV": str(BIN.parent)}
-CHECKPOINTED = f"{SMALL} --checkpoint-steps 10 --log-interval 2"
+LONGER = "--epochs 5 --max-steps 250"  # than Slurm may take until it preempts a job
+CHECKPOINTED = f"{SMALL} {LONGER} --checkpoint-steps 10 --log-interval 2"
 LONG = f"{SMALL} --epochs 500 --max-steps 100000"
 
 
@@ -119,7 +120,9 @@ def test_a_job_that_is_ended_early_goes_on(
     with the warning that --signal asks for. Both end with the weights of a training on one host
     that nobody disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also
     after a resume, and a ring of more ranks then adds in another order.)"""
-    job = submit(cluster, "ddp_srun.sbatch", folder, CHECKPOINTED, "--ntasks-per-node", "1")
+    job = submit(
+        cluster, "ddp_srun.sbatch", folder, f"{CHECKPOINTED} {LONGER}", "--ntasks-per-node", "1"
+    )
     wait_for_steps(cluster, folder, 12)
     if how == "requeued":
         cluster.ask("scontrol", "requeue", job)
@@ -130,7 +133,7 @@ def test_a_job_that_is_ended_early_goes_on(
     wait_for_end(cluster, job, folder)
     assert [event["name"] for event in read_lines(folder, "event")] == events
     assert "Restarts=1" in cluster.ask("scontrol", "show", "job", job)
-    whole = read_json(trained("torchrun", "ddp") / "summary.json")
+    whole = read_json(trained("torchrun", "ddp", LONGER) / "summary.json")
     assert read_json(folder / "summary.json")["weights_sha256"] == whole["weights_sha256"]
 
 
