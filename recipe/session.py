@@ -200,8 +200,8 @@ class Session:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
         and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
 
-        All ranks learn of it at the same step, since they look at the same ones, about once a
-        second: how many steps that is, rank 0 says.
+        All ranks learn of it at the same step, since they look at the same ones, every
+        LOOK_SECONDS of training: how many steps that is, rank 0 says.
         """
         step, config, is_first = self.progress.step, self.config, self.world.is_first
         is_due = step % (config.checkpoint_steps or math.inf) == 0
