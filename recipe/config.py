@@ -196,6 +196,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
     refuse(
         *_out_of_bounds(config),
         *_mistakes(config),
+        *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
         *_mistakes_with_fp16_weights(config, engine),
@@ -263,6 +264,11 @@ def _mistakes(config: Config) -> Mistakes:
             "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
             "theirs with --weights",
         ),
+    ]
+
+
+def _mistakes_of_the_start(config: Config) -> Mistakes:
+    return [
         (
             config.name is not None and ("/" in config.name or config.name in (".", "..")),
             f"--name {config.name}: give the name of a folder in --log-dir, without a slash",

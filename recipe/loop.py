@@ -239,16 +239,14 @@ def train(rung: Rung, hooks: Hooks) -> int:
         if (epoch_ended or finished) and not stopped:
             figures = session.validate(trained, *collectives)
             finished = finished or session.is_good_enough(figures)
-        if save and not finished:
+        if save and not (finished or stopped):
             del trained  # which may be a copy
         hooks.step_ended(session)
         meter.restart()
 
-    if stopped:
-        return session.interrupt(rung.sum_over_ranks)
     measured = rung.measured()
-    session.complete(trained.model, figures, rung.sum_over_ranks, measured)
+    code = session.end(trained.model, figures, stopped, rung.sum_over_ranks, measured)
     for name, value in vars(measured).items():
         if rung.world.is_first and value is not None:
             print(f"{name}: {value}")
-    return 0
+    return code

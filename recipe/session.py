@@ -43,7 +43,7 @@ from recipe.training.state import Trainables
 from recipe.watch import expect_delay, is_asked_to_end, obey_signals
 from recipe.world import World
 
-LOOK_SECONDS = 0.5  # of training between two looks at whether it is to stop
+LOOK_SECONDS = 1.0  # of training between two looks at whether it is to stop
 
 
 class Session:
@@ -263,37 +263,28 @@ class Session:
             keep_checkpoint(parts, progress, config, world, self.data, self.folder, sum_over_ranks)
 
     def end(
-        self, model: nn.Module, figures: dict[str, float], stopped: bool, sum_over_ranks: Collective
-    ) -> int:
-        """Training is complete, with the last evaluation's `figures`, or was asked to stop; the
-        exit code."""
-        if stopped:
-            return self.interrupt(sum_over_ranks)
-        self.complete(model, figures, sum_over_ranks)
-        return 0
-
-    def complete(
         self,
         model: nn.Module,
         figures: dict[str, float],
+        stopped: bool,
         sum_over_ranks: Collective,
         rung: RungFigures | None = None,
-    ) -> None:
-        """Training is over: write the summary, with the last evaluation's `figures`, and what a
-        rung has measured of itself."""
+    ) -> int:
+        """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
+
+        A complete training gets a summary, with the last evaluation's `figures` and what a rung has
+        measured of itself; one that was asked to stop may go on.
+        """
+        finish_checkpoint()
+        if stopped:
+            # Together: a launcher that sees one rank end in this way may kill the others.
+            asked_by_file = sum_over_ranks(torch.tensor([int(self.recorder.stop())]))
+            return 0 if asked_by_file.item() else EXIT_SAVED
         own = measure_usage(self.meter, self.world, model, self.device)
         used = convert(gather(asdict(own), self.world, sum_over_ranks), list[Usage])
         summary = summarize(self.environment, self.work, self.meter, figures, used, model)
-        finish_checkpoint()
         self.recorder.close(replace(summary, rung=rung or RungFigures()))
-
-    def interrupt(self, sum_over_ranks: Collective) -> int:
-        """Training was asked to stop: the record ends where another session may go on. The exit
-        code: 0 if the stop file asked, else EXIT_SAVED."""
-        finish_checkpoint()
-        # Together: a launcher that sees one rank end in this way may kill the others.
-        asked_by_file = sum_over_ranks(torch.tensor([int(self.recorder.stop())]))
-        return 0 if asked_by_file.item() else EXIT_SAVED
+        return 0
 
 
 def check_loss(loss: float, place: str, is_first: bool) -> None:

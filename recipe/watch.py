@@ -57,8 +57,8 @@ def heartbeat() -> None:
 
 def obey_signals() -> None:
     """Training begins: from now on the loop around its steps looks whether it `is_asked_to_end`,
-    and then ends with a checkpoint. It has the launcher's patience for that, or until the same
-    signal comes again."""
+    and then ends with a checkpoint. It has half a minute for that, if the launcher does not kill it
+    before, and the same signal does not come again."""
     global _obeys
     _obeys = True
 
@@ -167,11 +167,9 @@ def _watch(
                 _say(world, _words_for(_asked))
             continue
         if _asked:  # its launcher may be gone by now
-            # SIGUSR1 announces an end, and nobody kills after it.
-            is_early = _asked == signal.SIGUSR1
-            patience_s = FINISH_S if is_early else world.started_by.patience_s
-            if FAILING.is_set() or time.monotonic() - asked_at > patience_s / 2:
-                leave(128 + _asked, patience_s / 2)
+            # Whoever asked may have asked this rank alone, and then no launcher kills.
+            if FAILING.is_set() or time.monotonic() - asked_at > FINISH_S / 2:
+                leave(128 + _asked, FINISH_S / 2)
         elif any(_started(pid, started) != started for pid, started in launchers.items()):
             _say(world, "the launcher is gone")
             with suppress(OSError):

@@ -64,6 +64,7 @@ def test_connections_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None
         }
         problems = connection_problems(networks, {"a": a})
         a.terminate()
+        a.wait()
         assert connection_problems(networks, {"a": a})[OWN_NAME] == ["a answers no longer"]
     assert problems == {
         "10.0.0.0/24": [], OWN_NAME: ["a -> b (127.0.0.3): Connection refused"]

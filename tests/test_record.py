@@ -305,7 +305,9 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     if asked == "the time":
         return
     by_file = asked == "the stop file"
-    codes = [rank.interrupt(lambda values: values + by_file) for rank in ranks]
+    codes = [
+        rank.end(torch.nn.Linear(1, 1), {}, True, lambda values: values + by_file) for rank in ranks
+    ]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1
     assert len(lines(tmp_path, "step")) == 4

@@ -89,6 +89,12 @@ def update_ema(ema, model, config, step):
     real(ema, model, config, step)
 module.update_ema = update_ema
 """
+# The same: steps take so long that some are left when the ranks have learned of a signal.
+SLOW = """
+import time
+real = module.update_ema
+module.update_ema = lambda *words: (real(*words), time.sleep(0.2))
+"""
 # Runs in each process at its start: of each hundred images one cannot be read, so many times.
 READ_ERRORS = """
 import builtins, collections, os
@@ -113,6 +119,7 @@ class Scenario:
     flags: str = ""
     shim: Callable[["Trial"], dict[str, str]] = lambda trial: {}  # the first start's environment
     saves: bool = False  # a checkpoint of the step at which it stops
+    code: int = 75  # mpirun's, after a checkpoint was saved; other launchers make a 1 of it
     heals: bool = False  # goes on by itself, to its end
     disk_mb: int = 0  # the run is on a disk of its own that has so much room
     on_hosts: bool = False  # one rank on each of two hosts
@@ -137,7 +144,6 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.rank = self.random.randrange(2)
-        # Ranks look for signals about twice a second: steps of a look are to be left.
         self.step = self.random.randint(5, 20 if self.scenario.saves else 55)
 
     @property
@@ -250,7 +256,7 @@ class Trial:
             file = self.runs / "run" / "checkpoints" / f"step-{int(stopped):09d}.pt"
             assert file.exists(), f"no checkpoint of step {stopped}, at which it stopped"
             if self.launcher.startswith("mpirun"):
-                assert finished.returncode == 75, f"exit code {finished.returncode}"
+                assert finished.returncode == scenario.code, f"exit code {finished.returncode}"
         for checkpoint in (self.runs / "run" / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
         new = set(os.listdir("/dev/shm")) - set(memory)
@@ -366,8 +372,10 @@ def on_one_rank(module: str, code: str) -> Callable[[Trial], dict[str, str]]:
     return shim
 
 
+SLOWLY = on_one_rank("recipe.training.model", SLOW)
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "30"}  # mpirun, which else waits a second
+# mpirun waits so many seconds before it passes a signal on, and again before it kills.
+PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}
 # mpirun, which else notices after eight minutes that a host is cut off.
 ATTENTIVE = {
     f"OMPI_MCA_oob_tcp_keepalive_{name}": value
@@ -385,13 +393,16 @@ SCENARIOS = {
         shim=everywhere(SLOW_DISK),
     ),
     "restart": Scenario(send(signal.SIGKILL), starts=RESTARTS, trials=50, heals=True),
-    "signal-rank": Scenario(send(TERM, INT, USR1), saves=True),
+    "signal-rank": Scenario(send(TERM, INT, USR1), saves=True, shim=SLOWLY),
     "signal-launcher": Scenario(
-        send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True
+        send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True, shim=SLOWLY
     ),
     "signal-mpirun": Scenario(
-        send(TERM, INT, USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True,
-        shim=lambda trial: PATIENT,
+        send(USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True, shim=SLOWLY
+    ),
+    "end-mpirun": Scenario(
+        send(TERM, INT, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True, code=1,
+        shim=lambda trial: SLOWLY(trial) | PATIENT,
     ),
     "signal-twice": Scenario(
         send(TERM, to="the launcher", when=Trial.wait_for_write, times=2), "asked to", trials=2,
