@@ -10,6 +10,7 @@ Ends with exit code 1 if something fails, and 0 if all that was found are warnin
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -243,8 +244,10 @@ def connection_problems(networks: Networks, hosts: Hosts) -> dict[str, list[str]
     """Let every host connect to every other one; return which connections fail, by network."""
     problems: dict[str, list[str]] = {network: [] for network in networks}
     for host in hosts.values():
+        assert host.stdin is not None
         with contextlib.suppress(OSError):
-            print(json.dumps(networks), file=host.stdin, flush=True)
+            # Not by print, which would keep for the file's end what a host that is gone cannot get.
+            os.write(host.stdin.fileno(), f"{json.dumps(networks)}\n".encode())
     for name, host in hosts.items():
         answered, _ = read_answer(host)
         for network in networks:
