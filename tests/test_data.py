@@ -36,6 +36,7 @@ from recipe.data.batches import (
     InputMeter,
     _one_ahead,
     check_replaced,
+    check_shared_memory,
     data_order_sha256,
     mixed,
     open_data,
@@ -391,6 +392,70 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
 
 
+# The one image becomes a pipe when it is listed: the network is made when a worker has opened that.
+BEFORE_THE_NETWORK = """
+import os, sys
+from importlib import import_module
+from pathlib import Path
+from recipe.errors import one_message
+from recipe.start import Hooks, start
+if __name__ == "__main__":
+    engine, pipe, image, *words = sys.argv[1:]
+    config, world = start(engine, words)
+    train = import_module(f"{engine}_train.train")
+    build_model, open_data = train.build_model, train.open_data
+    def listed(*args):
+        data = open_data(*args)
+        os.unlink(pipe)
+        os.mkfifo(pipe)
+        return data
+    def build(*args, **kwargs):
+        Path(pipe).write_bytes(Path(image).read_bytes())
+        print("read", flush=True)
+        return build_model(*args, **kwargs)
+    train.build_model, train.open_data = build, listed
+    with one_message(world):
+        sys.exit(train.main(config, world, Hooks()))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("engine", ["ddp", rarely("horovod")])
+def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_path: Path) -> None:
+    image = next(write_images(tmp_path / "val", 4).rglob("*.png"))
+    pipe = tmp_path / "train/a/0.png"
+    pipe.parent.mkdir(parents=True)
+    shutil.copyfile(image, pipe)
+    script = tmp_path / "before.py"
+    script.write_text(BEFORE_THE_NETWORK)
+    words = ["--data", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--max-steps", "1"]
+    words += ["--arch", "resnet10", "--workers", "1", "--batch-size", "1", "--no-cuda"]
+    words += ["--train-crop-size", "32", "--log-dir", str(tmp_path / "runs")]
+    command = [sys.executable, str(script), engine, str(pipe), str(image), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        try:
+            assert "read\n" in trainer.stdout
+        finally:
+            trainer.kill()
+
+
+@pytest.mark.parametrize(("gigabytes", "is_enough"), [(8, False), (32, True)])
+def test_loaders_need_room_in_shared_memory(
+    gigabytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 GPUs of 16 workers: 2 batches of 256 each, of training and of validation."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Mock(free=gigabytes << 30))
+    config = a_config(batch_size=256, val_batch_size=256, train_crop_size=224, val_crop_size=224)
+    expected = (
+        contextlib.nullcontext() if is_enough else pytest.raises(UserError, match="--shm-size 20g")
+    )
+    with expected:
+        check_shared_memory(config, 8 * 16)
+    check_shared_memory(config, 0)
+    check_shared_memory(replace(config, data="synthetic"), 8 * 16)
+
+
 # ---- bad images ----
 
 
@@ -525,7 +590,7 @@ def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
 
     def of(rank: int, sum_over_ranks: Callable) -> list[dict[int, str]]:
         world, told = a_world(rank, 2), []
-        meter = StepMeter(colored, world, CPU, data, Progress())
+        meter = StepMeter(colored, world, CPU, data, Progress(), InputMeter())
         assert meter.input is not None
         for met in ({0: "empty", rank: "small"}, {0: "empty", rank + 1: "cut off"}):
             meter.input.replaced |= met
