@@ -47,6 +47,7 @@ from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay, is_asked_to_end, obey_signals
 from recipe.world import World
 
+CORES_TO_DECODE = 8  # for a GPU: with fewer, DALI's decoding there may pay
 LOOK_SECONDS = 0.5  # of training between two looks at whether it is to stop
 
 
@@ -77,6 +78,9 @@ class Session:
         self.threads = config.threads or share_of_cores(self.places, world.rank)
         torch.set_num_threads(self.threads)
         self.workers = loader_workers(config, device, self.threads)
+        has_few_cores = device.type == "cuda" and self.threads < CORES_TO_DECODE
+        if has_few_cores and config.train_dir and not config.dali and world.is_first:
+            print(f"hint: {self.threads} cores a GPU may not decode as fast as it trains: --dali")
         neighbours = sum(host == world.host for host, _ in self.places)
         check_shared_memory(config, neighbours * self.workers)
         self.config, self.progress, self.left_out = config, Progress(), list[int]()

@@ -422,7 +422,7 @@ if __name__ == "__main__":
 @pytest.mark.launch
 @pytest.mark.parametrize("engine", ["ddp", rarely("horovod")])
 def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_path: Path) -> None:
-    image = next(write_images(tmp_path / "val", 4).rglob("*.png"))
+    image = next(write_images(tmp_path / "val", 4, "a").rglob("*.png"))
     pipe = tmp_path / "train/a/0.png"
     pipe.parent.mkdir(parents=True)
     shutil.copyfile(image, pipe)

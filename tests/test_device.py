@@ -115,7 +115,7 @@ def test_a_driver_without_a_gpu_is_an_error(
     """Training would go on at a hundredth of the speed."""
     gpus(monkeypatch, 0)
     monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
-    with pytest.raises(UserError, match="sees no GPU: .*--gpus all.*--no-cuda"):
+    with pytest.raises(UserError, match=r"sees no GPU: .*--gpus all.*--no-cuda"):
         choose_device(a_config(), a_world())
     assert choose_device(a_config(cuda=False), a_world()) == CPU
 
@@ -181,10 +181,19 @@ def test_compile_needs_a_compiler(
     choose_device(a_config(), a_world())
 
 
-def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_by_local_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], switches: dict[str, str]
+) -> None:
     chosen = gpus(monkeypatch, 2)
     world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
     assert choose_device(a_config(), world) == torch.device("cuda", 1)
+    hinted = []
+    for precision, newest in (("fp32", (8, 0)), ("fp32", (7, 5)), ("tf32", (8, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu, newest=newest: newest)
+        choose_device(a_config(precision=precision), a_world())
+        hinted.append("hint: --precision bf16" in capsys.readouterr().out)
+    assert hinted == [True, False, False]
+    del chosen[1:]
     assert chosen == [torch.device("cuda", 1)]
     assert choose_device(a_config(cuda=False), world) == CPU
 

@@ -88,7 +88,7 @@ def test_the_layers_of_packages_depend_on_no_sources() -> None:
 
 
 def test_the_image_for_gpus_has_what_is_needed_at_run_time() -> None:
-    """--compile needs a compiler and Python.h, NCCL libibverbs; and it says which driver it needs."""
+    """A compiler and Python.h for --compile, libibverbs for NCCL, and which driver it takes."""
     stage = DOCKERFILE.partition(" AS cuda\n")[2]
     assert {"g++", "python3-dev", "libibverbs1", "ibverbs-providers"} <= set(stage.split())
     (major, minor), *_ = re.findall(

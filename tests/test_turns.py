@@ -303,7 +303,7 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
     ],
 )
 def test_what_has_no_room_beside_others_says_so(line: str) -> None:
-    assert [NO_TURNS[sign] for sign in NO_TURNS if sign in line][0] == NO_ROOM
+    assert next(NO_TURNS[sign] for sign in NO_TURNS if sign in line) == NO_ROOM
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:

@@ -265,9 +265,9 @@ def training_batches(
     ranks, but for steps that begin at one of `left_out`.
 
     One iterator for the whole of training: the loader's workers start once, at this call, and read
-    ahead across epochs. `meter` counts the files that are read. With --mixup-alpha or --cutmix-alpha
-    they come normalised, on the device, and with the shares of classes, float [N, classes], for
-    labels.
+    ahead across epochs. `meter` counts the files that are read. With --mixup-alpha or
+    --cutmix-alpha they come normalised, on the device, and with the shares of classes, float
+    [N, classes], for labels.
     """
     if start >= stop:
         return iter(())
