@@ -392,25 +392,30 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
 
 
-# The one image becomes a pipe when it is listed: the network is made when a worker has opened that.
+# Both images become pipes when they are listed; the network is made when a worker has read them.
 BEFORE_THE_NETWORK = """
 import os, sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from recipe.errors import one_message
 from recipe.start import Hooks, start
 if __name__ == "__main__":
-    engine, pipe, image, *words = sys.argv[1:]
+    engine, folder, image, *words = sys.argv[1:]
+    pipes = [Path(folder, label, "0.png") for label in "ab"]
     config, world = start(engine, words)
     train = import_module(f"{engine}_train.train")
     build_model, open_data = train.build_model, train.open_data
     def listed(*args):
         data = open_data(*args)
-        os.unlink(pipe)
-        os.mkfifo(pipe)
+        for pipe in pipes:
+            os.unlink(pipe)
+            os.mkfifo(pipe)
         return data
     def build(*args, **kwargs):
-        Path(pipe).write_bytes(Path(image).read_bytes())
+        content = Path(image).read_bytes()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda pipe: pipe.write_bytes(content), pipes))
         print("read", flush=True)
         return build_model(*args, **kwargs)
     train.build_model, train.open_data = build, listed
@@ -422,16 +427,14 @@ if __name__ == "__main__":
 @pytest.mark.launch
 @pytest.mark.parametrize("engine", ["ddp", rarely("horovod")])
 def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_path: Path) -> None:
-    image = next(write_images(tmp_path / "val", 4, "a").rglob("*.png"))
-    pipe = tmp_path / "train/a/0.png"
-    pipe.parent.mkdir(parents=True)
-    shutil.copyfile(image, pipe)
+    write_images(tmp_path / "train", 1, "ab")
+    image = next(write_images(tmp_path / "val", 1, "ab").rglob("*.png"))
     script = tmp_path / "before.py"
     script.write_text(BEFORE_THE_NETWORK)
     words = ["--data", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--max-steps", "1"]
-    words += ["--arch", "resnet10", "--workers", "1", "--batch-size", "1", "--no-cuda"]
+    words += ["--arch", "resnet10", "--workers", "1", "--batch-size", "2", "--no-cuda"]
     words += ["--train-crop-size", "32", "--log-dir", str(tmp_path / "runs")]
-    command = [sys.executable, str(script), engine, str(pipe), str(image), *words]
+    command = [sys.executable, str(script), engine, str(tmp_path / "train"), str(image), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         try:
