@@ -52,6 +52,8 @@ def main(config: Config, world: World) -> None:
     threads = config.threads or share_of_cores([place], rank=0)
     torch.set_num_threads(threads)
     workers = loader_workers(config, device, threads)
+    num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)
+    batches = training_batches(data, config, world, device, workers, 0, stop)
 
     model = build_model(config, data.num_classes, download=True).to(device)
     fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
@@ -60,8 +62,6 @@ def main(config: Config, world: World) -> None:
     parts = Trainables(model, optimizer, scaler, None, fp16_model)
     criterion = build_criterion(config)
 
-    num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)
-    batches = training_batches(data, config, world, device, workers, 0, stop)
     position = 0  # in the stream of samples
     fp16_model.train()
     for step in range(num_steps):

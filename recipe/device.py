@@ -4,7 +4,10 @@ import ctypes
 import json
 import math
 import os
+import re
 import resource
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,12 +20,17 @@ import torch
 from torch import nn
 
 from recipe.config import Config
-from recipe.errors import UserError
-from recipe.world import World
+from recipe.errors import UserError, refuse
+from recipe.world import NVIDIA_DRIVER, World
 
 MAX_DEFAULT_WORKERS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and values from malloc.h, man 3 mallopt
 LARGEST_INT = 2**31 - 1
+NO_GPU = (
+    "this host has an NVIDIA driver, and torch sees no GPU: nvidia-smi shows its newest CUDA, "
+    "install a newer driver or a torch of no newer CUDA; start a container with --gpus all; ask "
+    "the batch system for GPUs; or pass --no-cuda to train on the CPU"
+)
 
 
 def choose_device(config: Config, world: World) -> torch.device:
@@ -35,7 +43,17 @@ def choose_device(config: Config, world: World) -> torch.device:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
         torch.use_deterministic_algorithms(True)
-    if not config.cuda or not torch.cuda.is_available():
+    on_gpu = config.cuda and torch.cuda.is_available()
+    refuse((config.cuda and not on_gpu and NVIDIA_DRIVER.exists(), NO_GPU))
+    lacking = missing_to_compile(on_gpu) if config.compile else []
+    refuse(
+        (
+            lacking,
+            f"--compile: this host lacks {' and '.join(lacking)}; install them (Debian: apt-get "
+            "install g++ python3-dev), or leave --compile out",
+        )
+    )
+    if not on_gpu:
         for refusal, holds in {
             "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 or "
             "bf16": config.precision == "tf32",
@@ -50,13 +68,52 @@ def choose_device(config: Config, world: World) -> torch.device:
         keep_freed_memory()
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    refuse((reason := lacks_kernels(device.index), f"{reason}, or pass --no-cuda"))
     torch.cuda.set_device(device)
+    is_slow = config.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if is_slow and world.is_first:
+        print("hint: --precision bf16 or tf32 uses this GPU's tensor cores, which fp32 does not")
     torch.backends.cudnn.benchmark = not config.deterministic
     # One statement for both settings, so that fp32 means fp32 whatever the defaults of the
     # installed torch are.
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     return device
+
+
+def lacks_kernels(gpu: int) -> str:
+    """Why this torch has no code for the GPU of this number, and what to do; "" if it has.
+
+    Binaries (sm_80) run on GPUs of the same major number that are as new; what the driver compiles
+    (compute_90) on all newer ones (CUDA C++ Programming Guide, "Application Compatibility").
+    """
+    archs, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(gpu)
+    for kind, number, special in re.findall(r"(sm|compute)_(\d+)([af]?)", " ".join(archs)):
+        code = divmod(int(number), 10)
+        is_any_major = kind == "compute" and not special
+        if code <= capability and (is_any_major or code[0] == capability[0]):
+            return ""
+    if torch.version.cuda is None or not archs:  # ROCm; not known
+        return ""
+    return (
+        f"{torch.cuda.get_device_name(gpu)} has compute capability {capability[0]}.{capability[1]},"
+        f" and this torch (CUDA {torch.version.cuda}) has code for {' '.join(archs)} only; install "
+        "a torch that is built for it (older GPUs: one of an older CUDA)"
+    )
+
+
+def missing_to_compile(on_gpu: bool) -> list[str]:
+    """What of a compiler is not here, with which torch.compile makes what it runs: Triton takes a C
+    compiler, Inductor on the CPU g++, and both Python's headers."""
+    known = {"CC": ("gcc", "clang")} if on_gpu else {"CXX": ("g++",)}
+    ((variable, names),) = known.items()
+    chosen = [os.environ[variable]] if variable in os.environ else names
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    missing = {
+        f"a compiler ({' or '.join(chosen)})": not any(map(shutil.which, chosen)),
+        f"Python's headers ({header})": not header.exists(),
+    }
+    return [name for name, is_missing in missing.items() if is_missing]
 
 
 def keep_freed_memory() -> None:

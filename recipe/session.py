@@ -8,6 +8,7 @@ collective for it by the line that asks.
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import torch
@@ -16,8 +17,11 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.data.batches import (
+    Batch,
     Data,
+    InputMeter,
     check_replaced,
+    check_shared_memory,
     samples_per_step,
     training_batches,
     training_end,
@@ -39,10 +43,11 @@ from recipe.training.metrics import (
     means,
     validate,
 )
-from recipe.training.state import Trainables
+from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay, is_asked_to_end, obey_signals
 from recipe.world import World
 
+CORES_TO_DECODE = 8  # for a GPU: with fewer, DALI's decoding there may pay
 LOOK_SECONDS = 1.0  # of training between two looks at whether it is to stop
 
 
@@ -73,6 +78,16 @@ class Session:
         self.threads = config.threads or share_of_cores(self.places, world.rank)
         torch.set_num_threads(self.threads)
         self.workers = loader_workers(config, device, self.threads)
+        has_few_cores = device.type == "cuda" and self.threads < CORES_TO_DECODE
+        if has_few_cores and config.train_dir and not config.dali and world.is_first:
+            print(f"hint: {self.threads} cores a GPU may not decode as fast as it trains: --dali")
+        neighbours = sum(host == world.host for host, _ in self.places)
+        check_shared_memory(config, neighbours * self.workers)
+        self.config, self.progress, self.left_out = config, Progress(), list[int]()
+        self.input = None if data.train is None else InputMeter()
+        _, self.stop = training_end(config, self.readers, data, step=0, samples_seen=0)
+        if config.resume is None:  # else a checkpoint says where
+            self._read_on()  # its first batches are decoded while the network is made
 
     def resume(
         self, config: Config, parts: Trainables, lr_scale: float, from_rank_0: Collective
@@ -97,19 +112,21 @@ class Session:
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
-        self.meter = StepMeter(config, readers, self.device, data, self.progress)
+        self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
         own = steps_left_out(self.folder)[: config.rollback] if self.world.is_first else []
         padded = torch.tensor(own + [-1] * (config.rollback - len(own)), dtype=torch.int64)
         self.left_out = [one for one in from_rank_0(padded).tolist() if one >= 0]
-        self._read_on()
+        if config.resume is not None:
+            self._read_on()
 
     def _read_on(self) -> None:
-        """Have the batches from here on."""
+        """Have the batches from here on; loader workers begin with them at once."""
+        self.batches: Iterator[Batch] = iter(())  # earlier workers end, and free shared memory
         self._pass_over()
         self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
             self.data, self.config, self.readers, self.device, self.workers, start, self.stop,
-            self.meter.input, self.left_out,
+            self.input, self.left_out,
         )  # fmt: skip
 
     def _pass_over(self) -> None:

@@ -1,5 +1,6 @@
 """How a training script starts, and what whoever starts it from Python may hook into it."""
 
+import multiprocessing.forkserver
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import psutil
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.watch import is_launcher, launchers_of, start_watchdog
-from recipe.world import World, read_world
+from recipe.world import NVIDIA_DRIVER, World, read_world
 
 # Variables, or families of them, by which Open MPI's mpirun passes on its user's choice of cores.
 CHOICES = (
@@ -27,8 +28,22 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     world = read_world()
     config = parse_args(engine, world, words)
     give_back_cores(world)
+    workers = config.cuda and NVIDIA_DRIVER.exists() if config.workers is None else config.workers
+    if workers and config.data != "synthetic":
+        start_loaders_server()
     start_watchdog(world, config.stall_timeout)
     return config, world
+
+
+def start_loaders_server() -> None:
+    """Start the process from which loader workers are forked in a moment, those of each evaluation,
+    too; it loads what they need while this one loads the same.
+
+    They are not forked from this process: neither MPI nor CUDA survives that. A worker loads the
+    trainer's script again, so all that it imports is to be there already.
+    """
+    multiprocessing.set_forkserver_preload(["recipe.session"])
+    multiprocessing.forkserver.ensure_running()
 
 
 def give_back_cores(world: World) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 TRANSPORTS = "OMPI_MCA_btl"
 SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # in containers, too, with GPUs or without
 
 
 FINISH_S = 60  # how long a rank may take for its checkpoint where nobody ends it before

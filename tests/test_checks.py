@@ -81,6 +81,9 @@ def test_a_driver_without_a_gpu_for_torch_has_failed(monkeypatch, tmp_path):
     assert (found.subject, found.status) == ("GPUs", "failed") and "--gpus all" in found.remedy
     monkeypatch.setattr(checks, "torch_facts", lambda: TORCH | {"gpus": ["H100", "H100"]})
     assert wrong() == [] and checks.check_gpus().found == "2: H100"
+    lacking = {"gpus": ["V100"], "lacking": "V100 has 7.0; install another torch"}
+    monkeypatch.setattr(checks, "torch_facts", lambda: TORCH | lacking)
+    assert wrong() == [Finding("GPUs", "failed", "V100 has 7.0", "install another torch")]
 
 
 def test_data_folders(tmp_path):

@@ -36,6 +36,7 @@ from recipe.data.batches import (
     InputMeter,
     _one_ahead,
     check_replaced,
+    check_shared_memory,
     data_order_sha256,
     mixed,
     open_data,
@@ -391,6 +392,73 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
 
 
+# Both images become pipes when they are listed; the network is made when a worker has read them.
+BEFORE_THE_NETWORK = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from recipe.errors import one_message
+from recipe.start import Hooks, start
+if __name__ == "__main__":
+    engine, folder, image, *words = sys.argv[1:]
+    pipes = [Path(folder, label, "0.png") for label in "ab"]
+    config, world = start(engine, words)
+    train = import_module(f"{engine}_train.train")
+    build_model, open_data = train.build_model, train.open_data
+    def listed(*args):
+        data = open_data(*args)
+        for pipe in pipes:
+            os.unlink(pipe)
+            os.mkfifo(pipe)
+        return data
+    def build(*args, **kwargs):
+        content = Path(image).read_bytes()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda pipe: pipe.write_bytes(content), pipes))
+        print("read", flush=True)
+        return build_model(*args, **kwargs)
+    train.build_model, train.open_data = build, listed
+    with one_message(world):
+        sys.exit(train.main(config, world, Hooks()))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("engine", ["ddp", rarely("horovod")])
+def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "train", 1, "ab")
+    image = next(write_images(tmp_path / "val", 1, "ab").rglob("*.png"))
+    script = tmp_path / "before.py"
+    script.write_text(BEFORE_THE_NETWORK)
+    words = ["--data", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--max-steps", "1"]
+    words += ["--arch", "resnet10", "--workers", "1", "--batch-size", "2", "--no-cuda"]
+    words += ["--train-crop-size", "32", "--log-dir", str(tmp_path / "runs")]
+    command = [sys.executable, str(script), engine, str(tmp_path / "train"), str(image), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        try:
+            assert "read\n" in trainer.stdout
+        finally:
+            trainer.kill()
+
+
+@pytest.mark.parametrize(("gigabytes", "is_enough"), [(8, False), (32, True)])
+def test_loaders_need_room_in_shared_memory(
+    gigabytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 GPUs of 16 workers: 2 batches of 256 each, of training and of validation."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Mock(free=gigabytes << 30))
+    config = a_config(batch_size=256, val_batch_size=256, train_crop_size=224, val_crop_size=224)
+    expected = (
+        contextlib.nullcontext() if is_enough else pytest.raises(UserError, match="--shm-size 20g")
+    )
+    with expected:
+        check_shared_memory(config, 8 * 16)
+    check_shared_memory(config, 0)
+    check_shared_memory(replace(config, data="synthetic"), 8 * 16)
+
+
 # ---- bad images ----
 
 
@@ -525,7 +593,7 @@ def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
 
     def of(rank: int, sum_over_ranks: Callable) -> list[dict[int, str]]:
         world, told = a_world(rank, 2), []
-        meter = StepMeter(colored, world, CPU, data, Progress())
+        meter = StepMeter(colored, world, CPU, data, Progress(), InputMeter())
         assert meter.input is not None
         for met in ({0: "empty", rank: "small"}, {0: "empty", rank + 1: "cut off"}):
             meter.input.replaced |= met

@@ -104,13 +104,96 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Test GPU")
     return chosen
 
 
-def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_gpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Training would go on at a hundredth of the speed."""
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
+    with pytest.raises(UserError, match=r"sees no GPU: .*--gpus all.*--no-cuda"):
+        choose_device(a_config(), a_world())
+    assert choose_device(a_config(cuda=False), a_world()) == CPU
+
+
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.14.1, CUDA 13
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "runs"),
+    [
+        ((7, 0), WHEEL, False),  # V100
+        ((8, 9), WHEEL, True),  # by sm_86
+        ((10, 3), WHEEL, True),
+        ((11, 0), WHEEL, False),
+        ((8, 0), ["sm_86"], False),  # not by a later one
+        ((12, 0), ["sm_90", "compute_90"], True),  # which the driver compiles
+        ((12, 0), ["sm_90a", "compute_90a"], False),  # not for other families
+        ((9, 0), ["sm_90a"], True),
+        ((7, 0), ["compute_90"], False),
+        ((9, 0), ["gfx90a"], False),
+        ((9, 0), [], True),
+    ],
+)
+def test_gpus_that_torch_has_no_code_for(
+    capability: tuple[int, int], archs: list[str], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
+    assert (device.lacks_kernels(0) == "") == runs
+    if not runs:
+        words = f"Test GPU has compute capability {capability[0]}.{capability[1]}, .*--no-cuda"
+        with pytest.raises(UserError, match=words):
+            choose_device(a_config(), a_world())
+
+
+@pytest.mark.parametrize(
+    ("count", "there", "lacks"),
+    [
+        (1, {"gcc"}, None),
+        (1, {"clang"}, None),
+        (1, {"g++"}, r"a compiler \(gcc or clang\);"),
+        (0, {"g++"}, None),
+        (0, {"gcc"}, r"a compiler \(g\+\+\);"),
+    ],
+)
+def test_compile_needs_a_compiler(
+    count: int, there: set[str], lacks: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, count)
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    with pytest.raises(UserError, match=r"Python's headers \(.*Python.h\); install them"):
+        choose_device(a_config(compile=True), a_world())
+    (tmp_path / "Python.h").touch()
+    if lacks is None:
+        choose_device(a_config(compile=True), a_world())
+    else:
+        with pytest.raises(UserError, match=lacks):
+            choose_device(a_config(compile=True), a_world())
+    choose_device(a_config(), a_world())
+
+
+def test_gpu_by_local_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], switches: dict[str, str]
+) -> None:
     chosen = gpus(monkeypatch, 2)
     world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
     assert choose_device(a_config(), world) == torch.device("cuda", 1)
+    hinted = []
+    for precision, newest in (("fp32", (8, 0)), ("fp32", (7, 5)), ("tf32", (8, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu, newest=newest: newest)
+        choose_device(a_config(precision=precision), a_world())
+        hinted.append("hint: --precision bf16" in capsys.readouterr().out)
+    assert hinted == [True, False, False]
+    del chosen[1:]
     assert chosen == [torch.device("cuda", 1)]
     assert choose_device(a_config(cuda=False), world) == CPU
 

@@ -87,6 +87,16 @@ def test_the_layers_of_packages_depend_on_no_sources() -> None:
     assert users == [["USER 1000"]] * 2
 
 
+def test_the_image_for_gpus_has_what_is_needed_at_run_time() -> None:
+    """A compiler and Python.h for --compile, libibverbs for NCCL, and which driver it takes."""
+    stage = DOCKERFILE.partition(" AS cuda\n")[2]
+    assert {"g++", "python3-dev", "libibverbs1", "ibverbs-providers"} <= set(stage.split())
+    (major, minor), *_ = re.findall(
+        r"^nvidia-cuda-runtime==(\d+)\.(\d+)", (ROOT / "requirements.lock").read_text(), re.M
+    )
+    assert f"NVIDIA_REQUIRE_CUDA=cuda>={major}.{minor}\n" in stage
+
+
 def said(pattern: str, *names: str) -> list[str]:
     """What the files of docker/ say, one after the other."""
     texts = [(DOCKER / name).read_text() for name in names]

@@ -30,6 +30,8 @@ from compare.running import take_turns
 from compare.running.checks import missing_for
 from compare.running.launch import marked_processes
 from compare.running.scheduler import (
+    NO_ROOM,
+    NO_TURNS,
     Rank,
     Scheduler,
     make_turn,
@@ -284,6 +286,24 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
         measures.kill()
     rank.wait(60)
     watchdog.wait(60)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Failed to CUDA calloc async 608 bytes",
+        "NCCL WARN Cuda failure 2 'out of memory'",
+        "HorovodInternalError: ncclCommInitRank failed: unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details)",
+    ],
+)
+def test_what_has_no_room_beside_others_says_so(line: str) -> None:
+    assert next(NO_TURNS[sign] for sign in NO_TURNS if sign in line) == NO_ROOM
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:

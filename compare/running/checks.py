@@ -36,14 +36,13 @@ from compare.plan.hosts import is_here, is_only_here, last_line, most_on_a_host,
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
 from recipe.flags import last_value
-from recipe.world import LAUNCHERS, NO_LAUNCHER
+from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER
 
 GIB = 2**30
 LEAST_OPEN_FILES = 4096
 MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models
 BUSIEST_SHOWN = 3
 OWN_NAME = "own name"  # in place of an interface
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
 NO_HOROVOD = f"Horovod is not installed in this environment. Build it with\n    {BUILD}"
@@ -106,13 +105,17 @@ def torch_facts() -> dict[str, Any]:
         import torchvision
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    from recipe.device import lacks_kernels
+
+    gpus = range(torch.cuda.device_count())
     has_nccl = torch.distributed.is_nccl_available()
     return {
         "torch": str(torch.__version__),
         "torchvision": torchvision.__version__,
         "CUDA": torch.version.cuda,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
+        "lacking": "; ".join(sorted(set(map(lacks_kernels, gpus)) - {""})),
     }
 
 
@@ -187,6 +190,8 @@ def check_torch() -> Finding:
 def check_gpus() -> Finding:
     torch = torch_facts()
     gpus = torch.get("gpus", [])
+    if lacking := torch.get("lacking"):
+        return Finding("GPUs", "failed", *lacking.split("; ", 1))
     found = f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"
     if not gpus:
         found = f"none that torch (CUDA {torch.get('CUDA')}) sees"
@@ -220,7 +225,7 @@ def check_mpi() -> Finding:
 
 def check_shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    remedy = "input workers pass images through it: docker run --shm-size 8g, or --workers 0"
+    remedy = "input workers pass images through it: docker run --shm-size 32g, or --workers 0"
     found = f"/dev/shm has {free / GIB:,.1f} GiB free"
     return judged("shared memory", free >= GIB, found, remedy)
 

@@ -55,12 +55,19 @@ from recipe.files import write_json
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
-# What a side writes that cannot take turns with others, and what that means.
+NO_ROOM = "the sides do not fit into the GPU's memory at once"
+# What a side writes that cannot take turns with others, and what that means. The first one that is
+# found counts. What is wrong otherwise with the GPU fails again in a whole run, and is told there.
 NO_TURNS = {
     UNREACHABLE: "a host does not reach this one",
-    "CUDA out of memory": "the sides do not fit into the GPU's memory at once",
-    "CUDA error: out of memory": "the sides do not fit into the GPU's memory at once",
     "busy or unavailable": "the GPU lets in one process only (its compute mode)",
+    "out of memory": NO_ROOM,  # torch, CUDA's own name for it in NCCL and Horovod
+    "STATUS_ALLOC_FAILED": NO_ROOM,  # cuBLAS, cuDNN
+    "DEVICE_ALLOCATION_FAILED": NO_ROOM,  # cuDNN 9
+    "STATUS_NOT_INITIALIZED": NO_ROOM,  # both, where a handle finds no room
+    "Failed to CUDA": NO_ROOM,  # NCCL: malloc, calloc, calloc async, host alloc
+    "unhandled cuda error": NO_ROOM,  # all that NCCL tells Horovod
+    "bytes on device": NO_ROOM,  # DALI
 }
 # That a turn is to take beside its lead-in, where no side says how many steps it makes. Turns of 2
 # steps are as noisy as turns of 6 (a ratio of two varies by 9 %; three blocks of each, on two cores

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
+import shutil
 import threading
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -48,6 +49,7 @@ MOST_TRIES = 10
 # More bad images than 1 in so many, and than so many, end the run.
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 CPU = torch.device("cpu")
+PREFETCHED = 2  # batches by each loader worker
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,22 @@ def training_end(
         steps = int(min(left, last - step))
         step, samples_seen = step + steps, samples_seen + steps * step_samples
     return step, samples_seen
+
+
+def check_shared_memory(config: Config, loaders: int) -> None:
+    """UserError if /dev/shm has no room for what so many loader workers, all of this host, may put
+    there: training's batches lie there while validation's are read."""
+    if not loaders or config.data == "synthetic":
+        return
+    pixels = config.batch_size * config.train_crop_size**2
+    pixels += config.val_batch_size * config.val_crop_size**2
+    needed, free = loaders * PREFETCHED * 3 * pixels, shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise UserError(
+            f"/dev/shm has {free / 2**30:.1f} GiB free, and {loaders} loader workers of this host "
+            f"may fill {needed / 2**30:.1f}: make it larger (docker run --shm-size "
+            f"{math.ceil(needed / 2**30) + 1}g, or --ipc host), or use fewer --workers"
+        )
 
 
 def batch_places(
@@ -246,10 +264,13 @@ def training_batches(
     """This rank's batches from stream position `start` until `stop`, both in samples over all
     ranks, but for steps that begin at one of `left_out`.
 
-    One iterator for the whole of training: the loader's workers start once, and read ahead across
-    epochs. `meter` counts the files that are read. With --mixup-alpha or --cutmix-alpha they come
-    normalised, on the device, and with the shares of classes, float [N, classes], for labels.
+    One iterator for the whole of training: the loader's workers start once, at this call, and read
+    ahead across epochs. `meter` counts the files that are read. With --mixup-alpha or
+    --cutmix-alpha they come normalised, on the device, and with the shares of classes, float
+    [N, classes], for labels.
     """
+    if start >= stop:
+        return iter(())
     meter = meter or InputMeter()
     num_files = data.num_train if data.train is None else len(data.train)
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
@@ -273,7 +294,7 @@ def training_batches(
         keys = ((config.seed, position, world.rank) for position, _ in places())
         ready = (to_device(batch, config, device) for batch in ready)
         ready = mixed(ready, config, data.num_classes, keys)
-    yield from ready
+    return ready
 
 
 def mixed(
@@ -321,25 +342,23 @@ def _loaded(
 ) -> Iterator[Any]:
     context = None
     if workers:
-        # Neither MPI nor CUDA survives a fork of the process that uses it. A server that has loaded
-        # torch once forks each worker in a moment, the many of each evaluation, too. torchvision
-        # takes as long again, and only what is augmented beyond crop and flip needs it.
-        augments = getattr(getattr(dataset, "transform", None), "after_crop", ())
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["recipe.data.batches", *(["torchvision.transforms.v2"] if augments else [])]
-        )
+        context = multiprocessing.get_context("forkserver")  # see start_loaders_server
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
+        prefetch_factor=PREFETCHED if workers else None,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else a session's first step draws other dropout
         multiprocessing_context=context,
         collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is a whole one
         worker_init_fn=_begin_worker if workers else None,
     )
-    reading = iter(loader)
+    return _handed_over(iter(loader))  # whose workers start now, and not for the first batch
+
+
+def _handed_over(reading: Iterator[Any]) -> Iterator[Any]:
+    """What loader workers read; UserError if one of them was killed."""
     try:
         yield from reading
     except (RuntimeError, OSError, EOFError) as error:  # as of what the worker was about to do
@@ -393,7 +412,7 @@ def _in_shared_memory(read: Any) -> Any:
         raise UserError(
             f"a loader worker cannot hand over a batch of {sum(one.nbytes for one in tensors):,} "
             f"bytes in /dev/shm ({error}): if that is full, make it larger (docker run --shm-size "
-            "8g, or --ipc host), or use fewer --workers, or --workers 0"
+            "32g, or --ipc host), or use fewer --workers, or --workers 0"
         ) from error
     return read
 

@@ -72,6 +72,7 @@ class StepMeter:
         device: torch.device,
         data: Data,
         progress: Progress,
+        input_meter: InputMeter | None = None,
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
@@ -81,7 +82,7 @@ class StepMeter:
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
         self.phases = PhaseSums()
-        self.input = None if data.train is None else InputMeter()
+        self.input = input_meter  # None for synthetic data
         self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
         self.energy = EnergyMeter(device, world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
