@@ -53,7 +53,7 @@ from recipe.record.resume import (
     set_aside,
 )
 from recipe.record.weights import load_weights
-from recipe.training.model import build_ema, build_optimizer, build_scaler
+from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -83,8 +83,7 @@ def train(parts: Trainables, steps: int) -> None:
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
         parts.optimizer.zero_grad()
-        if parts.ema is not None:
-            parts.ema.update_parameters(parts.model)
+        update_ema(parts.ema, parts.model, CONFIG, 1)
 
 
 def bits(values: torch.Tensor) -> tuple[Any, ...]:
@@ -197,8 +196,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(torch, "save", late)
     parts, progress = trainables(steps=2), Progress(2, 8)
+    begin(tmp_path, progress, parts)  # the moving average gets the model's statistics
     before = everything(parts)
-    begin(tmp_path, progress, parts)
     train(parts, 3)
     progress.step = 5
     assert everything(parts) != before and steps_of(tmp_path) == []

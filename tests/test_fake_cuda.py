@@ -26,6 +26,7 @@ from recipe.training.model import (
     build_model,
     build_optimizer,
     flat_batch_norm,
+    update_ema,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -110,8 +111,8 @@ def test_averages(batch_norm: str) -> None:
         model = TinyNet()
     ema = build_ema(model, config)
     assert ema is not None
-    for _ in range(2):  # the first is a copy
-        ema.update_parameters(model)
+    for step in (1, 2):  # the first is a copy
+        update_ema(ema, model, config, step)
     copy_buffers(model, ema.module)
     assert on_gpu(*ema.module.parameters(), *ema.module.buffers())
     with flat_batch_norm(model) as statistics:
