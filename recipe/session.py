@@ -70,9 +70,10 @@ class Session:
         # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
         own = world.host, sorted(os.sched_getaffinity(0))
         self.places = gather(own, world, sum_over_ranks)
-        self.threads = config.threads or share_of_cores(self.places, world.rank)
+        cores = share_of_cores(self.places, world.rank)
+        self.threads = config.threads or cores
         torch.set_num_threads(self.threads)
-        self.workers = loader_workers(config, device, self.threads)
+        self.workers = loader_workers(config, device, cores)
 
     def resume(
         self, config: Config, parts: Trainables, lr_scale: float, from_rank_0: Collective
