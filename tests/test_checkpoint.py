@@ -184,6 +184,19 @@ def steps_of(folder: Path) -> list[int]:
     return [read(path)["progress"]["step"] for path in checkpoints_in(folder / "checkpoints")]
 
 
+def test_adam_is_loaded_under_the_settings_of_this_run() -> None:
+    """Whether it is fused decides where torch puts its counts of steps: on GPUs or not."""
+    config = replace(CONFIG, optimizer="adamw")
+    contents = contents_of(trainables(config, steps=1), Progress(1, 4), config, DATA)
+    fp32, found = replace(config, precision="fp32"), list[bool]()
+    fresh = trainables(fp32)
+    fresh.optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: found.extend(group["fused"] for group in state["param_groups"])
+    )
+    restore(contents, fresh, fp32, a_world(), DATA, "c.pt")
+    assert set(found) == {True}
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

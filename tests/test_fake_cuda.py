@@ -194,6 +194,19 @@ def test_an_update_is_few_operations_and_never_waits(
     assert on_gpu(*model.parameters(), *momenta)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.float32, "Cudnn"), (torch.float16, "Cudnn"), (torch.bfloat16, "Native")],
+)
+def test_whose_kernel_normalises(dtype: torch.dtype, kernel: str) -> None:
+    """docs/recipe.md says so."""
+    images = torch.zeros(8, 64, 4, 4, device=CUDA, dtype=dtype)
+    norm = torch.zeros(64, device=CUDA)
+    chosen = torch._C._select_batch_norm_backend(images, norm, norm, norm, norm, True, 1e-5)
+    assert chosen.name == kernel
+
+
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """What Module.to does, which fake weights do not let be done in place."""
     for part in module.modules():

@@ -374,7 +374,7 @@ def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step
     """
     if ema is None or step % config.model_ema_steps:
         return
-    averages, weights = list(ema.module.parameters()), list(model.parameters())
+    averages, weights = tuple(ema.module.parameters()), tuple(model.parameters())
     if ema.n_averaged:  # it stays in the CPU's memory
         torch._foreach_lerp_(averages, weights, 1 - config.model_ema_decay)
     else:
