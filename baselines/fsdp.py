@@ -69,7 +69,7 @@ class Sharded(Rung):
         if kept:
             set_optimizer_state_dict(self.model, self.optimizer, kept, options=WHOLE)
         for group in self.optimizer.param_groups:
-            group["fused"] = False  # it does not take sharded weights
+            group["fused"] = None  # it does not take sharded weights; on GPUs: in groups
 
     def whole(self) -> Trainables:
         """A copy of network and optimizer, whole on every rank; the buffers are no copies."""

@@ -49,9 +49,9 @@ def main(config: Config, world: World) -> None:
     data = open_data(config)
     device = choose_device(config, world)
     place = world.host, sorted(os.sched_getaffinity(0))
-    threads = config.threads or share_of_cores([place], rank=0)
-    torch.set_num_threads(threads)
-    workers = loader_workers(config, device, threads)
+    cores = share_of_cores([place], rank=0)
+    torch.set_num_threads(config.threads or cores)
+    workers = loader_workers(config, device, cores)
     num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)
     batches = training_batches(data, config, world, device, workers, 0, stop)
 

@@ -42,8 +42,11 @@ class ShardedOptimizer(Rung):
         self.optimizer = ZeroRedundancyOptimizer(
             plain.param_groups, type(plain), lr=self.config.base_lr
         )
-        if plain.state:
-            self.optimizer.load_state_dict(plain.state_dict())
+        # Its own load_state_dict would put Adam's counts of steps where the fused kernel does not
+        # look for them, into the CPU's memory, and keep the whole state beside this rank's part.
+        own = self.optimizer.optim
+        weights = [weight for group in own.param_groups for weight in group["params"]]
+        own.state.update((one, plain.state[one]) for one in weights if one in plain.state)
 
     def whole(self) -> Trainables:
         """The optimizer's state is brought together on rank 0, for a checkpoint."""

@@ -18,10 +18,8 @@ from recipe.ranks import meeting_by_environment
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World
 
-# Under srun: how long the other ranks look for rank 0, which may be late to load torch from a
-# shared file system, or to list its data; how long a process at a port may take to answer; what a
-# rank says for it.
-MEETING_SECONDS, ANSWER_SECONDS, THANKS = ENGINE_TIMEOUT_S, 2.0, b"thanks"
+# Under srun: how long a process at a port may take to answer; what a rank says for it.
+ANSWER_SECONDS, THANKS = 2.0, b"thanks"
 PATIENCE = timedelta(seconds=ENGINE_TIMEOUT_S)
 
 
@@ -29,7 +27,8 @@ def meeting_point(
     world: World, backend: str = "gloo", timeout: timedelta = PATIENCE
 ) -> dict[str, Any]:
     """Arguments of `init_process_group` for the launcher that started this process; `timeout` is
-    how long a rank waits for another one."""
+    how long a rank waits for another one, which may be late to load torch from a shared file
+    system, or to list its data."""
     prepare_gloo(world)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
@@ -48,11 +47,9 @@ def meeting_point(
         arguments["init_method"] = f"tcp://{first_host}:{port}"
     elif meeting == "Slurm":
         first_host = slurm_address(os.environ)[0]
-        arguments["store"] = _store_through_slurm(world)
+        arguments["store"] = _store_through_slurm(world, timeout)
     else:
-        arguments["store"], first_host = _store_through_mpi(world)
-    if "store" in arguments:
-        arguments["store"].set_timeout(timeout)  # torch does so for its own; else it is 300 s
+        arguments["store"], first_host = _store_through_mpi(world, timeout)
     keep_gloo_off_loopback(world, first_host)
     return arguments
 
@@ -77,15 +74,18 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list
     return first, ports, mark.encode()
 
 
-def _store_through_slurm(world: World) -> dist.Store:
+def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
     """A store on a free port of rank 0's host, which rank 0 announces at the first free one of
     the ports that all ranks can work out from the job's and the step's number."""
     host, ports, mark = slurm_address(os.environ)
     if world.local_size == world.size:
         host = "127.0.0.1"
     if not world.is_first:
-        return dist.TCPStore(host, _ask_for_port(host, ports, mark), world.size, is_master=False)
-    store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+        port = _ask_for_port(host, ports, mark, timeout.total_seconds())
+        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    store = dist.TCPStore(
+        host, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout
+    )
     for port in ports:
         with suppress(OSError):
             listener = socket.create_server((host if host == "127.0.0.1" else "", port))
@@ -109,9 +109,9 @@ def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
                 ranks -= asking.recv(len(THANKS)) == THANKS
 
 
-def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
-    """The port of the store; UserError if no process at `ports` knows it within MEETING_SECONDS."""
-    deadline, error = time.monotonic() + MEETING_SECONDS, OSError("other jobs answer there")
+def _ask_for_port(host: str, ports: list[int], mark: bytes, seconds: float) -> int:
+    """The port of the store; UserError if no process at `ports` knows it within `seconds`."""
+    deadline, error = time.monotonic() + seconds, OSError("other jobs answer there")
     while time.monotonic() < deadline:
         for port in ports:
             try:
@@ -124,12 +124,12 @@ def _ask_for_port(host: str, ports: list[int], mark: bytes) -> int:
                 error = failed
         time.sleep(0.2)
     raise UserError(
-        f"rank 0 was not found on {host} in {MEETING_SECONDS:.0f} s, at ports "
+        f"rank 0 was not found on {host} in {seconds:.0f} s, at ports "
         f"{', '.join(map(str, ports))} ({error}): did it start, and do the nodes reach each other?"
     )
 
 
-def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
+def _store_through_mpi(world: World, timeout: timedelta) -> tuple[dist.Store, str]:
     """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
     comm = start_mpi(world, "start with torchrun").COMM_WORLD
     address: tuple[str, int] | None = None
@@ -142,10 +142,11 @@ def _store_through_mpi(world: World) -> tuple[dist.Store, str]:
             world.size,
             is_master=True,
             wait_for_workers=False,
+            timeout=timeout,
             master_listen_fd=listener.detach(),
         )
         address = (host, store.port)
     host, port = comm.bcast(address, root=0)
     if not world.is_first:
-        store = dist.TCPStore(host, port, world.size, is_master=False)
+        store = dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
     return store, host

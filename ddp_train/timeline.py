@@ -31,23 +31,52 @@ class Message:
     ended: int  # its average was back
 
 
+Moment = int | torch.cuda.Event  # ns of the Unix clock, or on a GPU what its stream comes to
+_origin: tuple[torch.cuda.Event, int] | None = None  # on a GPU: the same moment in both
 _path: Path | None = None  # while a timeline is made
-_messages: list[Message] = []
+_moments: list[tuple[int, list[str], Moment, Moment]] = []  # of a message, as in Message
 
 
 def start_timeline(path: str) -> None:
     """From now on note what becomes of each bucket."""
-    global _path
+    global _origin, _path
     _path = Path(path)
-    _messages.clear()
+    _moments.clear()
+    if torch.cuda.is_initialized():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        _origin = event, time.time_ns()
+
+
+def _now() -> Moment:
+    """On a GPU the host's clock would tell when NCCL was asked: its futures are complete then."""
+    if _origin is None:
+        return time.time_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()  # in a future's callback on a stream that waits for its message
+    return event
+
+
+def _unix_ns(moment: Moment) -> int:
+    if isinstance(moment, int):
+        return moment
+    assert _origin is not None
+    return _origin[1] + round(1e6 * _origin[0].elapsed_time(moment))
 
 
 def stop_timeline() -> None:
     """Write what was noted, in the form of Horovod's timeline."""
-    global _path
+    global _origin, _path
     assert _path is not None
-    replace_file(_path, json.dumps(trace_of(_messages, THREADS.get(dist.get_backend(), 1))))
-    _path = None
+    if _origin is not None:
+        torch.cuda.synchronize()
+    messages = [
+        Message(bucket, gradients, _unix_ns(full), _unix_ns(ended))
+        for bucket, gradients, full, ended in _moments
+    ]
+    replace_file(_path, json.dumps(trace_of(messages, THREADS.get(dist.get_backend(), 1))))
+    _origin = _path = None
 
 
 def noted(hook: Hook, model: nn.Module) -> Hook:
@@ -57,12 +86,12 @@ def noted(hook: Hook, model: nn.Module) -> Hook:
     def noting(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if _path is None:
             return hook(state, bucket)
-        gradients, full = [names[id(one)] for one in bucket.parameters()], time.time_ns()
+        gradients, full = [names[id(one)] for one in bucket.parameters()], _now()
         number = bucket.index()
 
         def end(future: Future[torch.Tensor]) -> torch.Tensor:
             average = future.value()
-            _messages.append(Message(number, gradients, full, time.time_ns()))
+            _moments.append((number, gradients, full, _now()))
             return average
 
         return hook(state, bucket).then(end)

@@ -67,12 +67,19 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     """What carries the gradients, by what Horovod says of itself: NCCL, MPI or Gloo.
 
     UserError for ranks that did not find each other, for another transport than --transport names,
-    and for Adasum without MPI; a warning where GPUs lack NCCL.
+    for Adasum without MPI, and on GPUs for a synchronised BatchNorm in fp16; a warning where GPUs
+    lack NCCL.
     """
     refuse_lone_copies(world)
     if config.use_adasum and not hvd.mpi_enabled():
         raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")
     wanted, on_gpu = config.transport, device.type == "cuda"
+    is_half = config.has_fp16_weights and not config.keeps_batch_norm_fp32
+    if on_gpu and is_half and config.batch_norm == "sync":  # it counts images in fp32
+        raise UserError(
+            "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
+            "--keep-batchnorm-fp32 True, or use average"
+        )
     if on_gpu and hvd.nccl_built():
         if wanted in ("gloo", "mpi"):
             raise UserError(

@@ -196,19 +196,27 @@ def gather(
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
-def loader_workers(config: Config, device: torch.device, threads: int) -> int:
-    """Loader processes for this rank: --workers, or its share of the cores where a GPU leaves them
+def loader_workers(config: Config, device: torch.device, cores: int) -> int:
+    """Loader processes for this rank: --workers, or its share of `cores` where a GPU leaves them
     free. On a CPU, none: there they cost more than they save (docs/data.md)."""
     if config.workers is not None:
         return config.workers
-    return min(threads, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0
+    return min(cores, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """This rank's peak: of allocated GPU memory on CUDA, of resident memory on the CPU."""
+    """This rank's peak: on CUDA of the memory that it has allocated on GPUs since
+    `forget_peak_memory`, on the CPU of resident memory. A few rungs use several GPUs."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Count the peak of GPU memory from now on: without cuDNN's trials of kernels, and the networks
+    of `--wire-format auto`."""
+    for gpu in range(torch.cuda.device_count() if device.type == "cuda" else 0):
+        torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def cpu_seconds() -> float:

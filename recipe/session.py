@@ -75,12 +75,13 @@ class Session:
         # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
         own = world.host, sorted(os.sched_getaffinity(0))
         self.places = gather(own, world, sum_over_ranks)
-        self.threads = config.threads or share_of_cores(self.places, world.rank)
+        cores = share_of_cores(self.places, world.rank)
+        self.threads = config.threads or cores
         torch.set_num_threads(self.threads)
-        self.workers = loader_workers(config, device, self.threads)
-        has_few_cores = device.type == "cuda" and self.threads < CORES_TO_DECODE
+        self.workers = loader_workers(config, device, cores)
+        has_few_cores = device.type == "cuda" and cores < CORES_TO_DECODE
         if has_few_cores and config.train_dir and not config.dali and world.is_first:
-            print(f"hint: {self.threads} cores a GPU may not decode as fast as it trains: --dali")
+            print(f"hint: {cores} cores a GPU may not decode as fast as it trains: --dali")
         neighbours = sum(host == world.host for host, _ in self.places)
         check_shared_memory(config, neighbours * self.workers)
         self.config, self.progress, self.left_out = config, Progress(), list[int]()

@@ -53,7 +53,7 @@ from recipe.record.resume import (
     set_aside,
 )
 from recipe.record.weights import load_weights
-from recipe.training.model import build_ema, build_optimizer, build_scaler
+from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -83,8 +83,7 @@ def train(parts: Trainables, steps: int) -> None:
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
         parts.optimizer.zero_grad()
-        if parts.ema is not None:
-            parts.ema.update_parameters(parts.model)
+        update_ema(parts.ema, parts.model, CONFIG, 1)
 
 
 def bits(values: torch.Tensor) -> tuple[Any, ...]:
@@ -185,6 +184,19 @@ def steps_of(folder: Path) -> list[int]:
     return [read(path)["progress"]["step"] for path in checkpoints_in(folder / "checkpoints")]
 
 
+def test_adam_is_loaded_under_the_settings_of_this_run() -> None:
+    """Whether it is fused decides where torch puts its counts of steps: on GPUs or not."""
+    config = replace(CONFIG, optimizer="adamw")
+    contents = contents_of(trainables(config, steps=1), Progress(1, 4), config, DATA)
+    fp32, found = replace(config, precision="fp32"), list[bool]()
+    fresh = trainables(fp32)
+    fresh.optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: found.extend(group["fused"] for group in state["param_groups"])
+    )
+    restore(contents, fresh, fp32, a_world(), DATA, "c.pt")
+    assert set(found) == {True}
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,8 +209,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(torch, "save", late)
     parts, progress = trainables(steps=2), Progress(2, 8)
+    begin(tmp_path, progress, parts)  # the moving average gets the model's statistics
     before = everything(parts)
-    begin(tmp_path, progress, parts)
     train(parts, 3)
     progress.step = 5
     assert everything(parts) != before and steps_of(tmp_path) == []

@@ -121,6 +121,7 @@ def test_weights_sha256() -> None:
 # What `summarize` and `usage_row` ask a StepMeter for.
 METER: Any = SimpleNamespace(
     cpu_seconds_before=0.0,
+    wall_images_per_second=3.5,
     network_bytes=5e6,
     first_step=15,
     first_samples_seen=100,
@@ -167,6 +168,7 @@ def test_summary() -> None:
         "epochs": 2.0,
         "steps": 25,
         "samples_seen": 300,
+        "wall_images_per_second": 3.5,
         "skipped_steps": 3,
         "gradient_bytes": 4 * sum(weight.numel() for weight in TinyNet().parameters()),
         "network_bytes_per_step": 2 * 5e6 / 10,

@@ -6,6 +6,7 @@ GPU raises, as it would there.
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -15,17 +16,28 @@ import torch
 from making import TinyNet, a_config, a_world
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer as optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from baselines.model_parallel import split
 from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
-from recipe.training.half_weights import copy_buffers
+from recipe.training.half_weights import (
+    copy_buffers,
+    round_weights,
+    take_gradients,
+    train_masters,
+    working_copy,
+)
 from recipe.training.metrics import align_batch_norm, batch_sums, evaluate
 from recipe.training.model import (
     build_ema,
     build_model,
     build_optimizer,
     flat_batch_norm,
+    seed_step,
+    update_ema,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -110,8 +122,8 @@ def test_averages(batch_norm: str) -> None:
         model = TinyNet()
     ema = build_ema(model, config)
     assert ema is not None
-    for _ in range(2):  # the first is a copy
-        ema.update_parameters(model)
+    for step in (1, 2):  # the first is a copy
+        update_ema(ema, model, config, step)
     copy_buffers(model, ema.module)
     assert on_gpu(*ema.module.parameters(), *ema.module.buffers())
     with flat_batch_norm(model) as statistics:
@@ -126,16 +138,73 @@ def test_averages(batch_norm: str) -> None:
     assert len(sent) == 1 and on_gpu(*sent)
 
 
+class Operations(TorchDispatchMode):
+    """Counts what a GPU is given to do, and what makes the CPU wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        kinds = {tensor.device.type for tensor in tensors}
+        no_kernel = ("empty", "detach", "prim.device")  # memory that is there, names, questions
+        if "cuda" in kinds and not any(name in str(func) for name in no_kernel):
+            self.done[str(func)] += 1
+        is_wait = "local_scalar_dense" in str(func) or ("copy" in str(func) and len(kinds) > 1)
+        if "cuda" in kinds and is_wait:
+            self.waits.append(str(func))
+        return result
+
+
 @pytest.mark.usefixtures("gpu")
-def test_the_optimizer_steps_there() -> None:
+@pytest.mark.parametrize(
+    ("precision", "most"),
+    # Momentum, and two kinds of weight decay. A kernel a weight would be 62 times as many.
+    [("fp16", 12), ("O2", 14)],
+)
+def test_an_update_is_few_operations_and_never_waits(
+    precision: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the scaler asks of the GPU (whether gradients have overflowed) is beside this."""
+    monkeypatch.setattr(optim, "_foreach_supported_types", [FakeTensor])  # torch asks for the type
+    config = a_config(
+        arch="resnet18", train_crop_size=32, precision=precision, model_ema=True,
+        norm_weight_decay=0.0, wd=0.1, momentum=0.9,
+    )  # fmt: skip
     with CUDA:
-        model = TinyNet()
-    optimizer: Any = build_optimizer(model, a_config(precision="fp16"))  # fused asks for a real GPU
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+        model = build_model(config, 10, download=False)
+    fp16_model, ema = working_copy(model, config), build_ema(model, config)
+    optimizer: Any = build_optimizer(fp16_model, config)  # fused asks for a real GPU
+    train_masters(optimizer, fp16_model, model, from_rank_0=lambda values: values)
+    for step in (1, 2):  # the first makes the momentum
+        for weight in fp16_model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        with Operations() as operations:
+            seed_step(config, step, rank=0)
+            take_gradients(fp16_model, model)
+            optimizer.step()
+            round_weights(fp16_model, model)
+            update_ema(ema, model, config, step)
+    assert operations.done.total() <= most, operations.done
+    assert operations.waits == []
     momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
     assert on_gpu(*model.parameters(), *momenta)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.float32, "Cudnn"), (torch.float16, "Cudnn"), (torch.bfloat16, "Native")],
+)
+def test_whose_kernel_normalises(dtype: torch.dtype, kernel: str) -> None:
+    """docs/recipe.md says so."""
+    images = torch.zeros(8, 64, 4, 4, device=CUDA, dtype=dtype)
+    norm = torch.zeros(64, device=CUDA)
+    chosen = torch._C._select_batch_norm_backend(images, norm, norm, norm, norm, True, 1e-5)
+    assert chosen.name == kernel
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:

@@ -18,7 +18,7 @@ from recipe.record.environment import weights_sha256
 from recipe.record.resume import restore
 from recipe.training.half_weights import make_half, round_weights, train_masters, working_copy
 from recipe.training.loss_scale import LEAST_SCALE, LossScaler, unscale_and_clip
-from recipe.training.model import build_ema, build_optimizer, build_scaler
+from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables
 
 O2 = a_config(precision="O2", arch="tiny", base_lr=0.1, momentum=0.5)
@@ -53,8 +53,7 @@ def train(parts: Trainables, steps: int) -> None:
         parts.scaler.scale(loss).backward()
         update(parts, 1.0)
         parts.fp16_model.zero_grad()
-        if parts.ema is not None:
-            parts.ema.update_parameters(parts.model)
+        update_ema(parts.ema, parts.model, O2, 1)
 
 
 def dtypes(network: nn.Module) -> dict[str, set[torch.dtype]]:

@@ -4,12 +4,16 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from launching import launch, read_json
 
 from compare.evidence.exchange import read_exchange
 from compare.timeline import main
+from ddp_train import timeline
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
 TIMELINE = "horovod-timeline.json"
@@ -257,6 +261,43 @@ def test_a_mistake_or_a_damaged_profile_is_one_message_and_nothing_is_written(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert said in refusal(main, words.split())
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+class FakeEvent:
+    """A CUDA event of a stream that comes to each one 5 ms after the last, long after it is asked
+    to."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.recorded += 1
+        self.at_ms = 5.0 * FakeEvent.recorded
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_on_a_gpu_the_timeline_of_ddp_tells_when_the_stream_was_there(tmp_path, monkeypatch):
+    """NCCL's futures are complete as soon as it was asked."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    model = torch.nn.Linear(1, 1)
+    bucket = Mock(parameters=lambda: list(model.parameters()), index=lambda: 0)
+    done = torch.futures.Future()
+    done.set_result(torch.zeros(2))
+    timeline.start_timeline(str(tmp_path / "trace.json"))
+    timeline.noted(lambda state, bucket: done, model)(None, bucket).wait()
+    timeline.stop_timeline()
+    events = read_json(tmp_path / "trace.json")
+    begin, end = [event["ts"] for event in events if event.get("ph") in "BE"][2:]
+    assert end - begin == 5000
 
 
 @pytest.mark.launch

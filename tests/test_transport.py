@@ -151,6 +151,8 @@ def test_transport_of_horovod(
         ("nccl", "mpirun", {"enabled": "mpi"}, GPU, "has no NCCL: make setup NCCL=1"),
         ("mpi", "mpirun", {"enabled": "gloo mpi", "HOROVOD_CPU_OPERATIONS": "gloo"}, CPU,
          "mpi: HOROVOD_CPU_OPERATIONS says otherwise; unset it"),
+        ("auto", "mpirun", {"enabled": "mpi", "nccl": True, "half": True}, GPU,
+         "no fp16 statistics; add --keep-batchnorm-fp32 True"),
     ],
 )  # fmt: skip
 def test_transport_of_horovod_is_refused(
@@ -158,6 +160,8 @@ def test_transport_of_horovod_is_refused(
     engine: Any,
 ) -> None:  # fmt: skip
     config = a_config(transport=wanted, use_adasum="adasum" in horovod)
+    if horovod.pop("half", False):
+        config = replace(config, precision="O3", batch_norm="sync")
     world, module = (
         a_world(1, 2, launcher=launcher),
         engine(**horovod),

@@ -236,6 +236,8 @@ def knobs_for(run: Run) -> dict[str, Values]:
         "HOROVOD_FUSION_THRESHOLD": [str(size * MIB) for size in (0, 1, 4, 16, 64)],
         "HOROVOD_CYCLE_TIME": ["0.1", "0.5", "3.5"],
         **{name: [] for name in settings},  # their place in the order
+        # The stream of the GPU waits for a message, in place of a thread of the CPU.
+        "HOROVOD_ENABLE_ASYNC_COMPLETION": ["1"] if by_nccl else [],
         "OMPI_MCA_mpi_yield_when_idle": ["0"] if by_mpi else [],
         "HOROVOD_NUM_NCCL_STREAMS": ["2"] if by_nccl else [],
         "HOROVOD_CACHE_CAPACITY": ["0", "4096"],

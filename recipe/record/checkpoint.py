@@ -22,6 +22,7 @@ from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, sync_folder, whole_file
 from recipe.record.weights import first_line
+from recipe.training.half_weights import copy_buffers
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -37,6 +38,8 @@ def contents_of(
     momenta: list[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint holds, copied into the CPU's memory: later steps do not change it."""
+    if parts.ema is not None:
+        copy_buffers(parts.model, parts.ema.module)
     return {
         "format": FORMAT,
         "model": _copied(parts.model.state_dict()),

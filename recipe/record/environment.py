@@ -253,6 +253,7 @@ def summarize(
         skipped_steps=progress.skipped_steps,
         samples_seen=progress.samples_seen,
         images_per_second=meter.phases.images_per_second,
+        wall_images_per_second=meter.wall_images_per_second,
         train_seconds=meter.step_seconds,
         total_seconds=meter.train_seconds,
         cpu_seconds=cpu,

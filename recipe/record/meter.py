@@ -12,7 +12,7 @@ import torch
 from recipe import watch
 from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
-from recipe.device import cpu_seconds, gather
+from recipe.device import cpu_seconds, forget_peak_memory, gather
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import Phases, StepLine
 from recipe.training.metrics import Collective, Sums, means
@@ -86,6 +86,7 @@ class StepMeter:
         self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
         self.energy = EnergyMeter(device, world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
+        self.warm_up_seconds, self.wall_images = 0.0, 0
         self.sends_for_host = world.local_rank == 0
         self.started = time.perf_counter()
         watch.whereabouts = self.whereabouts
@@ -106,16 +107,21 @@ class StepMeter:
         """A step has ended, and is counted in the progress."""
         self.clock.end_step()
         self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
+        if self.progress.step == self.first_step + WARM_UP_STEPS:
+            sums.cpu()  # waits for the device
+            self.energy.sample()
+            self.warm_up_seconds = self.energy.seconds
+            forget_peak_memory(sums.device)
 
     def take_steps(self, sum_over_ranks: Collective) -> list[StepLine]:
         """The steps since the last call, their metrics over all ranks."""
         rows = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending])).cpu()
-        self.energy.sample()
         taken = zip(rows, self.pending, self.clock.take(), strict=True)
         lines = [
             self._count(sums, rate, step, samples_seen, phases)
             for sums, (_, rate, step, samples_seen), phases in taken
         ]
+        self.energy.sample()  # the clock has waited for the device
         self.pending.clear()
         return lines
 
@@ -136,6 +142,7 @@ class StepMeter:
         exchanged = exchanges_gradients(self.config, step - 1)
         self.step_seconds += seconds
         is_warm = step > self.first_step + WARM_UP_STEPS
+        self.wall_images += images * is_warm
         if is_warm and not begins_stretch(self.config, step - 1):
             self.phases.add(phases, exchanged, images)
         return StepLine(
@@ -154,6 +161,13 @@ class StepMeter:
         """Keep all since the step out of the next one's duration."""
         self.energy.start()
         self.clock.restart()
+
+    @property
+    def wall_images_per_second(self) -> float | None:
+        """Throughput of all ranks together since the warm-up, by the time that has passed but for
+        evaluations; None in the warm-up."""
+        seconds = self.energy.seconds - self.warm_up_seconds
+        return self.wall_images / seconds if self.wall_images and seconds else None
 
     @property
     def train_seconds(self) -> float:

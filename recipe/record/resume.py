@@ -391,10 +391,14 @@ def _load_optimizer(
 ) -> None:
     """Take up the optimizer's state; --momentum, --wd and the like stay what this run's flags say,
     and what its config.json tells."""
-    settings = [dict(group, params=None) for group in optimizer.param_groups]
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values | {"params": group["params"]})
+    state = checkpoint["optimizer"]
+    both = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    # Before it is loaded: whether they are fused decides where torch puts Adam's counts of steps.
+    # LAMB has its own there.
+    groups = [
+        own | {key: saved[key] for key in saved.keys() & {"params", "step"}} for own, saved in both
+    ]
+    optimizer.load_state_dict(state | {"param_groups": groups})
     for weight, values in optimizer.state.items():
         for key, value in values.items():
             if value is not None and key != "step" and value.shape != weight.shape:

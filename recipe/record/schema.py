@@ -232,6 +232,8 @@ class Summary:
     skipped_steps: Whole = 0  # of these: their gradients overflowed, so they changed no weight
     samples_seen: Count
     images_per_second: Positive | None  # warm-up and evaluations left out; None: too few steps
+    # The same by the clock on the wall: with what lies between steps, such as writing the record.
+    wall_images_per_second: Positive | None = None
     train_seconds: Positive  # of the steps since the last resume
     total_seconds: Amount  # the training clock: with evaluations, checkpoints and earlier sessions
     cpu_seconds: Amount  # since the last resume

@@ -7,7 +7,7 @@ unless --keep-batchnorm-fp32 False asks for a fp16 copy.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -84,12 +84,23 @@ def train_masters(
 @torch.no_grad()
 def take_gradients(fp16_model: nn.Module | None, model: nn.Module) -> None:
     """Give the masters the averaged gradients of the fp16 weights."""
+    pairs = []
     for weight, master in _pairs(fp16_model, model):
-        master.grad = None if weight.grad is None else weight.grad.float()
+        master.grad = None
+        if weight.grad is not None:
+            master.grad = torch.empty_like(weight.grad, dtype=master.dtype)
+            pairs.append((weight.grad, master.grad))
+    _copy(pairs)
 
 
 @torch.no_grad()
 def round_weights(fp16_model: nn.Module | None, model: nn.Module) -> None:
     """Set the fp16 weights, if there are any, to the masters, rounded."""
-    for weight, master in _pairs(fp16_model, model):
-        weight.copy_(master)
+    _copy([(master, weight) for weight, master in _pairs(fp16_model, model)])
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the first of each pair into the second: on a GPU by a few kernels for all."""
+    if pairs:
+        sources, targets = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from recipe.config import Config, is_resnet
@@ -361,18 +361,25 @@ class BinaryCrossEntropy(nn.Module):
 
 
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
-    """Exponential moving average of the weights; BatchNorm statistics are the model's own."""
-    if not config.model_ema:
-        return None
-    return AveragedModel(
-        model, multi_avg_fn=get_ema_multi_avg_fn(config.model_ema_decay), use_buffers=False
-    )
+    """Exponential moving average of the weights; BatchNorm statistics are the model's own, which
+    whoever evaluates or keeps it gives it."""
+    return AveragedModel(model) if config.model_ema else None
 
 
+@torch.no_grad()
 def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step: int) -> None:
-    """Take the weights after `step` (from 1) into their moving average, if it is due."""
-    if ema is not None and step % config.model_ema_steps == 0:
-        ema.update_parameters(model)
+    """Take the weights after `step` (from 1) into their moving average, if it is due.
+
+    `update_parameters` would also copy each buffer by itself, and wait for the GPU to get a number.
+    """
+    if ema is None or step % config.model_ema_steps:
+        return
+    averages, weights = tuple(ema.module.parameters()), tuple(model.parameters())
+    if ema.n_averaged:  # it stays in the CPU's memory
+        torch._foreach_lerp_(averages, weights, 1 - config.model_ema_decay)
+    else:
+        torch._foreach_copy_(averages, weights)
+    ema.n_averaged += 1
 
 
 @contextmanager
@@ -402,7 +409,10 @@ def seed_step(config: Config, step: int, rank: int) -> None:
     A run that goes on from a checkpoint then draws what it would have drawn, and no generator state
     need be saved.
     """
-    torch.manual_seed(zlib.crc32(f"{config.seed} {step} {rank}".encode()))
+    seed = zlib.crc32(f"{config.seed} {step} {rank}".encode())
+    # What torch.manual_seed does for CPU and GPUs; it also looks for other devices, every time.
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(seed)
 
 
 def pieces_of(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:

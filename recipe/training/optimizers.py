@@ -23,9 +23,10 @@ def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, 
 
     Fused: one pass over the weights instead of four; on a CPU SGD then takes 0.4 times as long. Not
     with loss scaling, whose first steps overflow: the fused kernel leaves these out, but takes the
-    momentum that it has not yet written for momentum from then on (torch 2.14.1).
+    momentum that it has not yet written for momentum from then on (torch 2.14.1). None, and not
+    False: torch then updates all of a GPU's weights by a few kernels, not each by its own.
     """
-    fused = config.scales_loss_by == 1
+    fused = True if config.scales_loss_by == 1 else None
     with_momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
     match config.optimizer:
         case "sgd":
