@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.by_turns import jpegs_folder
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT, run_environment
 from compare.plan.plan import TRAINERS
@@ -31,7 +32,6 @@ from compare.running.sides import Side
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
-from tools import make_jpegs
 
 WORK = "--arch resnet50 --channels-last --epochs 1000"
 SYNTHETIC = "--data synthetic --synthetic-images 1000000"
@@ -126,7 +126,7 @@ def tool(setting: Setting, *words: str) -> str:
     """The output of one of the project's commands; UserError with its end if it fails."""
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_SECONDS,
-        env=run_environment(),
+        env=run_environment() | {"NCCL_DEBUG": "INFO"},
     )  # fmt: skip
     expect(done.returncode == 0, f"{' '.join(words)}\n{(done.stdout + done.stderr)[-2000:]}")
     return done.stdout
@@ -166,14 +166,17 @@ def speed(setting: Setting) -> dict[str, Any]:
     found = {}
     for batch in (32, 256):
         for kind in ("--precision bf16", "--precision fp16", "--precision bf16 --compile"):
-            if setting.dry and "compile" in kind:  # its compiler takes minutes
+            if setting.dry and "compile" in kind:
                 continue
             done = setting.train(f"--batch-size {batch} --max-steps {7 if setting.dry else 60} "
                                  f"{kind}")  # fmt: skip
             pair = [done["wall_images_per_second"], done["images_per_second"]]
             found[f"{kind} --batch-size {batch}"] = pair
+    left_out = {"left_out": "--compile, whose compiler takes minutes"} if setting.dry else {}
     off = [kind for kind, (wall, own) in found.items() if own and abs(wall / own - 1) > 0.02]
-    return expect(setting.dry or not off, f"wall clock and summary differ for {off}", **found)
+    return expect(
+        setting.dry or not off, f"wall clock and summary differ for {off}", **found, **left_out
+    )
 
 
 def determinism(setting: Setting) -> dict[str, Any]:
@@ -204,7 +207,10 @@ def all_reduce(setting: Setting) -> dict[str, Any]:
     words += ["--wires", "fp32", "--json", str(out), "--out", str(setting.folder / "collectives")]
     backends = ["--backends", "torch.distributed", *(["--no-cuda"] if setting.dry else [])]
     tool(setting, "compare/collectives.py", *words, *backends)
-    return {"measured": json.loads(out.read_text())}
+    log = setting.folder / "collectives/block-1/torch.distributed/output.log"
+    via = Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))  # as in P2P/CUMEM
+    figures = {"measured": json.loads(out.read_text()), "nccl_via": via}
+    return expect(setting.dry or bool(via), "NCCL names no transport", **figures)
 
 
 def stopped_neighbour(setting: Setting) -> dict[str, Any]:
@@ -222,11 +228,9 @@ def stopped_neighbour(setting: Setting) -> dict[str, Any]:
 
 
 def jpegs(setting: Setting) -> dict[str, Any]:
-    folder = setting.folder / "jpegs"
-    make_jpegs.main(folder, 40 if setting.dry else 2560)
-    steps = 6 if setting.dry else 9
-    done = setting.train(f"--batch-size 256 --precision bf16 --max-steps {steps} --data {folder} "
-                         "--epochs 2")  # fmt: skip
+    steps, images = (7, 40) if setting.dry else (40, 640)
+    flags = f"--batch-size 256 --precision bf16 --max-steps {steps}"
+    done = setting.train(flags, data=f"--data {jpegs_folder(images)}")
     cores = done["cpu_seconds"] / done["train_seconds"]
     return {"cores_used": cores, "input": done["input"], "rate": done["images_per_second"]}
 
