@@ -209,7 +209,7 @@ def all_reduce(setting: Setting) -> dict[str, Any]:
     tool(setting, "compare/collectives.py", *words, *backends)
     log = setting.folder / "collectives/block-1/torch.distributed/output.log"
     via = Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))  # as in P2P/CUMEM
-    figures = {"measured": json.loads(out.read_text()), "nccl_via": via}
+    figures = {"measured": json.loads(out.read_text()), "nccl_via": dict(via)}
     return expect(setting.dry or bool(via), "NCCL names no transport", **figures)
 
 
@@ -243,7 +243,7 @@ def profile(setting: Setting) -> dict[str, Any]:
     for event in events:
         if event.get("cat") == ("cpu_op" if setting.dry else "kernel"):
             sums[event["name"][:80]] += event["dur"]
-    return expect(bool(sums), "no kernels in it", events=names, us=dict(sums.most_common(20)))
+    return expect(bool(sums), "no kernels in it", events=dict(names), us=dict(sums.most_common(20)))
 
 
 def energy(setting: Setting) -> dict[str, Any]:
