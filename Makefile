@@ -6,7 +6,7 @@
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
 .DEFAULT_GOAL := help
-.PHONY: help setup compare bench bench-gpu doctor test test-all test-full test-cluster faults lint lock images clean
+.PHONY: help setup compare bench bench-gpu gpu-check doctor test test-all test-full test-cluster faults lint lock images clean
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -32,6 +32,9 @@ bench: setup  ## measure how fast all this is, against its goals (ARGS="--only 4
 
 bench-gpu: setup  ## the same on this machine's GPU
 	$(IN_VENV) python benchmarks/run.py --gpu $(ARGS)
+
+gpu-check: setup  ## five minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
+	$(IN_VENV) python benchmarks/gpu_check.py $(ARGS)
 
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)

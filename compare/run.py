@@ -1,7 +1,8 @@
 """Run a comparison: the same training under both engines, until it is known which is faster.
 
-    python compare/run.py                     the embedded digits, 2 workers: DDP and Horovod, each
-                                              over Gloo and MPI (the plan square); on GPUs over NCCL
+    python compare/run.py                     2 workers: the embedded digits, DDP and Horovod, each
+                                              over Gloo and MPI (the plan square); on GPUs ResNet-50
+                                              on synthetic images, over NCCL (square-nccl)
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
     python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
@@ -37,7 +38,7 @@ from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
 from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
-from compare.running.checks import check_tools, missing_for
+from compare.running.checks import GIB, check_tools, missing_for
 from compare.running.comparison import (
     block_folder,
     checked_record,
@@ -57,6 +58,8 @@ from recipe.command import run_main
 from recipe.errors import UserError
 
 RUNS = Path("runs")
+ON_GPUS = "square-nccl"
+GIB_EACH = 9  # a side of it, on each GPU: 5 are what the backward pass needs (41 MiB an image)
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
 
@@ -133,21 +136,23 @@ def unfinished_folder(plan: Plan) -> Path | None:
 
 def take_default_plan(options: argparse.Namespace) -> None:
     """Where the command line names neither what is to be compared nor where: both engines over each
-    transport that both have, on this machine. On its GPUs that is NCCL."""
+    transport that both have, on this machine. On its GPUs that is NCCL, with both wire formats."""
     named = (options.plan, options.configurations, options.configuration, options.null)
     if any(named) or any((options.tune, options.hosts, options.hostfile)):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
+    options.plan = ON_GPUS if gpus else "square"
     if gpus:
         options.workers = options.workers or [str(min(2, gpus))]
-    else:
-        options.plan = "square"
 
 
 def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan with what can run here, and say so: without the configurations whose engine
-    or transport is not installed, unless nothing would be left, or the command line names some."""
+    or transport is not installed, or for which the GPUs are too few or too small, unless nothing
+    would be left, or the command line names some."""
     missing = {name: missing_for(plan.known()[name]) for name in plan.configurations}
+    if options.plan == ON_GPUS and (reason := too_few(plan)):
+        missing |= {name: missing[name] or reason for name in plan.configuration}
     there = tuple(name for name, reason in missing.items() if not reason)
     gone = tuple(name for name, reason in missing.items() if reason)
     if not gone or not there or options.configurations or options.configuration:
@@ -157,6 +162,16 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     print(f"Left out: {', '.join(gone)}. The comparison goes on without.", file=sys.stderr)
     pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
     return replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
+
+
+def too_few(plan: Plan) -> str | None:
+    """Say why not all sides of the plan for GPUs make sense on this machine's; None: they do."""
+    if max(plan.workers) == 1:
+        return "One worker sends no gradients: their wire format makes no difference."
+    found, needed = checks.gpu_bytes() / GIB, GIB_EACH * len(plan.configurations)
+    if found >= needed:
+        return None
+    return f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Checks of a machine, one thing broken at a time: what the doctor says of a host, and run.py
 before a comparison."""
 
+import math
 import subprocess
 import sys
 from collections import namedtuple
@@ -95,13 +96,15 @@ def test_data_folders(tmp_path):
 
 def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):
     monkeypatch.undo()
-    for number in (0, 3):
+    for sizes in ([], [40, 24, 80]):
         driver = SimpleNamespace(
             cuInit=lambda flags: 0,
-            cuDeviceGetCount=lambda place, number=number: setattr(place._obj, "value", number),
+            cuDeviceGetCount=lambda at, sizes=sizes: setattr(at._obj, "value", len(sizes)),
+            cuDeviceTotalMem_v2=lambda at, gpu, sizes=sizes: setattr(at._obj, "value", sizes[gpu]),
         )
         monkeypatch.setattr("ctypes.CDLL", lambda name, driver=driver: driver)
-        assert checks.visible_gpus() == number
+        assert checks.visible_gpus() == len(sizes)
+        assert checks.gpu_bytes() == min(sizes, default=math.inf)
 
 
 def test_a_clock_that_follows_the_load(tmp_path):

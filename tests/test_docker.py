@@ -26,7 +26,7 @@ BIN = Path(sys.executable).parent
 NAME = "imagenet-horovod-ddp"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 # What lies at the top of the checkout and is meant to stay out of the images.
-LEFT_OUT = {".ci", ".gitignore"}
+LEFT_OUT = {".ci", ".github", ".gitignore"}
 PACKAGES_DEPEND_ON = {
     "pyproject.toml",
     "requirements.lock",

@@ -1,6 +1,8 @@
 """Blocks of turns until enough is known: made-up turns in the place of measured ones."""
 
 import itertools
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from compare.evidence.records import load_comparison
 from compare.evidence.verdicts import judge
 from compare.plan import record
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
-from compare.plan.options import parse_options
+from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
 from compare.plan.record import write_plan
 from compare.running import comparison
@@ -135,8 +137,9 @@ def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
 
 
 @pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
-    (0, [], "square", None), (0, ["--workers", "4"], "square", ["4"]), (1, [], None, ["1"]),
-    (8, [], None, ["2"]), (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
+    (0, [], "square", None), (0, ["--workers", "4"], "square", ["4"]),
+    (1, [], "square-nccl", ["1"]), (8, [], "square-nccl", ["2"]),
+    (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
     (0, ["wire-format"], "wire-format", None),
     (0, ["--hosts", "a:2,b:2"], None, None),
     (0, ["--configurations", "ddp-torchrun"], None, None),
@@ -148,6 +151,21 @@ def test_without_a_plan_the_engines_are_compared_over_each_transport(
     options = parse_options(words, "")
     run_module.take_default_plan(options)
     assert (options.plan, options.workers) == (plan, workers)
+
+
+@pytest.mark.parametrize(("workers", "gib", "sides", "reason"), [
+    (1, 80, 2, "wire format makes no difference"), (2, 24, 2, "need 36 GiB .* have 24 GiB"),
+    (2, 80, 4, ""), (8, math.inf, 4, ""),
+])  # fmt: skip
+def test_the_sides_on_gpus_are_as_many_as_make_sense(
+    workers, gib, sides, reason, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_module, "missing_for", lambda one: None)
+    monkeypatch.setattr(run_module.checks, "gpu_bytes", lambda: gib * 2**30)
+    options = parse_options(["square-nccl", "--workers", str(workers)], "")
+    plan = run_module.leave_out_missing(make_plan(options), options)
+    assert len(plan.names) == sides and len(plan.pairs()) == {2: 1, 4: 4}[sides]
+    assert re.search(reason, capsys.readouterr().err)
 
 
 TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4")

@@ -15,6 +15,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from compare.evidence.turns import Turn, quiet_load
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import DELAY
 from compare.plan.plan import Run
+from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
 from compare.running.checks import missing_for
 from compare.running.launch import marked_processes
@@ -40,7 +42,10 @@ from compare.running.scheduler import (
 )
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
+from recipe.flags import Config
 from recipe.training.phases import PHASES
+from recipe.watch import engine_timeout
+from recipe.world import read_world
 
 
 def side(**changes: object) -> Side:
@@ -176,6 +181,7 @@ def test_a_turns_clock_starts_behind_its_lead_in(
 # A side that takes turns; after its first steps it says something.
 COUNTS = """
 import sys, time
+from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
 for step in range(10**9):
     time.sleep(0.01)
@@ -219,6 +225,41 @@ def test_sides_take_turns_and_leave_nothing(
     assert run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append) == found
     assert lines[-1] == "block 1: is there already"
     assert len(run_block(sides[:1], 1, folder, 1, "block 1").of("speed")) == 1
+
+
+def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, the next one starts meanwhile."""
+    others, start_side = list[set[State]](), scheduler_module.start_side
+
+    def spy(side: Side, command: list[str], folder: Path, launches: Scheduler, *more: Any) -> Any:
+        others.append({rank.state for rank in launches.ranks})
+        return start_side(side, command, folder, launches, *more)
+
+    monkeypatch.setattr(scheduler_module, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(scheduler_module, "start_side", spy)
+    with Scheduler(tmp_path / "block-1") as scheduler:
+        scheduler.start(*(script_side(tmp_path, name) for name in ("one", "two", "three")))
+    assert others == [set(), {State.PAUSED}, {State.PAUSED}]
+
+
+def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torch's monitor of NCCL aborts a side after 480 s."""
+    text = f"import json, os, sys\njson.dump(dict(os.environ), sys.stderr, indent=0)\n{COUNTS}"
+    with Scheduler(tmp_path / "block-1") as scheduler:
+        scheduler.start(script_side(tmp_path, "one", text))
+        written = (tmp_path / "block-1/one/0/output.log").read_text()
+    for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        assert f'"{name}": "1000000"' in written
+    assert '"TORCH_NCCL_ENABLE_MONITORING": "0"' in written
+    # Nor may an exchange of gradients time out that ended just before the pause.
+    seen = list[Config]()
+    monkeypatch.setattr(take_turns, "start", lambda engine: (Config(), read_world()))
+    main = SimpleNamespace(main=lambda config, *_: seen.append(config))
+    monkeypatch.setattr(take_turns.importlib, "import_module", {"ddp_train.train": main}.get)
+    take_turns.train("ddp_train", "train")
+    assert engine_timeout(seen[0].stall_timeout) == 1_000_000
 
 
 def test_a_known_delay_is_found(tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Annotated[tuple[str, ...], NOT_EMPTY],
         flag(
             f"any of {', '.join(CONFIGURATIONS)}, and your own (default: "
-            f"{' '.join(DEFAULT_CONFIGURATIONS)}; without a plan on a machine without GPUs: those "
-            "of the plan square)",
+            f"{' '.join(DEFAULT_CONFIGURATIONS)}; without a plan those of the plan square, on GPUs "
+            "of square-nccl)",
             "NAME",
             identifies=True,
         ),

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -163,6 +164,15 @@ def visible_gpus() -> int:
     driver.cuInit(0)
     driver.cuDeviceGetCount(ctypes.byref(gpus))
     return gpus.value
+
+
+def gpu_bytes() -> float:
+    """Return the memory of the smallest of these GPUs; infinite where there is none."""
+    found, most = ctypes.c_size_t(), [math.inf]
+    for number in range(visible_gpus()):
+        ctypes.CDLL("libcuda.so.1").cuDeviceTotalMem_v2(ctypes.byref(found), number)
+        most.append(found.value)
+    return min(most)
 
 
 def addresses() -> dict[str, str]:

@@ -42,6 +42,7 @@ from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import trainers_sha256
+from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
     clear_folder,
@@ -194,12 +195,17 @@ class Scheduler(Launches):
         leaves the cores to the others.
 
         The next one is started as soon as all ranks of the one before are there: with all at once,
-        those that wait for each other poll, and keep the others from getting ahead.
+        those that wait for each other poll, and keep the others from getting ahead. On a machine
+        with GPUs it is started when the one before is paused: cuDNN tries in the warm-up which of
+        its kernels are the fastest, and on a GPU that others use, too, it would choose by chance.
         """
         place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
-        started = list[Side]()
+        started, on_gpus = list[Side](), visible_gpus() > 0
         while not all(self.are(State.PAUSED, side) for side in sides):
-            are_there = all(len(self.of(side)) == side.processes for side in started)
+            are_there = all(
+                self.are(State.PAUSED, side) if on_gpus else len(self.of(side)) == side.processes
+                for side in started
+            )
             if are_there and len(started) < len(sides):
                 started.append(side := sides[len(started)])
                 for copy in range(side.copies):

@@ -59,9 +59,15 @@ from recipe.errors import one_message
 from recipe.start import Hooks, start
 from recipe.world import read_world
 
-# Longer than a side is ever paused: Horovod's background threads on Gloo wait for each other all
-# the time, and by a clock that goes on.
+# While a side is paused, clocks go on. Longer than that ever takes must those have patience who
+# watch by them: Horovod's background threads on Gloo, which wait for each other all the time, and
+# torch's monitor of the thread that watches over NCCL (480 s by default, then it aborts).
 NEVER_S = "1000000"
+PATIENT = {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": NEVER_S,
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": NEVER_S,
+}
 TRAINERS = {"ddp_train", "horovod_train", "baselines"}  # folders whose scripts take hooks
 ENDLESS_IMAGES = 1 << 22  # of an epoch, so that none ends in a turn
 # The variable that says where the scheduler listens: ADDRESS,ADDRESS:PORT KEY
@@ -326,7 +332,7 @@ def main() -> None:
     global CLIENT
     side, copy, warm_up, *program = sys.argv[1:]
     CLIENT = Client(start_agent(side, int(copy)), int(warm_up))
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = NEVER_S
+    os.environ.update(PATIENT)
     sys.argv = program
     folder = Path(program[0]).resolve().parent
     is_trainer = folder.name in TRAINERS  # a module of the project; else as `python SCRIPT` has it
@@ -340,10 +346,13 @@ def main() -> None:
 def train(folder: str, script: str) -> None:
     """Be this trainer, whose steps are counted, all of batches as large as --batch-size says: it
     goes on past --max-steps, and no epoch ends in a turn. It keeps the waiting out of its clocks.
+
+    Nor does torch give up: the thread that watches over NCCL looks every tenth of a second, and
+    then at an exchange's age before it asks whether that has ended, perhaps just before a pause.
     """
     engine = (folder if script == "train" else script).removesuffix("_train")
     config, world = start(engine)
-    config = replace(config, max_steps=None, batch_size_warmup_epochs=0)
+    config = replace(config, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
     trainer = importlib.import_module(f"{folder}.{script}")  # loads torch: after the knobs are set
     with one_message(world):
         trainer.main(config, world, Hooks(step_ended, exchanges, ENDLESS_IMAGES))
