@@ -23,7 +23,7 @@ class Inputs:
     engine: str  # "ddp" | "horovod"
     transport: str  # "gloo" | "mpi" | "nccl"
     arch: str
-    batch_size: int  # of one worker
+    batch_size: float  # of one worker
     wire_format: str = "fp32"
     gradient_bytes: tuple[float, ...]  # of fp32, in the order in which they get ready
     ready_seconds: tuple[float, ...]  # after the backward pass began

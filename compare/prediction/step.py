@@ -177,3 +177,17 @@ def fit(inputs: Inputs, network: Network) -> Inputs:
         too_long = simulate(replace(inputs, exchange_factor=middle), pair).seconds
         low, high = (low, middle) if too_long > inputs.pair_seconds else (middle, high)
     return replace(inputs, exchange_factor=high)
+
+
+def at_batch(inputs: Inputs, batch_size: float) -> Inputs:
+    """The same training with another batch of a worker: what depends on images in proportion, the
+    rest as it was."""
+    factor = batch_size / inputs.batch_size
+    return replace(
+        inputs,
+        batch_size=batch_size,
+        ready_seconds=tuple(seconds * factor for seconds in inputs.ready_seconds),
+        data_seconds=inputs.data_seconds * factor,
+        forward_seconds=inputs.forward_seconds * factor,
+        backward_seconds=inputs.backward_seconds * factor,
+    )
