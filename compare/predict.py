@@ -154,7 +154,8 @@ def sentences(fitted: dict[str, Inputs], settings: Settings) -> list[str]:
             if fp16_pays(inputs, at_rate(settings, inputs, rate))
         ]  # fmt: skip
         if rates:
-            lines.append(f"{name}: on 8 hosts the fp16 wire pays at {max(rates):g} Gb/s and below.")
+            below = f"{max(rates):g} Gb/s and below" if max(rates) < 400 else "all rates tried"
+            lines.append(f"{name}: on 8 hosts the fp16 wire pays at {below}.")
         knob = "bucket_bytes" if inputs.engine == "ddp" else "fusion_bytes"
         tried = {
             size: predict_step(replace(inputs, **{knob: size * MIB}), places[-1]).step_seconds
@@ -176,15 +177,17 @@ def sentences(fitted: dict[str, Inputs], settings: Settings) -> list[str]:
             pair = fitted[first], fitted[second]
             if pair[0].arch != pair[1].arch:
                 continue
-            before = None
+            before = None  # who was faster, with intervals that lie apart
             for one, two in zip(*(clusters(inputs, settings) for inputs in pair), strict=True):
-                ratio = (
-                    predict_step(pair[0], one).step_seconds
-                    / predict_step(pair[1], two).step_seconds
-                )
-                now = second if ratio > 1 else first
-                if before not in (None, now):
-                    lines.append(f"From {one.workers} workers on {now} is faster than {before}.")
+                own, other = predict_step(pair[0], one), predict_step(pair[1], two)
+                if one.workers == 1 or max(own.low_seconds, other.low_seconds) < min(
+                    own.high_seconds, other.high_seconds
+                ):
+                    continue
+                now = first if own.step_seconds < other.step_seconds else second
+                if now != before:
+                    slower = second if now == first else first
+                    lines.append(f"From {one.workers} workers on {now} is faster than {slower}.")
                 before = now
     return lines
 

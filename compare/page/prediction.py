@@ -34,17 +34,23 @@ def render_prediction(
         ],
         "uncertain": UNCERTAIN,
         "quantile": QUANTILE,
+        "island": settings.island,
         "images": settings.images,
         "epochs": settings.epochs,
         "price": settings.price_per_node_hour,
     }
-    first = next(iter(clusters.values())).network.between
+    network = next(iter(clusters.values())).network
+    first = network.between
+    # On CPUs the software's latency, which is that within a host, adds to the link's.
+    link_latency = first.latency_seconds - (
+        0 if settings.island else network.within.latency_seconds
+    )
     rate = first.bytes_per_second * 8e-9 if math.isfinite(first.bytes_per_second) else 10.0
     text = msgspec.json.encode(data).decode().replace("<", "\\u003c")  # no end of the script
     return template("prediction.html.jinja").render(
         data=text,
         rate=math.log10(rate),
-        latency=math.log10(first.latency_seconds * 1e6),
+        latency=math.log10(max(1.0, link_latency * 1e6)),
         batch=math.log2(next(iter(fitted.values())).batch_size),
         price=settings.price_per_node_hour,
     )
