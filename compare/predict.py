@@ -156,9 +156,8 @@ def sentences(fitted: dict[str, Inputs], settings: Settings) -> list[str]:
         if rates:
             below = f"{max(rates):g} Gb/s and below" if max(rates) < 400 else "all rates tried"
             lines.append(f"{name}: on 8 hosts the fp16 wire pays at {below}.")
-        knob = "bucket_bytes" if inputs.engine == "ddp" else "fusion_bytes"
         tried = {
-            size: predict_step(replace(inputs, **{knob: size * MIB}), places[-1]).step_seconds
+            size: predict_step(with_knob(inputs, size * MIB), places[-1]).step_seconds
             for size in (1.0, 5.0, 25.0, 50.0, 100.0)
         }
         best = min(tried, key=tried.__getitem__)
@@ -190,6 +189,13 @@ def sentences(fitted: dict[str, Inputs], settings: Settings) -> list[str]:
                     lines.append(f"From {one.workers} workers on {now} is faster than {slower}.")
                 before = now
     return lines
+
+
+def with_knob(inputs: Inputs, size: float) -> Inputs:
+    """Inputs with this bucket size, or fusion threshold."""
+    if inputs.engine == "ddp":
+        return replace(inputs, bucket_bytes=size)
+    return replace(inputs, fusion_bytes=size)
 
 
 def at_rate(settings: Settings, inputs: Inputs, gbit_per_s: float) -> Cluster:

@@ -143,10 +143,9 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder; steps of the warm-up, and those that were profiled, do not count."""
-    config, environment, summary = (
-        read_record(folder / f"{name}.json", kind)
-        for name, kind in (("config", Settings), ("environment", Environment), ("summary", Summary))
-    )
+    config = read_record(folder / "config.json", Settings)
+    environment = read_record(folder / "environment.json", Environment)
+    summary = read_record(folder / "summary.json", Summary)
     skipped = WARM_UP_STEPS + (config.flags.get("profile_steps") or -1) + 1
     steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]

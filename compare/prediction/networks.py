@@ -90,9 +90,10 @@ ISLANDS = {
 def named_network(between: str, transport: str, island: str | None = None) -> Network:
     """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None); UserError says which
     names there are."""
-    for name, known in ((between, BETWEEN), *([(island, ISLANDS)] if island else [])):
+    for name, known in ((between, [*BETWEEN]), (island, [None, *ISLANDS])):
         if name not in known:
-            raise UserError(f"{name!r} is no network: {near_match(str(name), known)}")
+            hint = near_match(str(name), [one for one in known if one])
+            raise UserError(f"{name!r} is no network: {hint}")
     gbit, payload, (latency, source) = BETWEEN[between]
     rate = gbit * GBIT * payload
     if island:
