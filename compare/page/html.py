@@ -43,6 +43,7 @@ def render_page(report: Report) -> str:
         tables=all_tables(report),
         plots=plots.draw_plots(report),
         commands=commands(comparison),
+        has_prediction=(comparison.folder / "prediction.html").exists(),
         environment={name: values_text(comparison, name) for name in ENVIRONMENT},
     )
 

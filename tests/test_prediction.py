@@ -1,0 +1,166 @@
+"""The model of a step: its bounds, what must be equal, and the same figures in JavaScript."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_compare_page import browser, opened  # noqa: F401
+
+from compare import predict
+from compare.page.prediction import render_prediction
+from compare.prediction.inputs import Inputs
+from compare.prediction.networks import BETWEEN, ISLANDS, Cluster, named_network, on_cpus
+from compare.prediction.step import QUANTILE, UNCERTAIN, fit, predict_step, simulate
+
+VECTORS = Path(__file__).with_name("prediction_vectors.json")
+PHASES = {
+    "data_seconds": 0.001, "forward_seconds": 0.1, "backward_seconds": 0.2,
+    "optimizer_seconds": 0.01, "other_seconds": 0.002,
+}  # fmt: skip
+
+
+def inputs_of(sizes: list[float] | None = None, **changes) -> Inputs:
+    own = sizes or [4e6, 1e6, 2e7, 3e7, 8e6]
+    ready = tuple(0.2 * (number + 1) / len(own) for number in range(len(own)))
+    told = {"engine": "ddp", "transport": "gloo", "arch": "a", "batch_size": 8, **PHASES}
+    return Inputs(**{**told, "gradient_bytes": tuple(own), "ready_seconds": ready, **changes})
+
+
+def cluster_of(hosts: int, own: int = 1, rate: float = 1.0, **changes) -> Cluster:
+    return replace(Cluster(hosts, own, 2, on_cpus("gloo", rate)), **changes)
+
+
+trainings = st.builds(
+    inputs_of,
+    st.lists(st.floats(1e3, 1e8), min_size=1, max_size=12),
+    engine=st.sampled_from(["ddp", "horovod"]),
+    algorithm=st.sampled_from(["ring", "tree", "two-level"]),
+    wire_format=st.sampled_from(["fp32", "fp16"]),
+    contention=st.floats(1, 2),
+    spread_seconds=st.floats(0, 0.05),
+    cycle_seconds=st.floats(0, 0.01),
+    negotiates=st.booleans(),
+)
+sizes = st.builds(cluster_of, st.integers(2, 4096), st.integers(1, 8), st.floats(0.1, 400))
+
+
+@settings(max_examples=50, deadline=None)
+@given(trainings, sizes)
+def test_no_step_is_shorter_than_its_computation_or_its_gradients_on_the_link(inputs, cluster):
+    bytes_sent = sum(inputs.gradient_bytes) * (0.5 if inputs.wire_format == "fp16" else 1)
+    least = 2 * (cluster.hosts - 1) / cluster.hosts * bytes_sent
+    step = simulate(inputs, cluster)
+    assert step.seconds >= least / cluster.network.between.bytes_per_second * (1 - 1e-9)
+    assert step.seconds >= inputs.step_seconds
+    assert 1 <= step.messages <= len(inputs.gradient_bytes)  # however many workers there are
+
+
+@settings(max_examples=50, deadline=None)
+@given(trainings.filter(lambda one: one.engine == "ddp"), sizes, st.floats(1, 100))
+def test_efficiency_never_rises_with_latency(inputs, cluster, factor):
+    network = cluster.network
+    slow = replace(network.between, latency_seconds=network.between.latency_seconds * factor)
+    later = replace(cluster, network=replace(network, between=slow))
+    assert predict_step(inputs, later).efficiency <= predict_step(inputs, cluster).efficiency * (
+        1 + 1e-9
+    )
+
+
+@given(trainings)
+def test_one_worker_takes_the_measured_step(inputs):
+    assert predict_step(inputs, cluster_of(1)).step_seconds == pytest.approx(inputs.step_seconds)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trainings, sizes)
+def test_engines_with_equal_messages_and_transport_are_equal(inputs, cluster):
+    own = {"first_bucket_bytes": 0, "bucket_bytes": 0, "fusion_bytes": 0}
+    plain = {"cycle_seconds": 0.0, "negotiates": False}
+    steps = [
+        simulate(replace(inputs, engine=engine, **own, **plain), cluster)
+        for engine in ("ddp", "horovod")
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_stragglers_cores_and_storage_hold_a_step_up():
+    inputs = inputs_of(spread_seconds=0.01, image_bytes=1e5)
+    few, many = simulate(inputs, cluster_of(2)), simulate(inputs, cluster_of(200))
+    assert many.straggler_seconds - few.straggler_seconds == pytest.approx(0.01 * math.log(100))
+    lone = replace(inputs, gradient_bytes=(), ready_seconds=(), spread_seconds=0.0)
+    shared = simulate(lone, cluster_of(1, 4))  # 4 ranks on 2 cores
+    assert shared.seconds == pytest.approx(2 * lone.step_seconds)
+    assert simulate(inputs, cluster_of(8, storage_bytes_per_second=1e6)).seconds == pytest.approx(
+        6.4
+    )
+
+
+def test_the_fit_makes_a_pair_take_what_it_was_measured_to():
+    inputs, network = inputs_of(pair_seconds=0.6, cores=2, contention=1.1), on_cpus("gloo")
+    pair = simulate(fit(inputs, network), Cluster(1, 2, 2, network))
+    assert pair.seconds == pytest.approx(0.6, rel=1e-6)
+
+
+@pytest.mark.parametrize("island", [None, *ISLANDS])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_each_named_network_has_a_source(name, island):
+    network = named_network(name, "mpi", island)
+    assert network.source and 0 < network.between.latency_seconds < 1e-3
+
+
+def vectors() -> list[dict]:
+    """Inputs and clusters that take every way through the model."""
+    changes = [
+        {}, {"algorithm": "ring", "contention": 1.2, "spread_seconds": 0.01},
+        {"wire_format": "fp16", "algorithm": "two-level"},
+        {"engine": "horovod", "cycle_seconds": 0.001, "negotiates": True, "cached": False},
+        {"engine": "horovod", "fusion_bytes": 2.2e7, "exchange_factor": 1.5, "image_bytes": 1e5},
+    ]  # fmt: skip
+    places = [
+        cluster_of(1, 1), cluster_of(1, 8), cluster_of(7, 1), cluster_of(4, 3, 0.1),
+        cluster_of(512, 8, 25), cluster_of(4, 1, cores_per_host=0.5, hosts_per_machine=4),
+        cluster_of(2, 1, storage_bytes_per_second=1e5),
+        Cluster(16, 8, 64, named_network("100-infiniband", "nccl", "nvlink-a100")),
+    ]  # fmt: skip
+    return [
+        {
+            "inputs": msgspec.json.decode(msgspec.json.encode(inputs_of(**change))),
+            "cluster": msgspec.json.decode(msgspec.json.encode(cluster)),
+            "expected": msgspec.to_builtins(predict_step(inputs_of(**change), cluster)),
+        }
+        for change in changes
+        for cluster in places
+    ]
+
+
+def test_the_vectors_are_what_the_model_says():
+    """python -c "import test_prediction as t; t.write_vectors()" writes them anew."""
+    for old, new in zip(json.loads(VECTORS.read_text()), vectors(), strict=True):
+        assert (old["inputs"], old["cluster"]) == (new["inputs"], new["cluster"])
+        assert old["expected"] == pytest.approx(new["expected"], rel=1e-9)
+
+
+def write_vectors() -> None:
+    VECTORS.write_text(json.dumps(vectors(), indent=0) + "\n")
+
+
+def test_the_page_computes_the_same(browser, tmp_path):  # noqa: F811
+    known, noted = json.loads(VECTORS.read_text()), []
+    page_path = tmp_path / "prediction.html"
+    own = {"ours": inputs_of()}
+    page_path.write_text(render_prediction(own, {"ours": cluster_of(1)}, predict.Settings()))
+    with opened(browser, page_path, noted=noted) as page:
+        call = "([known, sd, q]) => known.map((v) => predictStep(v.inputs, v.cluster, sd, q))"
+        found = page.evaluate(call, [known, UNCERTAIN, QUANTILE])
+        before = page.inner_text("#predicted")
+        page.evaluate("hosts.value = 10; hosts.dispatchEvent(new Event('input', {bubbles: true}))")
+        assert page.inner_text("#predicted") != before
+    for vector, one in zip(known, found, strict=True):
+        expected = {name: vector["expected"][name] for name in one}
+        assert one == pytest.approx(expected, rel=1e-9)
+    assert noted == [page_path.as_uri()]  # asks for nothing, and has no error
