@@ -156,6 +156,7 @@ class Session:
         self.recorder.open_bar(self.last_step)
         self.meter.start()
         self.next_look, self.saved_at = self.first_step, time.monotonic()
+        self.looked_at = self.first_step, time.perf_counter()
         if self.keeps_checkpoints:
             obey_signals()
 
@@ -227,7 +228,9 @@ class Session:
             return False, is_due
         found = is_first and (self.folder / STOP_FILE).exists()
         minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
-        pace = LOOK_SECONDS * (step - self.first_step) / (self.meter.step_seconds or math.inf)
+        # By the clock on the wall: ranks may wait for each other outside of what is measured.
+        (last_look, then), self.looked_at = self.looked_at, (step, time.perf_counter())
+        pace = LOOK_SECONDS * (step - last_look) / (self.looked_at[1] - then or math.inf)
         own = torch.tensor([
             is_asked_to_end() or found,
             is_first and minutes >= (config.checkpoint_minutes or math.inf),

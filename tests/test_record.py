@@ -281,7 +281,8 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     late to some; a signal may come to any. Rank 0 alone writes and talks."""
     ranks = [Training(tmp_path, clock, world=a_world(rank, 2)) for rank in range(2)]
     for rank in ranks:
-        rank.steps(4, seconds=0.125)
+        rank.steps(4)
+        rank.looked_at = 0, clock.now - 4 * 0.125  # as if these had taken so long
 
     def look(signalled: int | None = None) -> list[tuple[bool, bool]]:
         own: list[torch.Tensor] = []
