@@ -1,0 +1,179 @@
+"""What is known of one configuration (model, batch, engine, transport) from its measured runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from compare.evidence.exchange import BYTES, GradientTimes
+from compare.evidence.run_folder import read_metrics, read_record
+from recipe.errors import UserError
+from recipe.record.schema import Environment, Settings, StepLine, Summary
+from recipe.training.phases import WARM_UP_STEPS
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Durations in seconds, of one worker that has its cores to itself."""
+
+    engine: str  # "ddp" | "horovod"
+    transport: str  # "gloo" | "mpi" | "nccl"
+    arch: str
+    batch_size: int  # of one worker
+    wire_format: str = "fp32"
+    gradient_bytes: tuple[float, ...]  # of fp32, in the order in which they get ready
+    ready_seconds: tuple[float, ...]  # after the backward pass began
+    data_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    other_seconds: float = 0.0
+    spread_seconds: float = 0.0  # scale of the Gumbel distribution of a rank's step
+    contention: float = 1.0  # computing time of two workers on one host, in that of one
+    pair_seconds: float | None = None  # measured step of two workers on one host
+    exchange_factor: float = 1.0  # latency and CPU time of messages, in what the network says
+    first_bucket_bytes: float = 1.0 * MIB
+    bucket_bytes: float = 25.0 * MIB
+    fusion_bytes: float = 128.0 * MIB
+    cycle_seconds: float = 0.0  # Horovod's; DDP has none
+    cached: bool = True  # Horovod's responses
+    threads: int = 1  # that compute, of a rank
+    cores: int = 1  # of the measured host
+    image_bytes: float = 0.0  # read from storage for an image
+    images: int = 0  # of the training set
+
+    @property
+    def step_seconds(self) -> float:
+        """The measured step of one worker."""
+        phases = self.data_seconds + self.forward_seconds + self.backward_seconds
+        return phases + self.optimizer_seconds + self.other_seconds
+
+
+def read_inputs(runs: Sequence[Path]) -> Inputs:
+    """Read the runs of one configuration: with one worker and, if there are such, with two on one
+    host, which tell how far they disturb each other. Repeated ones count by their medians.
+
+    UserError if none has one worker, or they are not of one configuration.
+    """
+    if not (read := [read_run(path) for path in runs]):
+        raise UserError("give the folder of at least one run")
+    lone = [run for run in read if run.workers == 1]
+    pairs = [run for run in read if run.workers == 2 and run.environment.local_size == 2]
+    asked = {(run.config.arch, run.config.batch_size) for run in read}
+    if not lone or len(asked) > 1:
+        raise UserError(
+            f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, and of "
+            f"one model and batch; these have {sorted(run.workers for run in read)} workers, and "
+            f"{asked}"
+        )
+    of, flags = (pairs or lone)[0], (pairs or lone)[0].config.flags
+    phases = {f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases}
+    sizes, shares = gradients_of(lone, of.gradient_bytes)
+    both = [run.phases["forward"] for run in pairs]
+    variables = {**of.environment.variables, **of.config.knob_variables}
+    first, cap = flags.get("first_bucket_mb"), flags.get("bucket_cap_mb")
+    return Inputs(
+        engine=of.environment.engine,
+        transport=of.environment.transport.lower(),
+        arch=str(of.config.arch),
+        batch_size=int(of.config.batch_size or 1),
+        wire_format=str(flags.get("wire_format") or "fp32"),
+        gradient_bytes=sizes,
+        ready_seconds=tuple(share * phases["backward_seconds"] for share in shares),
+        **phases,
+        spread_seconds=median(run.spread for run in lone),
+        contention=max(1.0, median(both) / phases["forward_seconds"]) if both else 1.0,
+        pair_seconds=median(run.seconds for run in pairs) if pairs else None,
+        first_bucket_bytes=MIB * (first or cap or 1.0),
+        bucket_bytes=MIB * (cap or 25.0),
+        fusion_bytes=float(variables.get("HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
+        cycle_seconds=float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000
+        if of.environment.engine == "horovod"
+        else 0.0,
+        cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
+        threads=of.environment.threads,
+        cores=of.environment.cores,
+        image_bytes=median(run.image_bytes for run in lone),
+        images=int(of.summary.fingerprint.get("num_images", 0)),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run says."""
+
+    folder: Path
+    config: Settings
+    environment: Environment
+    summary: Summary
+    seconds: float  # of a step: medians over those that count
+    phases: dict[str, float]
+    spread: float
+
+    @property
+    def workers(self) -> int:
+        return self.summary.world_size
+
+    @property
+    def gradient_bytes(self) -> float:
+        return float(self.summary.gradient_bytes or 0)
+
+    @property
+    def image_bytes(self) -> float:
+        told = self.summary.input
+        return 1e6 * (told.megabytes_per_second or 0.0) / (told.images_per_second or 1.0)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder; steps of the warm-up, and those that were profiled, do not count."""
+    config, environment, summary = (
+        read_record(folder / f"{name}.json", kind)
+        for name, kind in (("config", Settings), ("environment", Environment), ("summary", Summary))
+    )
+    skipped = WARM_UP_STEPS + (config.flags.get("profile_steps") or -1) + 1
+    steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
+    steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
+    if not steps:
+        raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
+    seconds = [step.seconds for step in steps]
+    phases = {
+        name: median(getattr(step, f"{name}_seconds") for step in steps)
+        for name in ("data", "forward", "backward", "optimizer")
+    }
+    phases["other"] = median(seconds) - sum(phases.values())
+    # Between the quartiles of Gumbel's distribution lie 1.573 of its scale.
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    return Run(
+        folder, config, environment, summary, median(seconds), phases, float(high - low) / 1.573
+    )
+
+
+def gradients_of(
+    runs: Sequence[Run], total: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Sizes of gradients, and when they are ready in shares of the backward pass: as profiled; else
+    evenly, in pieces of 1 MiB."""
+    for run in runs:
+        path = run.folder / "profile" / "gradients-rank-0.json"
+        if path.exists():
+            times = read_record(path, GradientTimes)
+            ready = {
+                name: median(
+                    (step.ready[name] - step.backward)
+                    / (max(step.ready.values()) - step.backward)
+                    for step in times.steps
+                )
+                for name in times.elements
+            }
+            names = sorted(ready, key=ready.__getitem__)
+            return (
+                tuple(float(BYTES * times.elements[name]) for name in names),
+                tuple(ready[name] for name in names),
+            )
+    pieces = max(1, round(total / MIB))
+    return (total / pieces,) * pieces, tuple((i + 1) / pieces for i in range(pieces))
