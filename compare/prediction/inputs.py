@@ -1,10 +1,9 @@
 """What is known of one configuration (model, batch, engine, transport) from its measured runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -40,8 +39,10 @@ class Inputs:
     first_bucket_bytes: float = 1.0 * MIB
     bucket_bytes: float = 25.0 * MIB
     fusion_bytes: float = 128.0 * MIB
-    cycle_seconds: float = 0.0  # Horovod's; DDP has none
-    cached: bool = True  # Horovod's responses
+    cycle_seconds: float = 0.0  # Horovod's: it looks for gradients that often
+    negotiates: bool = False  # Horovod: the ranks agree on what is ready
+    cached: bool = True  # by its response cache
+    algorithm: str = "tree"  # of the all-reduce: "ring" | "tree", or halving | "two-level"
     threads: int = 1  # that compute, of a rank
     cores: int = 1  # of the measured host
     image_bytes: float = 0.0  # read from storage for an image
@@ -72,7 +73,9 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
             f"{asked}"
         )
     of, flags = (pairs or lone)[0], (pairs or lone)[0].config.flags
-    phases = {f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases}
+    phases = {
+        f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
+    }
     sizes, shares = gradients_of(lone, of.gradient_bytes)
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
@@ -95,12 +98,21 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         cycle_seconds=float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000
         if of.environment.engine == "horovod"
         else 0.0,
+        negotiates=of.environment.engine == "horovod",
+        algorithm=algorithm_of(of.environment.transport.lower(), variables),
         cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
         threads=of.environment.threads,
         cores=of.environment.cores,
         image_bytes=median(run.image_bytes for run in lone),
         images=int(of.summary.fingerprint.get("num_images", 0)),
     )
+
+
+def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
+    """How messages are added up: Gloo's ranks stand in a ring; MPI and NCCL choose by size."""
+    if variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
+        return "two-level"
+    return "ring" if transport == "gloo" else "tree"
 
 
 @dataclass(frozen=True)
@@ -153,9 +165,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def gradients_of(
-    runs: Sequence[Run], total: float
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def gradients_of(runs: Sequence[Run], total: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Sizes of gradients, and when they are ready in shares of the backward pass: as profiled; else
     evenly, in pieces of 1 MiB."""
     for run in runs:
@@ -164,8 +174,7 @@ def gradients_of(
             times = read_record(path, GradientTimes)
             ready = {
                 name: median(
-                    (step.ready[name] - step.backward)
-                    / (max(step.ready.values()) - step.backward)
+                    (step.ready[name] - step.backward) / (max(step.ready.values()) - step.backward)
                     for step in times.steps
                 )
                 for name in times.elements

@@ -1,7 +1,12 @@
-"""What connects workers: links measured or named, and clusters made of them."""
+"""What connects workers: links, named or measured, and the clusters made of them."""
 
 import math
 from dataclasses import dataclass, replace
+
+import numpy as np
+
+from compare.evidence.collectives import Measurement
+from recipe.errors import UserError, near_match
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
 
@@ -10,20 +15,20 @@ GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
 class Link:
     """One level of a network, as a worker sees it."""
 
-    latency_seconds: float  # of a message without contents, software included
-    bytes_per_second: float = math.inf  # of all workers of a host together
+    latency_seconds: float  # of a round in which each sends a message to another, software included
+    bytes_per_second: float = math.inf  # between hosts, of all workers of one together
     cpu_seconds_per_byte: float = 0.0  # that a rank computes for each byte that it sends
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links within a host and between hosts."""
+    """Links within a host and between hosts, and what a rank's CPU does for a byte of fp32."""
 
     name: str
     within: Link
     between: Link
-    copy_seconds_per_byte: float = 0.0  # of the CPU, into a buffer and back, of fp32
-    cast_seconds_per_byte: float = 0.0  # of the CPU, to fp16 and back, of fp32
+    copy_seconds_per_byte: float = 0.0  # into a buffer and back
+    cast_seconds_per_byte: float = 0.0  # to fp16 and back
     source: str = ""
 
 
@@ -33,8 +38,10 @@ class Cluster:
 
     hosts: int
     workers_per_host: int
-    cores_per_host: float  # below 1 where "hosts" share a machine's cores
+    cores_per_host: float  # below 1 if network namespaces that stand for hosts share cores
     network: Network
+    hosts_per_machine: int = 1  # such namespaces
+    storage_bytes_per_second: float = math.inf  # of the storage that all hosts share
 
     @property
     def workers(self) -> int:
@@ -42,25 +49,86 @@ class Cluster:
         return self.hosts * self.workers_per_host
 
 
-# Measured on a host of two cores (results/xeon-2-cores/2026-11-21-allreduce): Gloo over the
-# loopback device, MPI through shared memory. The processors move these bytes, so that there is no
-# bandwidth but theirs.
+# Measured on a host of two cores (results/xeon-2-cores/2026-11-21-allreduce): Gloo through the
+# loopback device, MPI through shared memory. The processors move these bytes themselves, so that
+# there is no bandwidth but theirs.
 ON_CPUS = {
     "gloo": Link(0.4e-3, cpu_seconds_per_byte=1.3e-9),
     "mpi": Link(5e-6, cpu_seconds_per_byte=0.7e-9),
 }
-COPY, CAST = 0.2e-9, 0.4e-9  # of the same measurement
+COPY, CAST = 0.2e-9, 0.4e-9  # estimated from the same measurement, and within a factor of two
+TCP, RDMA = 1448 / 1538, 4096 / 4166  # the payload's share of full packets of 1,500 and 4,096 bytes
+TCP_1G = 55e-6, "half of 110 us round trip, serverfault.com question 791539"
+TCP_10G = 48e-6, "half of 96 us round trip between EC2 instances, blogs.scalablelogic.com 2014-01"
+NCCL = 14e-6, "hwLat of a network, Simple, in NCCL's src/graph/tuning.cc"
+# Between hosts: Gb/s, share of it that is payload, latency and its source. Rates are nominal ones
+# (IEEE 802.3; InfiniBand EDR, HDR and NDR).
+BETWEEN = {
+    "1-ethernet": (1, TCP, TCP_1G),
+    "10-ethernet": (10, TCP, TCP_10G),
+    "25-ethernet": (25, TCP, TCP_10G),
+    "100-ethernet": (100, TCP, TCP_10G),
+    "200-ethernet": (200, TCP, TCP_10G),
+    "400-ethernet": (400, TCP, TCP_10G),
+    "25-roce": (25, RDMA, NCCL),
+    "100-infiniband": (100, RDMA, NCCL),
+    "200-infiniband": (200, RDMA, NCCL),
+    "400-infiniband": (400, RDMA, NCCL),
+}
+# Within a host with GPUs: bytes/s of a GPU (links x bandwidth of one in NCCL's src/graph/topo.h),
+# and the latency of a ring, Simple, in its tuning.cc.
+ISLANDS = {
+    "pcie": Link(5.7e-6, 12e9),
+    "nvlink-v100": Link(3.4e-6, 6 * 20e9),
+    "nvlink-a100": Link(3.4e-6, 12 * 20e9),
+    "nvlink-h100": Link(3.4e-6, 18 * 20.6e9),
+}
+
+
+def named_network(between: str, transport: str, island: str | None = None) -> Network:
+    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None); UserError says which
+    names there are."""
+    for name, known in ((between, BETWEEN), *([(island, ISLANDS)] if island else [])):
+        if name not in known:
+            raise UserError(f"{name!r} is no network: {near_match(str(name), known)}")
+    gbit, payload, (latency, source) = BETWEEN[between]
+    rate = gbit * GBIT * payload
+    if island:
+        within = ISLANDS[island]
+        return Network(f"{between}, {island}", within, Link(latency, rate), source=source)
+    own = ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
+    link = replace(own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate)
+    return Network(between, own, link, COPY, CAST, source)
 
 
 def on_cpus(
-    transport: str, gbit_per_s: float | None = None, latency_seconds: float | None = None
+    transport: str, gbit_per_s: float | None = None, latency_seconds: float = 0.0
 ) -> Network:
-    """Hosts without GPUs, and between them Ethernet of this rate; None: as fast as the CPUs."""
-    within = ON_CPUS[transport]
-    between = replace(
-        within,
-        latency_seconds=within.latency_seconds if latency_seconds is None else latency_seconds,
-        bytes_per_second=math.inf if gbit_per_s is None else gbit_per_s * GBIT,
-    )
+    """Hosts without GPUs, and between them a link of this rate and latency, which adds to that of
+    the software; None: one host, or as fast as the CPUs."""
+    own = ON_CPUS[transport]
+    rate = math.inf if gbit_per_s is None else gbit_per_s * GBIT
+    latency = own.latency_seconds + latency_seconds
+    link = replace(own, latency_seconds=latency, bytes_per_second=rate)
     name = "one host" if gbit_per_s is None else f"{gbit_per_s:g} Gb/s"
-    return Network(name, within, between, COPY, CAST)
+    return Network(name, own, link, COPY, CAST)
+
+
+def measured_link(measurement: Measurement, backend: str, wire: str = "fp32") -> Link:
+    """The link that fits what compare/collectives.py measured between two workers on CPUs: least
+    squares of the relative errors of latency x rounds + seconds per byte x bytes."""
+    figures = [
+        figure for (name, message, its), figure in measurement.figures.items()
+        if (name, its) == (backend, wire) and message.isdigit()
+    ]  # fmt: skip
+    if len(figures) < 2 or figures[0].workers != 2:
+        raise UserError(
+            f"{backend}: a link is fitted to two sizes or more, measured with two workers; there "
+            f"are {len(figures)}"
+        )
+    seconds = np.array([figure.seconds for figure in figures])
+    terms = np.array([[2.0, figure.bytes] for figure in figures])  # rounds; 2 (n - 1) / n = 1
+    latency, per_byte = np.linalg.lstsq(
+        terms / seconds[:, None], np.ones(len(figures)), rcond=None
+    )[0]
+    return Link(max(float(latency), 0.0), cpu_seconds_per_byte=max(float(per_byte), 0.0))

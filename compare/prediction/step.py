@@ -1,4 +1,10 @@
-"""The model: what a step takes on a cluster. compare/page/prediction.js computes the same."""
+"""The model: what a step takes on a cluster. compare/page/prediction.js computes the same, and
+tests/prediction_vectors.json holds what both must give.
+
+A rank computes; its gradients get ready in their order; one thread of it sends messages, one after
+the other. The events of a step are the begins and ends of its messages, so that their number does
+not grow with that of workers. docs/prediction.md has all assumptions.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,16 +13,16 @@ from dataclasses import dataclass, replace
 from compare.prediction.inputs import Inputs
 from compare.prediction.networks import Cluster, Network
 
-# How much a figure may be off, as a relative standard deviation: what makes the interval.
+# By how much a figure may be off, as a relative standard deviation: what makes the interval.
 UNCERTAIN = {
-    "compute": 0.02,
-    "spread": 0.5,
+    "compute": 0.02,  # of a step's computation, from one occasion to the next
+    "spread": 0.5,  # of stragglers
     "latency": 0.3,
     "bandwidth": 0.05,
-    "cpu": 0.15,
-    "sharing": 0.05,
+    "cpu": 0.15,  # time of CPUs for messages
+    "sharing": 0.05,  # what ranks lose that share cores, beyond their share
 }
-ALL_AS_MEASURED = dict.fromkeys(UNCERTAIN, 1.0)
+AS_TOLD = dict.fromkeys(UNCERTAIN, 1.0)
 QUANTILE = 1.645  # of the normal distribution: an interval of 90 %
 
 
@@ -25,9 +31,10 @@ class Step:
     """What a step is made of, in seconds."""
 
     seconds: float
-    compute_seconds: float  # without anybody to wait for
-    exposed_seconds: float  # what the exchange of gradients adds to it
-    straggler_seconds: float  # and the slowest rank
+    compute_seconds: float
+    exposed_seconds: float  # what the exchange of gradients adds
+    straggler_seconds: float  # what waiting for the slowest rank adds
+    storage_seconds: float  # what waiting for the shared storage adds
     messages: int
 
 
@@ -39,99 +46,134 @@ class Prediction:
     low_seconds: float
     high_seconds: float
     exposed_seconds: float
-    images_per_second: float
-    efficiency: float  # of the speed of as many lone workers
+    images_per_second: float  # of all workers
+    efficiency: float  # of as many workers, each as fast as a lone one
     messages: int
 
 
-def allreduce_seconds(
-    inputs: Inputs, cluster: Cluster, size: float, tensors: int, scale: Mapping[str, float]
+def allreduce(
+    inputs: Inputs, cluster: Cluster, size: float, scale: Mapping[str, float]
 ) -> tuple[float, float, float]:
-    """Seconds of latency, of the wire, and of a rank's CPU for a message of `size` bytes of fp32."""
-    network, workers = cluster.network, cluster.workers
-    link = network.between if cluster.hosts > 1 else network.within
-    half = inputs.wire_format == "fp16"
-    sent = size * (0.5 if half else 1.0) * 2 * (workers - 1) / workers
-    log2 = math.ceil(math.log2(workers))
-    rounds = 2 * (workers - 1) if inputs.transport == "gloo" else 2 * log2
-    cpu = sent * link.cpu_seconds_per_byte * inputs.exchange_factor
-    latency = rounds * link.latency_seconds * inputs.exchange_factor
-    cpu += size * network.cast_seconds_per_byte * half
-    cpu += size * network.copy_seconds_per_byte * (inputs.engine == "horovod" and tensors > 1)
-    wire = sent / (link.bytes_per_second * scale["bandwidth"])
-    return latency * scale["latency"], wire, cpu * scale["cpu"]
+    """Seconds of latency, of the wire, and of each rank's CPU for a message of `size` bytes.
+
+    Ring, halving and doubling, and double binary tree send 2 (n - 1) / n of a message through each
+    rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005; Sanders et al. 2009). Two levels
+    send as much within a host, and 2 (h - 1) / h of a message between hosts.
+    """
+    hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
+    within, between = cluster.network.within, cluster.network.between
+    outer = between if hosts > 1 else within
+    sent = 2 * (workers - 1) / workers * size
+    ring, tree = 2 * (workers - 1), 2 * math.ceil(math.log2(workers))
+    rounds = ring if inputs.algorithm == "ring" else min(ring, tree)
+    latency, wire = rounds * outer.latency_seconds, sent / outer.bytes_per_second
+    cpu = sent * outer.cpu_seconds_per_byte
+    if hosts > 1:  # the slowest link holds up all
+        wire = max(wire, sent / within.bytes_per_second if own > 1 else 0.0)
+    if inputs.algorithm == "two-level" and hosts > 1:
+        inside, across = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
+        latency = 2 * (own - 1) * within.latency_seconds + 2 * (hosts - 1) * between.latency_seconds
+        wire = inside / within.bytes_per_second + across / between.bytes_per_second
+        cpu = inside * within.cpu_seconds_per_byte + across / own * between.cpu_seconds_per_byte
+    factor = inputs.exchange_factor
+    return (
+        latency * factor * scale["latency"],
+        wire / scale["bandwidth"],
+        cpu * factor * scale["cpu"],
+    )
 
 
-def simulate(
-    inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = ALL_AS_MEASURED
-) -> Step:
-    """Go through a step's messages; their number depends on the gradients, not on the workers."""
-    per_host, threads = cluster.workers_per_host, inputs.threads
-    share = max(1.0, per_host * threads / cluster.cores_per_host)
-    share = 1 + (share - 1) * scale["sharing"]
-    free = min(1.0, max(0.0, cluster.cores_per_host / per_host - threads))  # cores for messages
-    busy = max(1.0, min(per_host, cluster.cores_per_host / threads))
+def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_TOLD) -> Step:
+    """Go through a step's messages. `scale` multiplies figures, by the names of UNCERTAIN."""
+    workers, threads = cluster.workers, inputs.threads
+    cores = cluster.cores_per_host / cluster.workers_per_host  # of a rank
+    share = 1 + (max(1.0, threads / cores) - 1) * scale["sharing"]  # ranks take turns on a core
+    free = min(1.0, max(0.0, cores - threads))  # of a core, for the thread that sends
+    # Ranks that compute at the same time on one machine hold each other up in its memory.
+    busy = max(
+        1.0, min(1.0, cores / threads) * cluster.workers_per_host * cluster.hosts_per_machine
+    )
     slow = share * (1 + (inputs.contention - 1) * (busy - 1)) * scale["compute"]
-    computed, stolen, idle_from, messages, sent = inputs.backward_seconds * slow, 0.0, 0.0, 0, 0
-    sizes, ready = inputs.gradient_bytes, [seconds * slow for seconds in inputs.ready_seconds]
-    while cluster.workers > 1 and sent < len(sizes):
-        last, size = sent, sizes[sent]
-        begin = max(ready[sent] + stolen, idle_from)
-        if inputs.engine == "ddp":
+    computed, ready = inputs.backward_seconds * slow, [t * slow for t in inputs.ready_seconds]
+    sizes = inputs.gradient_bytes
+    delay = ended = 0.0  # of the backward pass by messages; of the last message
+    first = messages = 0
+    while workers > 1 and first < len(sizes):
+        begin = max(ready[first] + delay, ended)
+        last, size = first + 1, sizes[first]
+        if inputs.engine == "ddp":  # a bucket is full when it has reached its size
             limit = inputs.bucket_bytes if messages else inputs.first_bucket_bytes
-            while last + 1 < len(sizes) and size < limit:
-                last += 1
-                size += sizes[last]
-            begin = max(ready[last] + stolen, idle_from)
-        else:
+            while last < len(sizes) and size < limit:
+                size, last = size + sizes[last], last + 1
+            begin = max(ready[last - 1] + delay, ended)
+        else:  # what is ready when a cycle ends and all ranks have agreed
             begin += inputs.cycle_seconds / 2
+            begin += share * negotiation(inputs, cluster, scale)
             while (
-                last + 1 < len(sizes)
-                and ready[last + 1] + stolen <= begin
-                and size + sizes[last + 1] <= inputs.fusion_bytes
+                last < len(sizes)
+                and ready[last] + delay <= begin
+                and size + sizes[last] <= inputs.fusion_bytes
             ):
-                last += 1
-                size += sizes[last]
-        latency, wire, cpu = allreduce_seconds(inputs, cluster, size, last + 1 - sent, scale)
-        left = max(0.0, computed + stolen - begin)  # of the backward pass
-        taken = min(cpu * share, left) * (1 - free)
-        idle_from = begin + latency * share + max(wire, cpu * share + taken)
-        stolen += taken
-        messages, sent = messages + 1, last + 1
-    exposed = stolen + max(0.0, idle_from - computed - stolen)
-    independent = cluster.hosts * busy
-    straggler = inputs.spread_seconds * scale["spread"] * math.log(independent)
+                size, last = size + sizes[last], last + 1
+        half = inputs.wire_format == "fp16"
+        latency, wire, cpu = allreduce(inputs, cluster, size / 2 if half else size, scale)
+        copied = inputs.engine == "horovod" and last - first > 1
+        cpu += size * cluster.network.copy_seconds_per_byte * copied * scale["cpu"]
+        cpu += size * cluster.network.cast_seconds_per_byte * half * scale["cpu"]
+        left = max(0.0, computed + delay - begin)  # of the backward pass
+        taken = min(cpu * share, left) * (1 - free)  # from it: two threads on one core
+        ended = begin + latency * share + max(wire, cpu * share + taken)
+        delay += taken
+        first, messages = last, messages + 1
+    exposed = delay + max(0.0, ended - computed - delay)
     compute = inputs.step_seconds * slow
-    return Step(compute + exposed + straggler, compute, exposed, straggler, messages)
+    # The largest of n values with Gumbel's distribution is larger by scale x ln n, on average.
+    ranks = max(1.0, busy * cluster.hosts / cluster.hosts_per_machine)
+    straggler = inputs.spread_seconds * scale["spread"] * math.log(ranks)
+    seconds = compute + exposed + straggler
+    read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
+    storage = max(0.0, read - seconds)
+    return Step(seconds + storage, compute, exposed, straggler, storage, messages)
+
+
+def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
+    """Seconds until Horovod's ranks agree on what is ready: an all-reduce of a few bits; without
+    its response cache rank 0 asks each."""
+    if not inputs.negotiates:
+        return 0.0
+    latency = allreduce(inputs, cluster, 0.0, scale)[0]
+    link = cluster.network.between if cluster.hosts > 1 else cluster.network.within
+    asking = 0 if inputs.cached else 2 * (cluster.workers - 1) * link.latency_seconds
+    return latency + asking * inputs.exchange_factor * scale["latency"]
 
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
-    """The step with its interval, by first-order propagation of what may be off."""
+    """The step with its interval: first-order propagation of what may be off."""
     step = simulate(inputs, cluster)
     offs = [
-        simulate(inputs, cluster, {**ALL_AS_MEASURED, name: 1 + sd}).seconds - step.seconds
+        simulate(inputs, cluster, {**AS_TOLD, name: 1 + sd}).seconds - step.seconds
         for name, sd in UNCERTAIN.items()
     ]
-    half = QUANTILE * math.sqrt(sum(off**2 for off in offs))
-    rate = cluster.workers * inputs.batch_size / step.seconds
+    half = QUANTILE * math.sqrt(sum(off**2 for off in offs)) / step.seconds
     return Prediction(
-        step.seconds, max(step.seconds - half, 0.0), step.seconds + half, step.exposed_seconds,
-        rate, inputs.step_seconds / step.seconds, step.messages,
-    )  # fmt: skip
+        step_seconds=step.seconds,
+        low_seconds=step.seconds * math.exp(-half),
+        high_seconds=step.seconds * math.exp(half),
+        exposed_seconds=step.exposed_seconds,
+        images_per_second=cluster.workers * inputs.batch_size / step.seconds,
+        efficiency=inputs.step_seconds / step.seconds,
+        messages=step.messages,
+    )
 
 
 def fit(inputs: Inputs, network: Network) -> Inputs:
-    """The same inputs with the exchange's cost that makes a pair on one host take as long as it was
-    measured to; without such a measurement unchanged."""
+    """The same inputs, with the cost of messages that makes the step of a pair on one host as long
+    as it was measured; unchanged without such a measurement, or if no cost explains it."""
     if inputs.pair_seconds is None:
         return inputs
-    pair = Cluster(1, 2, inputs.cores, network)
-    low, high = 0.0, 32.0
+    pair, low, high = Cluster(1, 2, inputs.cores, network), 0.0, 32.0
     for _ in range(40):
         middle = (low + high) / 2
-        inputs = replace(inputs, exchange_factor=middle)
-        if simulate(inputs, pair).seconds < inputs.pair_seconds:
-            low = middle
-        else:
-            high = middle
-    return inputs
+        too_long = simulate(replace(inputs, exchange_factor=middle), pair).seconds
+        low, high = (low, middle) if too_long > inputs.pair_seconds else (middle, high)
+    return replace(inputs, exchange_factor=high)
