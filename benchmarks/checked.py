@@ -26,7 +26,8 @@ RECORD = "points.json"
 FIT, HELD_OUT = "fit", "held out"
 SENTENCE = (
     "{points} points; error {median:.1%} in the median (goal 8 %), {worst:.1%} at worst (goal "
-    "15 %); {covered:.0%} inside the 90 % interval (goal 85 %). Turns of a point differ by ±{turns:.1%}."
+    "15 %); {covered:.0%} inside the 90 % interval (goal 85 %). "
+    "Turns of a point differ by ±{turns:.1%}."
 )
 CELL = "{median:.1%}, {worst:.1%}, {covered:.0%}"
 # A frame of Ethernet, as the kernel counts it, and what of it is payload of TCP.

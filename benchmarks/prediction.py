@@ -56,6 +56,13 @@ MODELS = {
 ROUNDS: dict[float | None, int] = {None: 6, 0.1: 3}
 STEPS: dict[float | None, int] = {None: 12, 0.1: 1, 5: 4}
 FIT_FLAGS = ["--profile-steps", "8", "--max-steps", "45"]
+# Of compare/collectives.py, by engine and transport.
+BACKENDS = {
+    "ddp-gloo": "torch.distributed",
+    "ddp-mpi": "torch-mpi",
+    "horovod-gloo": "horovod-gloo",
+    "horovod-mpi": "horovod-mpi",
+}
 LIMIT_SECONDS = 240.0  # for a run, for all of a group to start, and for a turn
 FITTED = [(1, 1, None), (1, 2, None)]  # hosts, workers on each, rate
 
@@ -175,22 +182,15 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
     """The all-reduce alone between two workers, on this host and on these two, as fast as they can:
     seconds of a round, and CPU seconds a byte."""
     found = {}
-    transports = {"torch.distributed": "ddp-gloo", "torch-mpi": "ddp-mpi"}
     for place in ("within", "between") if made else ("within",):
         if f"{place} ddp-gloo" in there.links:
             continue
         say(f"all-reduce between two workers, {place} hosts")
         folder = out / "links" / place
         clear_folder(folder, keep_failure=False)
-        words = [
-            "python",
-            str(ROOT / "compare/collectives.py"),
-            "--workers",
-            "2",
-            "--wires",
-            "fp32",
-        ]
-        words += ["--blocks", "1", "--seconds", "0.3", "--model", "none"]
+        script, sizes = str(ROOT / "compare" / "collectives.py"), ["4K", "64K", "1M", "16M", "64M"]
+        words = ["python", script, "--backends", *BACKENDS.values(), "--sizes", *sizes]
+        words += ["--wires", "fp32", "--blocks", "1", "--model", "none"]
         words += ["--out", str(folder / "figures")]
         if place == "between":
             limit_rate(made, None)
@@ -200,10 +200,9 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
             measurement = read_measurement(folder / "figures")
         except UserError as error:
             raise MeasurementError(f"{error}\n{shown_tail(folder)}") from None
-        for backend in measurement.worlds:
+        for own, backend in BACKENDS.items():
             link = measured_link(measurement, backend)
-            figures = link.latency_seconds, link.cpu_seconds_per_byte
-            found[f"{place} {transports.get(backend, backend)}"] = figures
+            found[f"{place} {own}"] = (link.latency_seconds, link.cpu_seconds_per_byte)
     return found
 
 
@@ -267,7 +266,7 @@ def take_turns(
             paced,
             rounds or ROUNDS.get(rate, 4),
             PATIENCE,
-            lambda line, at=where: say(f"{label}, {at}, {line}"),
+            lambda line, at=where: say(f"{label}, {at}, {line}"),  # type: ignore[misc]
         )
         names = tuple(side.name for side in paced)
         counts = {side.name: side.steps for side in paced}
