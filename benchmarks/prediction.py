@@ -15,6 +15,7 @@ Writes points.json (the record), table.md, table.json and predicted.svg. compare
 """
 
 import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -93,6 +94,8 @@ class Settings:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and predict what the command line asks for and return the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
+        signal.signal(number, signal.default_int_handler)
     errors = (UserError, HostsError)
     return run_tool(
         "benchmarks/prediction.py", run, __doc__, argv, errors=errors, interrupted=RESUMES
