@@ -64,27 +64,34 @@ def empty_row(engine: str) -> Row:
     return Row(10, f"auto / better of fp32 and fp16, {engine.split(',')[0]}, worst rate", GOAL)
 
 
-def cores_of(host: int) -> list[int]:
-    """The cores of this machine that this host has for itself; a single core is everybody's."""
+def cores_of(host: int, hosts: int = len(HOSTS)) -> list[int]:
+    """The cores of this machine that one of so many hosts has for itself; where they are fewer than
+    the hosts, they are everybody's."""
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // len(HOSTS)
+    each = len(cores) // hosts
     return cores[host * each : (host + 1) * each] or cores
+
+
+def entrance_to(made: Sequence[Host], folder: Path) -> Path:
+    """Give each host its cores, and return a script that runs a command on the first one: a script,
+    so that the command is the same in the call that goes on after an interruption."""
+    # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
+    # computed on one core for a whole turn, and their polling threads had the other.
+    for number, host in enumerate(made):
+        os.sched_setaffinity(host.sshd.pid, cores_of(number, len(made)))
+    entrance, own = folder.resolve() / f"on-{made[0].name}.sh", cores_of(0, len(made))
+    enter = shlex.join(["taskset", "-c", ",".join(map(str, own)), *made[0].inside()])
+    entrance.write_text(f'#!/bin/sh\nexec {enter} "$@"\n')
+    entrance.chmod(0o755)
+    return entrance
 
 
 def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> Measured:
     """Measure on these hosts."""
-    # Real hosts do not compete for cores. Where these did, both workers of Horovod at times
-    # computed on one core for a whole turn, and their polling threads had the other.
-    for number, host in enumerate(made):
-        os.sched_setaffinity(host.sshd.pid, cores_of(number))
+    entrance = entrance_to(made, options.out)
     rates = dict([*RATES.items()][1:2] if options.quick else RATES)
     rounds = options.rounds(TURNS)
     found = Measured([])
-    # A script, so that the command is the same in the call that goes on after an interruption.
-    entrance = options.out.resolve() / f"on-{HOSTS[0]}.sh"
-    enter = shlex.join(["taskset", "-c", ",".join(map(str, cores_of(0))), *made[0].inside()])
-    entrance.write_text(f'#!/bin/sh\nexec {enter} "$@"\n')
-    entrance.chmod(0o755)
     for configuration, engine in engines.items():
 
         def block_of(number: int, label: str, configuration: str = configuration) -> AtRate:

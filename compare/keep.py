@@ -27,7 +27,8 @@ from compare.plan.environment import ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError
 
-PLANS = ("plan.json", "collectives.json", "bench.json")
+WITH_TABLE = ("bench.json", "points.json")  # which have their table beside them
+PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
 LEFT_OUT_OF_BENCH = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
@@ -69,7 +70,7 @@ def keep_measurement(
     target = results / machine / f"{date[1]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: take another --question, or delete it")
-    left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name == "bench.json" else set())
+    left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name in WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft = Path(workshop, target.name)  # the report says what folder it is of
@@ -86,7 +87,7 @@ def keep_measurement(
             if name.suffix in OPEN or name.name == plan.name:
                 (draft / name).write_text(texts.pop(name), "utf-8")
         (draft / packed.PACKED).write_text(packed.lines_of(texts), "utf-8")
-        if plan.name != "bench.json":  # which has its table beside it
+        if plan.name not in WITH_TABLE:
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
     print(f"kept: {target}")

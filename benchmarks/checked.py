@@ -1,0 +1,311 @@
+"""Predictions beside what was measured: the record of benchmarks/prediction.py, its table and plot.
+
+The fit is of points whose role is "fit" alone, and of runs and links measured beside them; what is
+held out enters no prediction.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+import tabulate
+
+from compare.page.chart import COLOURS, MARKERS, MUTED, Layer, Plot, logarithmic, standalone
+from compare.prediction.inputs import Inputs
+from compare.prediction.networks import GBIT, Cluster, on_cpus
+from compare.prediction.step import Prediction, predict_step
+from recipe.errors import UserError
+from recipe.files import replace_file, write_json
+
+RECORD = "points.json"
+FIT, HELD_OUT = "fit", "held out"
+SENTENCE = (
+    "{points} points; error {median:.1%} in the median (goal 8 %), {worst:.1%} at worst (goal "
+    "15 %); {covered:.0%} inside the 90 % interval (goal 85 %). "
+    "Turns of a point differ by ±{turns:.1%}."
+)
+CELL = "{median:.1%}, {worst:.1%}, {covered:.0%}"
+# A frame of Ethernet, as the kernel counts it, and what of it is payload of TCP.
+PAYLOAD = 1448 / 1514
+ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
+TRANSPORTS = {"gloo": "Gloo", "mpi": "MPI"}
+BEGIN, END = "<!-- the recorded table -->", "<!-- its end -->"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training at one size, and how long a step of it took."""
+
+    model: str
+    batch_size: int  # of one worker
+    engine: str
+    transport: str
+    hosts: int
+    workers_per_host: int
+    gbit_per_s: float | None  # that each host may send; None: one host
+    role: Literal["fit", "held out"]
+    step_seconds: float | None = None  # the median over turns; None: not measured
+    # The fastest and the slowest turn: of 6 turns an interval of 97 % for the median, of 4 of 88 %.
+    low_seconds: float | None = None
+    high_seconds: float | None = None
+    turns: int = 0
+    failed: str = ""  # why there is no measurement
+
+    @property
+    def workers(self) -> int:
+        """All of them."""
+        return self.hosts * self.workers_per_host
+
+    @property
+    def training(self) -> str:
+        """What a fit is of."""
+        return f"{self.model} {self.engine}-{self.transport}"
+
+    @property
+    def column(self) -> str:
+        """Engine and transport in words."""
+        return f"{ENGINES[self.engine]}, {TRANSPORTS[self.transport]}"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """By which it is the same point, measured or not."""
+        return self.training, self.hosts, self.workers, self.gbit_per_s
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        model, hosts, workers, rate = self.place()
+        where = f"{workers} workers" if hosts == 1 else f"{hosts} hosts at {rate} Gb/s"
+        return f"{model}, {self.column}, {where}"
+
+    @property
+    def half_range(self) -> float:
+        """Half the range of its turns, in proportion."""
+        low, high = self.low_seconds or 0.0, self.high_seconds or 0.0
+        return (high - low) / 2 / (self.step_seconds or 1.0)
+
+    def place(self) -> tuple[str, int, int, str]:
+        """All but engine and transport."""
+        rate = "" if self.gbit_per_s is None else f"{self.gbit_per_s:g}"
+        return self.model, self.hosts, self.workers, rate
+
+    def kind(self) -> tuple[str, str]:
+        """A model, on one host or on several."""
+        return self.model, "one host" if self.hosts == 1 else "several hosts"
+
+
+class Record(msgspec.Struct):
+    """points.json."""
+
+    created_utc: str
+    machine: dict[str, Any]
+    points: list[Point]
+    inputs: dict[str, Inputs] = {}  # by training
+    # By place ("within" a host or "between" two) and engine-transport, of an all-reduce alone: the
+    # latency of a round, and CPU seconds of a byte.
+    links: dict[str, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A measured point and its prediction."""
+
+    point: Point
+    measured: float  # seconds of a step, as are the following
+    predicted: Prediction
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, in proportion: 0.05 if it is 5 % too slow."""
+        return self.predicted.step_seconds / self.measured - 1
+
+    @property
+    def covered(self) -> bool:
+        """Whether the prediction's interval holds what was measured."""
+        return self.predicted.low_seconds <= self.measured <= self.predicted.high_seconds
+
+    @property
+    def bars(self) -> list[tuple[float, float]]:
+        """Both intervals in a plot, as lines with a gap behind each."""
+        low, high, gap = self.point.low_seconds, self.point.high_seconds, (math.nan, math.nan)
+        at, to = self.measured, self.predicted.step_seconds
+        across = [(low or at, to), (high or at, to), gap]
+        return [*across, (at, self.predicted.low_seconds), (at, self.predicted.high_seconds), gap]
+
+    def shown(self) -> str:
+        """Milliseconds, measured and predicted, and the error; a star where the interval misses."""
+        star = "" if self.covered else " \\*"
+        figures = f"{1000 * self.measured:.0f} / {1000 * self.predicted.step_seconds:.0f}"
+        return f"{figures} ({100 * self.error:+.0f} %{star})"
+
+
+def read(folder: Path) -> Record:
+    """Read a folder's record; UserError if there is none."""
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(
+            f"{folder / RECORD}: no record of benchmarks/prediction.py ({error})"
+        ) from None
+
+
+def write(folder: Path, record: Record) -> None:
+    """Write a folder's record."""
+    text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
+    replace_file(folder / RECORD, f"{text}\n")
+
+
+def check(record: Record) -> list[Checked]:
+    """Predict all measured points from what is known of 1 and 2 workers."""
+    lone = {
+        (point.training, point.workers): point.step_seconds
+        for point in record.points
+        if point.role == FIT and point.step_seconds
+    }
+    found = []
+    for point in record.points:
+        inputs, seconds = record.inputs.get(point.training), lone.get((point.training, 1))
+        if inputs and seconds and point.step_seconds:
+            inputs = as_by_turns(inputs, seconds, lone.get((point.training, 2)))
+            prediction = predict_step(inputs, cluster_of(point, record))
+            found.append(Checked(point, point.step_seconds, prediction))
+    return found
+
+
+def as_by_turns(inputs: Inputs, lone: float, pair: float | None) -> Inputs:
+    """The inputs at the speed that the machine had in the turns: with one worker's step taking
+    `lone` seconds there, and that of two `pair`."""
+    factor = lone / inputs.step_seconds
+    phases = ("data", "forward", "backward", "optimizer", "other")
+    scaled = {f"{name}_seconds": factor * getattr(inputs, f"{name}_seconds") for name in phases}
+    ready = tuple(factor * seconds for seconds in inputs.ready_seconds)
+    return replace(inputs, ready_seconds=ready, pair_seconds=pair, **scaled)
+
+
+def cluster_of(point: Point, record: Record) -> Cluster:
+    """Where a point was measured: hosts have equal parts of the machine's cores."""
+    network, own = on_cpus(point.transport), f"{point.engine}-{point.transport}"
+    links = {
+        place: replace(
+            getattr(network, place), latency_seconds=latency, cpu_seconds_per_byte=per_byte
+        )
+        for place in ("within", "between")
+        for latency, per_byte in [record.links.get(f"{place} {own}", (None, None))]
+        if latency is not None
+    }
+    if point.gbit_per_s is not None and "between" in links:
+        rate = point.gbit_per_s * GBIT * PAYLOAD
+        links["between"] = replace(links["between"], bytes_per_second=rate)
+    network = replace(network, **links)
+    cores = record.machine["cores"] / point.hosts
+    return Cluster(point.hosts, point.workers_per_host, cores, network, point.hosts)
+
+
+# ------------------------------------------------------------------------------ what is shown of it
+
+
+def summary(checked: Sequence[Checked]) -> dict[str, float]:
+    """How far predictions were off; in how many their interval held what was measured; and half the
+    range of the typical point's turns. All in proportion."""
+    errors = [abs(one.error) for one in checked]
+    return {
+        "points": len(checked),
+        "median": median(errors),
+        "worst": max(errors),
+        "covered": sum(one.covered for one in checked) / len(checked),
+        "turns": median(one.point.half_range for one in checked),
+    }
+
+
+def show(record: Record) -> str:
+    """What was predicted and measured, as Markdown: how far predictions were off, by what they are
+    of, and all points."""
+    checked = check(record)
+    held_out = [one for one in checked if one.point.role == HELD_OUT]
+    parts = []
+    for role in (HELD_OUT, FIT):
+        if own := [one for one in checked if one.point.role == role]:
+            worst = max(own, key=lambda one: abs(one.error)).point
+            parts.append(
+                f"{role.capitalize()}: "
+                + SENTENCE.format_map(summary(own))
+                + f" The worst: {worst.name}."
+            )
+    parts += [
+        f"Not measured: {point.name}: {point.failed}" for point in record.points if point.failed
+    ]
+    parts.append(grid(held_out, Point.kind, ("", ""), lambda own: CELL.format_map(summary(own))))
+    head = ("model", "hosts", "workers", "Gb/s")
+    parts.append(grid(checked, Point.place, head, lambda own: own[0].shown()))
+    return "\n\n".join(parts)
+
+
+def grid(
+    checked: Iterable[Checked],
+    row_of: Callable[[Point], tuple[object, ...]],
+    head: tuple[str, ...],
+    cell: Callable[[list[Checked]], str],
+) -> str:
+    """A table with a column for each engine and transport, and a row for each of `row_of`."""
+    rows = defaultdict[tuple[object, ...], dict[str, list[Checked]]](lambda: defaultdict(list))
+    for one in checked:
+        rows[row_of(one.point)][one.point.column].append(one)
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    cells = [
+        [*place, *(cell(row[column]) if column in row else "–" for column in columns)]
+        for place, row in rows.items()
+    ]
+    return tabulate.tabulate(cells, [*head, *columns], tablefmt="github", disable_numparse=True)
+
+
+def plot(record: Record) -> str:
+    """The picture: predicted against measured, both with their intervals."""
+    checked, layers = check(record), []
+    reach = [end for one in checked for place in one.bars for end in place if end > 0]
+    scale = logarithmic(reach, "measured: seconds of a step")
+    layers.append(Layer("line", [(min(reach),) * 2, (max(reach),) * 2], MUTED, 0.8, "3 2"))
+    columns = list(dict.fromkeys(one.point.column for one in checked))
+    for column, colour, marker in zip(columns, COLOURS, MARKERS, strict=False):
+        own = [one for one in checked if one.point.column == column]
+        bars = [place for one in own for place in one.bars]
+        at = [(one.measured, one.predicted.step_seconds) for one in own]
+        texts = [f"{one.point.name}: {one.shown()}" for one in own]
+        layers.append(Layer("line", bars, colour, 0.7, opacity=0.6))
+        layers.append(Layer(marker, at, colour, 2.2, texts=texts, key=column))
+    title, caption = "Predicted and measured", "Vertical: the interval of 90 %; horizontal: turns."
+    up = replace(scale, label="predicted")
+    return standalone(Plot("predicted", title, caption, scale, up, layers, height=300).svg)
+
+
+def write_tables(folder: Path, docs: Path | None) -> str:
+    """Write table.md, table.json and predicted.svg beside the record, and the table into a text if
+    one is named; return the table."""
+    record = read(folder)
+    if not (checked := check(record)):
+        raise UserError(f"{folder}: nothing was measured that can be predicted, see {RECORD}")
+    by_role = defaultdict[str, list[Checked]](list)
+    for one in checked:
+        by_role[one.point.role].append(one)
+    told = {
+        "summary": {role: summary(own) for role, own in by_role.items()},
+        "points": [
+            {**asdict(one.point), "predicted": asdict(one.predicted), "error": one.error}
+            for one in checked
+        ],
+    }
+    text = show(record)
+    write_json(folder / "table.json", told)
+    replace_file(folder / "table.md", f"{text}\n")
+    replace_file(folder / "predicted.svg", plot(record))
+    if docs is not None:
+        before, mark, rest = docs.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        if not mark:
+            raise UserError(f"{docs}: has no line {BEGIN}, after which the table is put")
+        replace_file(docs, f"{before}{BEGIN}\n{text}\n{END}{after}")
+    return text
