@@ -282,6 +282,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     ranks = [Training(tmp_path, clock, world=a_world(rank, 2)) for rank in range(2)]
     for rank in ranks:
         rank.steps(4)
+    for rank in ranks:
         rank.looked_at = 0, clock.now - 4 * 0.125  # as if these had taken so long
 
     def look(signalled: int | None = None) -> list[tuple[bool, bool]]:
