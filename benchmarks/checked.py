@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import tabulate
@@ -18,12 +18,13 @@ import tabulate
 from compare.page.chart import COLOURS, MARKERS, MUTED, Layer, Plot, logarithmic, standalone
 from compare.prediction.inputs import Inputs
 from compare.prediction.networks import GBIT, Cluster, on_cpus
-from compare.prediction.step import Prediction, predict_step
+from compare.prediction.step import Prediction, fit, predict_step
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 
 RECORD = "points.json"
-FIT, HELD_OUT = "fit", "held out"
+FIT: Final = "fit"
+HELD_OUT: Final = "held out"
 SENTENCE = (
     "{points} points; error {median:.1%} in the median (goal 8 %), {worst:.1%} at worst (goal "
     "15 %); {covered:.0%} inside the 90 % interval (goal 85 %). "
@@ -156,7 +157,7 @@ def read(folder: Path) -> Record:
 
 def write(folder: Path, record: Record) -> None:
     """Write a folder's record."""
-    text = msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
+    text = msgspec.json.format(msgspec.json.encode(record, enc_hook=str), indent=1).decode()
     replace_file(folder / RECORD, f"{text}\n")
 
 
@@ -172,8 +173,9 @@ def check(record: Record) -> list[Checked]:
         inputs, seconds = record.inputs.get(point.training), lone.get((point.training, 1))
         if inputs and seconds and point.step_seconds:
             inputs = as_by_turns(inputs, seconds, lone.get((point.training, 2)))
-            prediction = predict_step(inputs, cluster_of(point, record))
-            found.append(Checked(point, point.step_seconds, prediction))
+            cluster = cluster_of(point, record)
+            inputs = fit(inputs, cluster.network)
+            found.append(Checked(point, point.step_seconds, predict_step(inputs, cluster)))
     return found
 
 
