@@ -449,6 +449,10 @@ class Result:
     seconds_to_end: float | None = None  # from the fault to the launcher's end
     seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
 
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.scenario, self.engine, self.launcher, self.number
+
 
 def lacking(name: str) -> list[str]:
     """What a scenario needs and this machine or user lacks."""
@@ -502,18 +506,28 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def markdown(results: Sequence[Result]) -> str:
+    """The table, as docs/reliability.md shows it."""
+    return tabulate(table(results), headers="keys", tablefmt="github")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--launcher", help="only by this one", choices=[*LAUNCHERS])
     parser.add_argument("--trials", type=int, help="of each start, in place of the scenario's own")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--out", type=Path, help="write trials and table there, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="write trials and table there, as JSON; trials that it has stay"
+    )
     options = parser.parse_args()
+    results: list[Result] = []
+    if options.out and options.out.exists():
+        kept = json.loads(options.out.read_text())
+        options.seed, results = kept["seed"], [Result(**one) for one in kept["trials"]]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"--seed {options.seed}; what fails is kept in {folder}", flush=True)
-    results: list[Result] = []
-    expected = undisturbed(folder)
+    expected, there = undisturbed(folder), {one.key for one in results}
     for name in options.scenario:
         if lacks := lacking(name):
             print(f"{name}: skipped, for it needs {', '.join(lacks)}", flush=True)
@@ -522,15 +536,17 @@ def main() -> int:
             if options.launcher not in (None, start[0]):
                 continue
             for number in range(1, (options.trials or SCENARIOS[name].trials) + 1):
+                if (name, start[1], start[0], number) in there:
+                    continue
                 one = attempt(name, start, number, options.seed, expected, folder)
                 results.append(one)
                 told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
                 print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
-    rows = table(results)
-    print(tabulate(rows, headers="keys"))
-    if options.out:
-        found = {"seed": options.seed, "table": rows, "trials": [asdict(one) for one in results]}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+                if options.out:
+                    trials = [asdict(one) for one in results]
+                    found = {"seed": options.seed, "table": table(results), "trials": trials}
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(markdown(results))
     failed = sum(bool(one.problem) for one in results)
     if not failed:
         shutil.rmtree(folder)
