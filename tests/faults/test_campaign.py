@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from campaign import DDP, SCENARIOS, Start, attempt, lacking
+from campaign import DDP, SCENARIOS, Result, Start, attempt, lacking, markdown
 from launching import ROOT, read_json
 
 SHORT = [
@@ -34,3 +34,13 @@ def test_a_training_survives(
 def test_each_fault_has_its_promise() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert [name for name in SCENARIOS if f"`{name}`" not in page] == []
+
+
+def test_the_page_shows_the_newest_campaign() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    newest = max(
+        (ROOT / "results").glob("*/*-faults/campaign.json"), key=lambda one: one.parent.name
+    )
+    trials = [Result(**one) for one in read_json(newest)["trials"]]
+    assert f"../{newest.relative_to(ROOT)}" in page
+    assert markdown(trials) in page
