@@ -12,6 +12,7 @@ their settings and environment. The home directory becomes ~, and the project's 
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -36,12 +37,6 @@ KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
 OPEN = {".md", ".html", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Keep what the command line names and return the exit code."""
-    errors = (UserError, OSError)
-    return run_tool("compare/keep.py", keep_measurement, __doc__, argv, errors=errors)
 
 
 def keep_measurement(
@@ -111,6 +106,8 @@ def write_report(folder: Path, is_comparison: bool) -> None:
         (folder / "report.txt").write_text(f"{text_report(measurement)}\n", "utf-8")
         (folder / "allreduce.svg").write_text(plot(measurement), "utf-8")
 
+
+main = partial(run_tool, "compare/keep.py", keep_measurement, __doc__, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,6 +23,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,11 +126,7 @@ def merge_runs(
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Merge what the command line names and return the exit code."""
-    errors = (UserError, OSError)
-    return run_tool("compare/timeline.py", merge_runs, __doc__, argv, errors=errors)
-
+main = partial(run_tool, "compare/timeline.py", merge_runs, __doc__, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ evaluation of the checkpoint's step. The names are the network's own; --weights 
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,10 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
     return [f"{file}: {arch}, the weights of {whose} after step {step}, from {path}"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.export"
-    interrupted = "interrupted: nothing was written"
-    return run_tool(name, export, __doc__, arguments, exit_code=1, interrupted=interrupted)
+main = partial(
+    run_tool, "python -m recipe.export", export, __doc__, exit_code=1,
+    interrupted="interrupted: nothing was written",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,9 @@ def run(
     return make_shards(folder, shards, Path(cache_folder(cache_dir)), images_per_shard)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.make_shards"
-    return run_tool(name, run, __doc__, arguments, exit_code=1, interrupted=RESUMES)
+main = partial(
+    run_tool, "python -m recipe.make_shards", run, __doc__, exit_code=1, interrupted=RESUMES
+)
 
 
 if __name__ == "__main__":

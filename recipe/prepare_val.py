@@ -12,6 +12,7 @@ import csv
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
@@ -91,10 +92,9 @@ def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
     return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.prepare_val"
-    return run_tool(name, prepare, __doc__, arguments, exit_code=1, interrupted=RESUMES)
+main = partial(
+    run_tool, "python -m recipe.prepare_val", prepare, __doc__, exit_code=1, interrupted=RESUMES
+)
 
 
 if __name__ == "__main__":
