@@ -125,10 +125,8 @@ def label_of(figure: Figure) -> str:
 
 
 def size_text(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size} B"
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    return next(f"{size / one:.4g} {name}" for name, one in units.items() if size >= one)
 
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
