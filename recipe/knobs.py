@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 from recipe.flags import FLAGS, knob_types
 from recipe.variables import HOROVOD_VARIABLES
 
@@ -118,12 +118,10 @@ def _check_table(
     place: str, engine: str, settings: dict[str, Any], variables: dict[str, str]
 ) -> None:
     for name, value in settings.items():
-        bound = FLAGS[name].bound
-        if bound and not bound.holds(value):
-            raise UserError(f"{place}.{name} = {value!r}: {bound.advice}")
+        if bound := FLAGS[name].bound:
+            refuse((not bound.holds(value), f"{place}.{name} = {value!r}: {bound.advice}"))
     for name in variables:
-        if reason := refusal(engine, name):
-            raise UserError(f"{place}.environment.{name}: {reason}")
+        refuse((reason := refusal(engine, name), f"{place}.environment.{name}: {reason}"))
 
 
 def refusal(engine: str, name: str) -> str | None:

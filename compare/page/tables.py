@@ -347,15 +347,12 @@ def occasion_columns(both: SideBySide) -> list[Column]:
         Column("all occasions", attrgetter("pooled"), ratio),
         Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
-        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
+        *(Column(x, lambda row, i=i: row.found[i], ratio) for i, x in enumerate(both.letters)),
     ]
 
 
 def value_column(name: str, field: str, at: int, pattern: str = "") -> Column:
-    def value(line: Any) -> Any:
-        return (line[field] if isinstance(line, dict) else getattr(line, field))[at]
-
-    return Column(name, value, pattern)
+    return Column(name, lambda line: line[field][at], pattern)
 
 
 # ---------------------------------------------------------------------------------------- as text

@@ -183,8 +183,8 @@ def check_trainer_flags(plan: Plan) -> None:
     """Check that no flags of the trainers are those by which the plan itself steers them."""
     refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
     for word in chain(*plan.flag_lists):
-        if reason := refused.get(flag_name(word)):
-            raise UserError(f"{word} cannot be passed to the trainers: {reason}")
+        reason = refused.get(flag_name(word))
+        refuse((reason, f"{word} cannot be passed to the trainers: {reason}"))
     for name, own in plan.configuration.items():
         if last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment:
             raise UserError(
