@@ -194,7 +194,11 @@ def cache_folder(name: str) -> str:
 def check(config: Config, engine: str, world_size: int) -> None:
     """Raise UserError for values that are invalid, or do not fit together."""
     refuse(
-        *_out_of_bounds(config),
+        *(
+            (not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}")
+            for name, flag in FLAGS.items()
+            if flag.bound and (value := getattr(config, name)) is not None
+        ),
         *_mistakes(config),
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
@@ -205,15 +209,6 @@ def check(config: Config, engine: str, world_size: int) -> None:
 
 # What may be wrong with a run's settings, for `refuse`.
 Mistakes = list[tuple[Any, str]]
-
-
-def _out_of_bounds(config: Config) -> Mistakes:
-    values = ((name, getattr(config, name), flag.bound) for name, flag in FLAGS.items())
-    return [
-        (not bound.holds(value), f"{spelled(name)} {value}: {bound.advice}")
-        for name, value, bound in values
-        if bound and value is not None
-    ]
 
 
 def _mistakes(config: Config) -> Mistakes:

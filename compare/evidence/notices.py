@@ -17,10 +17,6 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """Return the headed lists of what a reader must know beside the figures; what touches no
     verdict on speed stands apart."""
     judged = {name for pair in comparison.plan.pairs() for name in pair}
-
-    def matters(run: RunRecord) -> bool:
-        return not comparison.is_by_turns and run.block > 0 and run.configuration in judged
-
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
     found[WARNINGS] += [
         f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the same "
@@ -32,10 +28,11 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         found[MISSING].append(f"{name}: {lacks}")
     for run in comparison.runs:
         folder = run.folder.relative_to(comparison.folder)
+        matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
         if run.reason or not run.is_complete:
-            found[MISSING if matters(run) else ASIDE].append(f"{folder}: {trouble(run)}")
+            found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(run)}")
         elif (run.other_load or 0) > MOST_LOAD * (cores := run.environment.cores):
-            found[WARNINGS if matters(run) else ASIDE].append(
+            found[WARNINGS if matters else ASIDE].append(
                 f"{folder}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
             )

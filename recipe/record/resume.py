@@ -203,9 +203,7 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     cannot be read is not damaged: OSError. UserError where no file is whole, since to start again
     would be to destroy the run.
     """
-    if config.resume is None:
-        return None
-    if config.resume != "auto":
+    if config.resume is not None and config.resume != "auto":
         path = Path(config.resume).expanduser()
         if not _is_whole(path):
             raise UserError(
