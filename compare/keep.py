@@ -26,7 +26,7 @@ from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 WITH_TABLE = ("bench.json", "points.json")  # which have their table beside them
 PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
@@ -54,8 +54,9 @@ def keep_measurement(
         results: The folder of all records.
     """
     for word in (machine, question):
-        if not NAME.fullmatch(word):
-            raise UserError(f"{word!r}: write small letters, digits, dots and hyphens")
+        refuse(
+            (not NAME.fullmatch(word), f"{word!r}: write small letters, digits, dots and hyphens")
+        )
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
@@ -63,8 +64,7 @@ def keep_measurement(
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
-    if target.exists():
-        raise UserError(f"{target} exists: take another --question, or delete it")
+    refuse((target.exists(), f"{target} exists: take another --question, or delete it"))
     left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name in WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:

@@ -56,19 +56,17 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
     merged: list[Event] = []
     for order, (lane, shift) in enumerate(lanes):
         pid = numbers[order]
-        names: list[Any] = [("process_name", pid, {"name": lane.name})]
-        names += [("process_sort_index", pid, {"sort_index": order})]
-        names += [
-            (
-                "thread_name",
-                numbers[order, tid],
-                {"name": lane.threads.get(tid, str(tid or "profiler"))},
-            )
-            for tid in dict.fromkeys(event["tid"] for event in lane.events)
-        ]
+        threads = {tid: str(tid or "profiler") for tid in (event["tid"] for event in lane.events)}
         metadata += [
             {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
-            for name, tid, args in names
+            for name, tid, args in (
+                ("process_name", pid, {"name": lane.name}),
+                ("process_sort_index", pid, {"sort_index": order}),
+                *(
+                    ("thread_name", numbers[order, tid], {"name": lane.threads.get(tid, name)})
+                    for tid, name in threads.items()
+                ),
+            )
         ]
         for event in lane.events:
             new = event | {"pid": pid, "tid": numbers[order, event["tid"]]}

@@ -57,8 +57,7 @@ def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
         name, _, value = words.partition(" ")
         given = getattr(config, name)
         is_given = str(given) == value if value else given != getattr(default, name)
-        if is_given:
-            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
+        refuse((is_given, f"{spelled(name)} {given}: not supported by this script; remove it"))
 
 
 class Rung(Trainables):

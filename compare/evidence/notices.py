@@ -36,15 +36,17 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
                 f"{folder}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
             )
-    for case, workers, why in comparison.damaged_blocks:
-        found[MISSING].append(f"turns, {place_text(case, workers)}: unreadable: {why}")
-    for place, blocks in comparison.turns.items():
-        for block in blocks:
-            if block.other_load > block.quiet_cores:
-                found[WARNINGS].append(
-                    f"turns, {place_text(*place)}, block {block.number}: others kept up to "
-                    f"{block.other_load:.2f} cores busy in the rounds that count"
-                )
+    found[MISSING] += [
+        f"turns, {place_text(case, workers)}: unreadable: {why}"
+        for case, workers, why in comparison.damaged_blocks
+    ]
+    found[WARNINGS] += [
+        f"turns, {place_text(*place)}, block {block.number}: others kept up to "
+        f"{block.other_load:.2f} cores busy in the rounds that count"
+        for place, blocks in comparison.turns.items()
+        for block in blocks
+        if block.other_load > block.quiet_cores
+    ]
     found[ASIDE] += [
         f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
         f"see {packed.file_of(folder / 'output.log')}"

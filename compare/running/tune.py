@@ -197,8 +197,7 @@ def compare(
     except MeasurementError as error:
         print_line(f"    {error}")
         failed = {error.side or first}
-    if first in failed:
-        raise UserError(f"{one.name}: what was best so far failed; its output is in {place}")
+    refuse((first in failed, f"{one.name}: what was best so far failed; its output is in {place}"))
     if failed:
         rest = {name: knobs for name, knobs in candidates.items() if name not in failed}
         return compare(one, plan, rest, blocks, folder)
