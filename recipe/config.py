@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import docstring_parser
@@ -55,7 +56,9 @@ def read_flags(
     """The settings, those without the command line, and the knobs; UserError if they do not make
     sense, and SystemExit after --help or a value that the parser does not know. `program`: what
     these say that --help is given to, if not this process's script."""
-    knobs = read_knobs(last_value(argv, "--knobs"), engine)
+    path = last_value(argv, "--knobs")
+    tables = read_knobs(Path(path).expanduser()) if path is not None else {}
+    knobs = tables.get(engine, Knobs())  # none for an engine that the file does not name
     given = {word.split("=")[0].replace("_", "-") for word in argv}
     for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
         if {shorthand, flag} <= given:
