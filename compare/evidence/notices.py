@@ -9,6 +9,7 @@ from compare.evidence.words import count, place_text
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
+WITHOUT_MPI = "mpi4py or mpirun is not installed there"
 MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose figures are not doubted
 ASIDE = "Runs that do not affect the speed verdicts"
 
@@ -23,9 +24,10 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         f"command of run.py continues it: {so_far}"
         for place, so_far in unfinished(comparison).items()
     ]
-    for name in comparison.plan.left_out:
-        lacks = WITHOUT_HOROVOD if "horovod" in name else "mpi4py or mpirun is not installed there"
-        found[MISSING].append(f"{name}: {lacks}")
+    found[MISSING] += [
+        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"
+        for name in comparison.plan.left_out
+    ]
     for run in comparison.runs:
         folder = run.folder.relative_to(comparison.folder)
         matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
