@@ -7,9 +7,8 @@ behind computation. An engine that is not faster than this is not worth its inst
 """
 
 from recipe.config import Config
-from recipe.errors import UserError
 from recipe.start import run, start
-from recipe.world import World, lone_copy_message, prepare_mpi
+from recipe.world import World
 
 ENGINE = "mpi4py"
 
@@ -21,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from recipe.loop import Rung
+from recipe.meeting import start_mpi
 from recipe.training.metrics import Sums
 
 
@@ -32,12 +32,8 @@ class PlainMPI(Rung):
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)
-        prepare_mpi(world)
-        from mpi4py import MPI  # initialises it
-
-        self.comm, self.in_place = MPI.COMM_WORLD, MPI.IN_PLACE
-        if message := lone_copy_message(world, self.comm.size, "Start it with mpirun"):
-            raise UserError(message)
+        mpi = start_mpi(world, "start ddp_train/train.py with torchrun")
+        self.comm, self.in_place = mpi.COMM_WORLD, mpi.IN_PLACE
 
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable

@@ -69,19 +69,15 @@ FLAGS: Flags = {
 def main(argv: list[str] | None = None) -> int:
     """Look, tell, and return the exit code."""
     errors = (UserError, OSError)  # the latter: --json in a folder that is not there
-    return run_main(SCRIPT, lambda: look(parse_options(argv)), errors)
+    return run_main(SCRIPT, lambda: look(argv), errors)
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def look(argv: list[str] | None) -> int:
+    """Look at what the flags name, and return the exit code."""
     options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     take_hostfile(vars(options))
     if options.hosts == SLURM:
         options.hosts = read_allocation()
-    return options
-
-
-def look(options: argparse.Namespace) -> int:
-    """Look at what the options name, and return the exit code."""
     if options.answer_as is not None:
         answer(options.answer_as, options.data)
         return 0

@@ -12,6 +12,7 @@ their settings and environment. The home directory becomes ~, and the project's 
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -25,7 +26,7 @@ from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 WITH_TABLE = ("bench.json", "points.json")  # which have their table beside them
 PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
@@ -36,12 +37,6 @@ KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
 OPEN = {".md", ".html", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Keep what the command line names and return the exit code."""
-    errors = (UserError, OSError)
-    return run_tool("compare/keep.py", keep_measurement, __doc__, argv, errors=errors)
 
 
 def keep_measurement(
@@ -59,8 +54,9 @@ def keep_measurement(
         results: The folder of all records.
     """
     for word in (machine, question):
-        if not NAME.fullmatch(word):
-            raise UserError(f"{word!r}: write small letters, digits, dots and hyphens")
+        refuse(
+            (not NAME.fullmatch(word), f"{word!r}: write small letters, digits, dots and hyphens")
+        )
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
@@ -68,8 +64,7 @@ def keep_measurement(
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
-    if target.exists():
-        raise UserError(f"{target} exists: take another --question, or delete it")
+    refuse((target.exists(), f"{target} exists: take another --question, or delete it"))
     left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name in WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
@@ -111,6 +106,8 @@ def write_report(folder: Path, is_comparison: bool) -> None:
         (folder / "report.txt").write_text(f"{text_report(measurement)}\n", "utf-8")
         (folder / "allreduce.svg").write_text(plot(measurement), "utf-8")
 
+
+main = partial(run_tool, "compare/keep.py", keep_measurement, __doc__, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,6 +23,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,19 +56,17 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
     merged: list[Event] = []
     for order, (lane, shift) in enumerate(lanes):
         pid = numbers[order]
-        names: list[Any] = [("process_name", pid, {"name": lane.name})]
-        names += [("process_sort_index", pid, {"sort_index": order})]
-        names += [
-            (
-                "thread_name",
-                numbers[order, tid],
-                {"name": lane.threads.get(tid, str(tid or "profiler"))},
-            )
-            for tid in dict.fromkeys(event["tid"] for event in lane.events)
-        ]
+        threads = {tid: str(tid or "profiler") for tid in (event["tid"] for event in lane.events)}
         metadata += [
             {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
-            for name, tid, args in names
+            for name, tid, args in (
+                ("process_name", pid, {"name": lane.name}),
+                ("process_sort_index", pid, {"sort_index": order}),
+                *(
+                    ("thread_name", numbers[order, tid], {"name": lane.threads.get(tid, name)})
+                    for tid, name in threads.items()
+                ),
+            )
         ]
         for event in lane.events:
             new = event | {"pid": pid, "tid": numbers[order, event["tid"]]}
@@ -125,11 +124,7 @@ def merge_runs(
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Merge what the command line names and return the exit code."""
-    errors = (UserError, OSError)
-    return run_tool("compare/timeline.py", merge_runs, __doc__, argv, errors=errors)
-
+main = partial(run_tool, "compare/timeline.py", merge_runs, __doc__, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,6 @@ import heapq
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 THREADS = {"gloo": 2}
 
 
-@dataclass
-class Message:
-    """A bucket of a step; times in ns of the Unix clock."""
-
-    bucket: int
-    gradients: list[str]
-    full: int  # the last of its gradients was ready
-    ended: int  # its average was back
-
-
+# A bucket of a step: its number and its gradients; when the last of these was ready, and when their
+# average was back, in ns of the Unix clock.
+Message = tuple[int, list[str], int, int]
 Moment = int | torch.cuda.Event  # ns of the Unix clock, or on a GPU what its stream comes to
 _origin: tuple[torch.cuda.Event, int] | None = None  # on a GPU: the same moment in both
 _path: Path | None = None  # while a timeline is made
@@ -72,7 +64,7 @@ def stop_timeline() -> None:
     if _origin is not None:
         torch.cuda.synchronize()
     messages = [
-        Message(bucket, gradients, _unix_ns(full), _unix_ns(ended))
+        (bucket, gradients, _unix_ns(full), _unix_ns(ended))
         for bucket, gradients, full, ended in _moments
     ]
     replace_file(_path, json.dumps(trace_of(messages, THREADS.get(dist.get_backend(), 1))))
@@ -105,21 +97,21 @@ def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
     A backend does not say when it took a message up: at once if one of its threads was free, else
     as soon as one was.
     """
-    messages = sorted(messages, key=lambda message: message.full)
-    start = messages[0].full if messages else time.time_ns()
+    messages = sorted(messages, key=lambda message: message[2])
+    start = messages[0][2] if messages else time.time_ns()
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
     ]
     free = [0] * threads  # when each thread is
-    for message in messages:
-        began = min(message.ended, max(message.full, heapq.heapreplace(free, message.ended)))
-        full, begin, end = ((ns - start) // 1000 for ns in (message.full, began, message.ended))
-        pid, args = message.bucket + 1, {"name": f"bucket {message.bucket}"}
+    for bucket, gradients, full, ended in messages:
+        began = min(ended, max(full, heapq.heapreplace(free, ended)))
+        queued, begin, end = ((ns - start) // 1000 for ns in (full, began, ended))
+        pid, args = bucket + 1, {"name": f"bucket {bucket}"}
         events += [
             {"ph": "M", "name": "process_name", "pid": pid, "args": args},
-            {"ph": "B", "name": "QUEUE", "ts": full, "pid": pid},
+            {"ph": "B", "name": "QUEUE", "ts": queued, "pid": pid},
             {"ph": "E", "ts": begin, "pid": pid},
             {"ph": "B", "name": "ALLREDUCE", "ts": begin, "pid": pid},
-            {"ph": "E", "ts": end, "pid": pid, "args": {"gradients": message.gradients}},
+            {"ph": "E", "ts": end, "pid": pid, "args": {"gradients": gradients}},
         ]
     return events

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recipe.config import Config
-from recipe.errors import UserError, fail
+from recipe.errors import UserError, fail, refuse
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 try:
@@ -38,16 +38,13 @@ def prepare(config: Config, world: World) -> None:
 
 def _ask_for(transport: str, world: World) -> None:
     is_built = hvd.gloo_built() if transport == "gloo" else hvd.mpi_built()
-    if not is_built:
-        raise UserError(
-            f"--transport {transport}: this Horovod was built without it; build it again: python "
-            "horovod_train/build_horovod.py"
-        )
-    if transport == "mpi" and world.launcher == "horovodrun":  # over MPI it is mpirun
-        raise UserError(
-            f"--transport mpi: {world.started_by.shown} started this process, and no ranks of MPI; "
-            "start it with mpirun or horovodrun --mpi"
-        )
+    refuse(
+        (not is_built, f"--transport {transport}: this Horovod was built without it; build it "
+         "again: python horovod_train/build_horovod.py"),
+        (transport == "mpi" and world.launcher == "horovodrun",  # over MPI it is mpirun
+         f"--transport mpi: {world.started_by.shown} started this process, and no ranks of MPI; "
+         "start it with mpirun or horovodrun --mpi"),
+    )  # fmt: skip
     for name in SELECTORS:  # Horovod itself crashes where it sums over another than it agrees by
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
@@ -71,24 +68,23 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     lack NCCL.
     """
     refuse_lone_copies(world)
-    if config.use_adasum and not hvd.mpi_enabled():
-        raise UserError("--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun")
     wanted, on_gpu = config.transport, device.type == "cuda"
     is_half = config.has_fp16_weights and not config.keeps_batch_norm_fp32
-    if on_gpu and is_half and config.batch_norm == "sync":  # it counts images in fp32
-        raise UserError(
-            "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
-            "--keep-batchnorm-fp32 True, or use average"
-        )
-    if on_gpu and hvd.nccl_built():
-        if wanted in ("gloo", "mpi"):
-            raise UserError(
-                f"--transport {wanted}: this Horovod sends what lies on GPUs by NCCL; use nccl, or "
-                "add --no-cuda"
-            )
+    by_nccl = on_gpu and hvd.nccl_built()
+    refuse(
+        (config.use_adasum and not hvd.mpi_enabled(),
+         "--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun"),
+        (on_gpu and is_half and config.batch_norm == "sync",  # it counts images in fp32
+         "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
+         "--keep-batchnorm-fp32 True, or use average"),
+        (by_nccl and wanted in ("gloo", "mpi"),
+         f"--transport {wanted}: this Horovod sends what lies on GPUs by NCCL; use nccl, or add "
+         "--no-cuda"),
+        (wanted == "nccl" and not by_nccl,
+         "--transport nccl: this Horovod has no NCCL: make setup NCCL=1"),
+    )  # fmt: skip
+    if by_nccl:
         return "NCCL"
-    if wanted == "nccl":
-        raise UserError("--transport nccl: this Horovod has no NCCL: make setup NCCL=1")
     if on_gpu and world.is_first:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
     enabled = {"gloo": hvd.gloo_enabled(), "mpi": hvd.mpi_enabled()}

@@ -83,18 +83,14 @@ def run(
     world = read_world()
     start_watchdog(world)
     with one_message(world):
-        options = parse_options(description, transports)
+        options = parser_of(sys.argv[0], description, FLAGS | {"--transport": {
+            "choices": transports, "default": "auto",
+            "help": "what carries the messages (default: auto)",
+        }}).parse_args()  # fmt: skip
         torch.set_num_threads(options.threads)
         backend = connect(options, world)
         measure(backend, world, options)
         backend.close()
-
-
-def parse_options(description: str | None, transports: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of an engine's script, which has these transports to choose from."""
-    words = "what carries the messages (default: auto)"
-    transport: dict[str, Any] = {"choices": transports, "default": "auto", "help": words}
-    return parser_of(sys.argv[0], description, FLAGS | {"--transport": transport}).parse_args()
 
 
 def model_messages(name: str) -> dict[str, list[int]]:

@@ -104,11 +104,10 @@ def check_images(
     return [] if is_printed else [summary]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.check_images"
-    interrupted = "interrupted: nothing was written"
-    return run_tool(name, check_images, __doc__, arguments, exit_code=1, interrupted=interrupted)
+main = functools.partial(
+    run_tool, "python -m recipe.check_images", check_images, __doc__, exit_code=1,
+    interrupted="interrupted: nothing was written",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ def add_flags(parser: Any, flags: Flags) -> None:
 
 
 def run_tool(
-    name: str, tool: Callable[..., Any], about: str | None, argv: list[str] | None, **more: Any
+    name: str,
+    tool: Callable[..., Any],
+    about: str | None,
+    argv: list[str] | None = None,
+    **more: Any,
 ) -> int:
     """Run a function as a command, its parameters being the flags, and return the exit code: the
     function's own, or 0 if it returns lines that say what was done. `more`: as of `run_main`."""

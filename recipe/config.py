@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import docstring_parser
@@ -55,7 +56,9 @@ def read_flags(
     """The settings, those without the command line, and the knobs; UserError if they do not make
     sense, and SystemExit after --help or a value that the parser does not know. `program`: what
     these say that --help is given to, if not this process's script."""
-    knobs = read_knobs(last_value(argv, "--knobs"), engine)
+    path = last_value(argv, "--knobs")
+    tables = read_knobs(Path(path).expanduser()) if path is not None else {}
+    knobs = tables.get(engine, Knobs())  # none for an engine that the file does not name
     given = {word.split("=")[0].replace("_", "-") for word in argv}
     for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
         if {shorthand, flag} <= given:
@@ -194,7 +197,11 @@ def cache_folder(name: str) -> str:
 def check(config: Config, engine: str, world_size: int) -> None:
     """Raise UserError for values that are invalid, or do not fit together."""
     refuse(
-        *_out_of_bounds(config),
+        *(
+            (not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}")
+            for name, flag in FLAGS.items()
+            if flag.bound and (value := getattr(config, name)) is not None
+        ),
         *_mistakes(config),
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
@@ -205,15 +212,6 @@ def check(config: Config, engine: str, world_size: int) -> None:
 
 # What may be wrong with a run's settings, for `refuse`.
 Mistakes = list[tuple[Any, str]]
-
-
-def _out_of_bounds(config: Config) -> Mistakes:
-    values = ((name, getattr(config, name), flag.bound) for name, flag in FLAGS.items())
-    return [
-        (not bound.holds(value), f"{spelled(name)} {value}: {bound.advice}")
-        for name, value, bound in values
-        if bound and value is not None
-    ]
 
 
 def _mistakes(config: Config) -> Mistakes:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from recipe.config import Config
-from recipe.errors import UserError, refuse
+from recipe.errors import refuse
 from recipe.world import NVIDIA_DRIVER, World
 
 MAX_DEFAULT_WORKERS = 16
@@ -54,17 +54,15 @@ def choose_device(config: Config, world: World) -> torch.device:
         )
     )
     if not on_gpu:
-        for refusal, holds in {
-            "--precision tf32: is a GPU's number format, and this run is on the CPU; use fp32 or "
-            "bf16": config.precision == "tf32",
-            "--transport nccl: carries gradients between GPUs, and this run is on the CPU; use "
-            "gloo or mpi": config.transport == "nccl",
-            "--batch-norm sync: cannot be combined with --compile on the CPU, where it exchanges "
-            "sums in the midst of a block; leave --compile out": config.batch_norm == "sync"
-            and config.compile,
-        }.items():
-            if holds:
-                raise UserError(refusal)
+        refuse(
+            (config.precision == "tf32", "--precision tf32: is a GPU's number format, and this run "
+             "is on the CPU; use fp32 or bf16"),
+            (config.transport == "nccl", "--transport nccl: carries gradients between GPUs, and "
+             "this run is on the CPU; use gloo or mpi"),
+            (config.batch_norm == "sync" and config.compile, "--batch-norm sync: cannot be "
+             "combined with --compile on the CPU, where it exchanges sums in the midst of a block; "
+             "leave --compile out"),
+        )  # fmt: skip
         keep_freed_memory()
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())

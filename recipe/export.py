@@ -8,8 +8,8 @@ evaluation of the checkpoint's step. The names are the network's own; --weights 
 """
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -34,14 +34,6 @@ def checkpoint_of(run: Path) -> Path:
     return path
 
 
-def better_weights(run: Path, step: int) -> str:
-    """Whose weights did better in the evaluation after `step`, "model" or "ema"; the model's if
-    nothing is known of that."""
-    here = lines_by_step(run, "eval").get(step, [])
-    best: dict[str, Any] = max(here, key=lambda line: line["top1"], default={})
-    return str(best.get("weights", "model"))
-
-
 def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
     """Write the weights of a run; returns a line about them.
 
@@ -58,7 +50,9 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
-        whose = better_weights(path.parents[1], step)
+        # Those that did better in the evaluation after that step; the model's if there was none.
+        evaluations = lines_by_step(path.parents[1], "eval").get(step, [{"top1": 0.0}])
+        whose = str(max(evaluations, key=lambda line: line["top1"]).get("weights", "model"))
         state = state_in(checkpoint, str(path), [whose])
         state.pop("n_averaged", None)  # of a moving average
         # Each in memory of its own, as the format wants it.
@@ -75,11 +69,10 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
     return [f"{file}: {arch}, the weights of {whose} after step {step}, from {path}"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.export"
-    interrupted = "interrupted: nothing was written"
-    return run_tool(name, export, __doc__, arguments, exit_code=1, interrupted=interrupted)
+main = partial(
+    run_tool, "python -m recipe.export", export, __doc__, exit_code=1,
+    interrupted="interrupted: nothing was written",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

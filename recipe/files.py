@@ -57,6 +57,7 @@ def replace_file(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `path` whole or not at all, as JSON for readers."""
-    replace_file(path, json.dumps(value, indent=2) + "\n")
+def write_json(path: Path, value: dict[str, Any], allow_nan: bool = True) -> None:
+    """Write `path` whole or not at all, as JSON for readers; ValueError for a NaN, which JSON does
+    not have, unless it is allowed."""
+    replace_file(path, json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")

@@ -492,12 +492,10 @@ def last_value(words: Sequence[str], flag: str) -> str | None:
 
 def without_flag(words: Sequence[str], flag: str) -> list[str]:
     """The words without a flag that takes one value."""
-    kept, skip = list[str](), False
-    for word in words:
-        if skip:
-            skip = False
-        elif flag_name(word) == flag:
-            skip = "=" not in word
-        else:
+    kept, rest = list[str](), iter(words)
+    for word in rest:
+        if flag_name(word) != flag:
             kept.append(word)
+        elif "=" not in word:
+            next(rest, None)  # its value
     return kept

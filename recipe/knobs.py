@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 from recipe.flags import FLAGS, knob_types
 from recipe.variables import HOROVOD_VARIABLES
 
@@ -81,15 +81,9 @@ FILE: Any = msgspec.defstruct(
 )
 
 
-def read_knobs(path: str | None, engine: str) -> Knobs:
-    """Read the tables of `engine` ("horovod" or "ddp"); UserError, with file and key, if any table
-    of the file cannot be meant. None is no file, and an engine without tables has no knobs."""
-    tables = read_all_knobs(Path(path).expanduser()) if path is not None else {}
-    return tables.get(engine, Knobs())
-
-
-def read_all_knobs(path: Path) -> dict[str, Knobs]:
-    """Read and check a whole file: the knobs of each engine that it names."""
+def read_knobs(path: Path) -> dict[str, Knobs]:
+    """Read a file: the knobs of each engine that it names. UserError, with file and key, if any
+    table of it cannot be meant."""
     try:
         file = msgspec.toml.decode(path.read_bytes(), type=FILE)
     except FileNotFoundError:
@@ -118,12 +112,10 @@ def _check_table(
     place: str, engine: str, settings: dict[str, Any], variables: dict[str, str]
 ) -> None:
     for name, value in settings.items():
-        bound = FLAGS[name].bound
-        if bound and not bound.holds(value):
-            raise UserError(f"{place}.{name} = {value!r}: {bound.advice}")
+        if bound := FLAGS[name].bound:
+            refuse((not bound.holds(value), f"{place}.{name} = {value!r}: {bound.advice}"))
     for name in variables:
-        if reason := refusal(engine, name):
-            raise UserError(f"{place}.environment.{name}: {reason}")
+        refuse((reason := refusal(engine, name), f"{place}.environment.{name}: {reason}"))
 
 
 def refusal(engine: str, name: str) -> str | None:
@@ -162,7 +154,7 @@ def set_variables(
 
 
 def knobs_text(knobs: Mapping[str, Knobs]) -> str:
-    """The file's text: what `read_all_knobs` reads back as `knobs`."""
+    """The file's text: what `read_knobs` reads back as `knobs`."""
     # JSON's numbers, strings, true and false are TOML's, too.
     parts = []
     for engine, own in knobs.items():

@@ -16,7 +16,7 @@ from recipe import ranks
 from recipe.config import Config
 from recipe.data.batches import Data, open_data, to_device
 from recipe.device import choose_device, own_row
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.flags import spelled
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
@@ -57,8 +57,7 @@ def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
         name, _, value = words.partition(" ")
         given = getattr(config, name)
         is_given = str(given) == value if value else given != getattr(default, name)
-        if is_given:
-            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
+        refuse((is_given, f"{spelled(name)} {given}: not supported by this script; remove it"))
 
 
 class Rung(Trainables):
@@ -97,10 +96,13 @@ class Rung(Trainables):
             )
         self.config, self.device = config, choose_device(config, world)
         trainers = world.size - self.servers
-        if trainers < 1:
-            raise UserError("1 rank: the last one only serves; start at least 2")
-        if self.is_for_cpu and self.device.type != "cpu":
-            raise UserError("this script sends what lies in the CPU's memory; add --no-cuda")
+        refuse(
+            (trainers < 1, "1 rank: the last one only serves; start at least 2"),
+            (
+                self.is_for_cpu and self.device.type != "cpu",
+                "this script sends what lies in the CPU's memory; add --no-cuda",
+            ),
+        )
         self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
 

@@ -17,6 +17,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from recipe.data.image_folder import (
     read_arrays,
 )
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import whole_file
 from recipe.flags import DataFlags
 
@@ -57,8 +58,7 @@ def make_shards(
     UserError if `source` is no folder to train on, or an image in it no image; if `target` holds
     shards of other images, or cannot be written.
     """
-    if images_per_shard < 1:
-        raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
+    refuse((images_per_shard < 1, f"--images-per-shard {images_per_shard}: must be at least 1"))
     listings = {part: list_images(source / part, cache_dir) for part in PARTS}
     check_train_and_val(listings["train"], listings["val"])
     lines = []
@@ -177,10 +177,9 @@ def run(
     return make_shards(folder, shards, Path(cache_folder(cache_dir)), images_per_shard)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.make_shards"
-    return run_tool(name, run, __doc__, arguments, exit_code=1, interrupted=RESUMES)
+main = partial(
+    run_tool, "python -m recipe.make_shards", run, __doc__, exit_code=1, interrupted=RESUMES
+)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ its start.
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from torchvision.datasets.imagenet import (
@@ -80,10 +81,14 @@ def _unpack(part: str, archive: Path, out: Path) -> None:
         (out / UNFINISHED / part).rename(out / part)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.prepare_imagenet"
-    return run_tool(name, prepare, __doc__, arguments, exit_code=1, interrupted=RESUMES)
+main = partial(
+    run_tool,
+    "python -m recipe.prepare_imagenet",
+    prepare,
+    __doc__,
+    exit_code=1,
+    interrupted=RESUMES,
+)
 
 
 if __name__ == "__main__":

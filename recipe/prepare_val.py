@@ -12,6 +12,7 @@ import csv
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
@@ -19,7 +20,7 @@ from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
 from recipe.data.folder_errors import CLASS_NAME, VAL_IMAGE, first_few
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 
 def read_labels(file: Path) -> dict[str, str]:
@@ -70,15 +71,15 @@ def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
     flat = {image: path for image, path in images if path.parent == val_dir}
     in_place = {image: path.parent.name for image, path in images if path.parent != val_dir}
     misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
-    for wrong, message in (
+    mistakes = (
         (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
         (in_place.keys() & flat.keys(), "both in it and in a class folder: {}. Delete one."),
         (misplaced, "in another class folder than the labels say: {}. Move them back into it."),
         (class_of.keys() - flat.keys() - in_place.keys(), "not in it: {}. Unpack again."),
-    ):
-        if wrong:
-            names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
-            raise UserError(f"{val_dir}: images {message.format(names)}")
+    )
+    for wrong, message in mistakes:
+        names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
+        refuse((wrong, f"{val_dir}: images {message.format(names)}"))
     try:
         for image, path in sorted(flat.items()):  # a rename each: none is half moved
             (val_dir / class_of[image]).mkdir(exist_ok=True)
@@ -91,10 +92,9 @@ def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
     return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    name = "python -m recipe.prepare_val"
-    return run_tool(name, prepare, __doc__, arguments, exit_code=1, interrupted=RESUMES)
+main = partial(
+    run_tool, "python -m recipe.prepare_val", prepare, __doc__, exit_code=1, interrupted=RESUMES
+)
 
 
 if __name__ == "__main__":

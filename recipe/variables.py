@@ -53,6 +53,4 @@ def steers(name: str) -> bool:
 
 def steers_rank(name: str) -> bool:
     """Whether it does, and no launcher has set it for the rank in whose environment it is."""
-    if name.startswith(SHARED_WITH_LAUNCHERS):
-        return name.startswith(OF_THE_USER)
-    return steers(name)
+    return name.startswith(OF_THE_USER) if name.startswith(SHARED_WITH_LAUNCHERS) else steers(name)

@@ -47,7 +47,7 @@ def write_times(run: Path, rank: int, late: float, steps: int = 2) -> None:
 def a_ddp_run(run: Path, threads: int = 1) -> Path:
     """Two buckets a step: fc and bn, full at 20 ms, back at 55; conv, full at 40, back at 60."""
     messages = [
-        timeline.Message(bucket, names, at(100 * step + full), at(100 * step + ended))
+        (bucket, names, at(100 * step + full), at(100 * step + ended))
         for step in range(2)
         for bucket, names, full, ended in ((0, ["fc", "bn"], 20, 55), (1, ["conv"], 40, 60))
     ]

@@ -15,7 +15,7 @@ from ddp_train.buckets import bucket_sizes
 from recipe.config import Config, parse_args
 from recipe.errors import UserError
 from recipe.flags import names_of
-from recipe.knobs import SETTINGS, Knobs, knobs_text, read_all_knobs, read_knobs
+from recipe.knobs import SETTINGS, Knobs, knobs_text, read_knobs
 from recipe.presets import digits
 from recipe.record.environment import steering_variables
 
@@ -55,20 +55,20 @@ def parse(words: str, path: Path, engine: str = "ddp", size: int = 2) -> Config:
 
 
 def test_each_engine_reads_its_own_table(tmp_path: Path) -> None:
-    path = str(write(tmp_path))
     ddp = {"bucket_cap_mb": 50.0, "static_graph": True}
-    assert read_knobs(path, "ddp") == Knobs(ddp, {"NCCL_ALGO": "Ring"})
-    assert type(read_knobs(path, "ddp").settings["bucket_cap_mb"]) is float  # as the flag gives it
-    assert read_knobs(path, "horovod").settings == {"num_groups": 4}
-    assert read_knobs(path, "single") == read_knobs(None, "ddp") == Knobs()
-    assert read_knobs(str(write(tmp_path, "")), "ddp") == Knobs()
+    knobs = read_knobs(write(tmp_path))
+    assert knobs["ddp"] == Knobs(ddp, {"NCCL_ALGO": "Ring"})
+    assert type(knobs["ddp"].settings["bucket_cap_mb"]) is float  # as the flag gives it
+    assert knobs["horovod"].settings == {"num_groups": 4}
+    assert knobs.keys() == {"ddp", "horovod"}
+    assert read_knobs(write(tmp_path, "")) == {}
 
 
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
-    knobs = read_all_knobs(write(tmp_path))
-    assert read_all_knobs(write(tmp_path, knobs_text(knobs))) == knobs
+    knobs = read_knobs(write(tmp_path))
+    assert read_knobs(write(tmp_path, knobs_text(knobs))) == knobs
     odd = {"horovod": Knobs({}, {"OMPI_MCA_btl": 'a "quoted" \\ path'})}
-    assert read_all_knobs(write(tmp_path, knobs_text(odd))) == odd
+    assert read_knobs(write(tmp_path, knobs_text(odd))) == odd
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
 def test_what_is_refused_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UserError, match=rf"^--knobs {path}: [^\n]*\n?\Z") as refused:
-        read_all_knobs(path)
+        read_knobs(path)
     assert [word for word in words if word not in str(refused.value)] == []
 
 

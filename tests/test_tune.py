@@ -23,7 +23,7 @@ from compare.running import tune as tune_module
 from compare.running.sides import Side
 from compare.running.tune import Values, commented, free_knobs, knobs_for, tuning_plan
 from recipe.errors import UserError
-from recipe.knobs import Knobs, knobs_text, read_all_knobs
+from recipe.knobs import Knobs, knobs_text, read_knobs
 
 BUCKETS: Values = {cap: Knobs({"bucket_cap_mb": float(cap)}) for cap in ("1", "50", "100")}
 STATIC: Values = {"true": Knobs({"static_graph": True})}
@@ -72,7 +72,7 @@ def test_all_that_is_tried_may_stand_in_the_file(
     assert next(iter(knobs)) == first and absent not in knobs
     for own in (own for values in knobs.values() for own in values.values()):
         (tmp_path / "k.toml").write_text(knobs_text({one.engine: own}))
-        assert read_all_knobs(tmp_path / "k.toml") == {one.engine: own}
+        assert read_knobs(tmp_path / "k.toml") == {one.engine: own}
 
 
 def test_what_the_user_has_set_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
 
 def test_a_whole_search(blocks: MadeUpBlocks, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SEARCH) == 0
-    assert read_all_knobs(Path("k.toml")) == {
+    assert read_knobs(Path("k.toml")) == {
         "ddp": Knobs({"bucket_cap_mb": 50.0}, {}),
         "horovod": Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"}),
     }
@@ -185,7 +185,7 @@ def test_what_does_not_hold_against_the_defaults_is_a_comment(blocks: MadeUpBloc
     assert main(SEARCH) == 0
     told = Path("k.toml").read_text()
     assert "# bucket_cap_mb = 50.0" in told and "no gain was proven" in told
-    assert read_all_knobs(Path("k.toml")) == {}
+    assert read_knobs(Path("k.toml")) == {}
 
 
 @pytest.mark.parametrize("after", [rarely(1), rarely(4), 9, rarely(14)])
@@ -198,7 +198,7 @@ def test_an_interrupted_search_goes_on_without_repeating_a_block(
     blocks.error = None
     assert main(SEARCH) == 0
     assert len(blocks.folders) == len(set(blocks.folders)) == 15
-    assert read_all_knobs(Path("k.toml"))["ddp"].settings == {"bucket_cap_mb": 50.0}
+    assert read_knobs(Path("k.toml"))["ddp"].settings == {"bucket_cap_mb": 50.0}
 
 
 def test_a_base_that_fails_ends_the_search(

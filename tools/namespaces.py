@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -166,16 +167,14 @@ def limit_rate(made: Sequence[Host], gigabits: float | None) -> None:
         call("tc", *words, "burst", str(bucket), "latency", QUEUE)
 
 
-def ip(*words: str, check: bool = True) -> None:
-    """Call iproute2's ip; HostsError if it fails."""
-    call("ip", *words, check=check)
-
-
 def call(*words: str, check: bool = True) -> None:
     """Call a program; HostsError with its words if it fails."""
     done = subprocess.run(words, capture_output=True, text=True)
     if check and done.returncode:
         raise HostsError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+ip = partial(call, "ip")  # iproute2's
 
 
 def write_configuration(folder: Path, names: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import Estimate, estimate_ratio
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ def read_measurement(folder: Path) -> Measurement:
     launches = {name: own for name, own in launches.items() if name not in failed}
     # Those in which all were measured; the last one may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
-    if not blocks:
-        raise UserError(f"{folder}: no block is complete; each launch's output.log there says why")
+    refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
     worlds = {name: own[0][0] for name, own in launches.items()}
     figures = {}
     for name, own in launches.items():

@@ -9,6 +9,7 @@ from compare.evidence.words import count, place_text
 WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
+WITHOUT_MPI = "mpi4py or mpirun is not installed there"
 MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose figures are not doubted
 ASIDE = "Runs that do not affect the speed verdicts"
 
@@ -17,37 +18,37 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """Return the headed lists of what a reader must know beside the figures; what touches no
     verdict on speed stands apart."""
     judged = {name for pair in comparison.plan.pairs() for name in pair}
-
-    def matters(run: RunRecord) -> bool:
-        return not comparison.is_by_turns and run.block > 0 and run.configuration in judged
-
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
     found[WARNINGS] += [
         f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the same "
         f"command of run.py continues it: {so_far}"
         for place, so_far in unfinished(comparison).items()
     ]
-    for name in comparison.plan.left_out:
-        lacks = WITHOUT_HOROVOD if "horovod" in name else "mpi4py or mpirun is not installed there"
-        found[MISSING].append(f"{name}: {lacks}")
+    found[MISSING] += [
+        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"
+        for name in comparison.plan.left_out
+    ]
     for run in comparison.runs:
         folder = run.folder.relative_to(comparison.folder)
+        matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
         if run.reason or not run.is_complete:
-            found[MISSING if matters(run) else ASIDE].append(f"{folder}: {trouble(run)}")
+            found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(run)}")
         elif (run.other_load or 0) > MOST_LOAD * (cores := run.environment.cores):
-            found[WARNINGS if matters(run) else ASIDE].append(
+            found[WARNINGS if matters else ASIDE].append(
                 f"{folder}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
             )
-    for case, workers, why in comparison.damaged_blocks:
-        found[MISSING].append(f"turns, {place_text(case, workers)}: unreadable: {why}")
-    for place, blocks in comparison.turns.items():
-        for block in blocks:
-            if block.other_load > block.quiet_cores:
-                found[WARNINGS].append(
-                    f"turns, {place_text(*place)}, block {block.number}: others kept up to "
-                    f"{block.other_load:.2f} cores busy in the rounds that count"
-                )
+    found[MISSING] += [
+        f"turns, {place_text(case, workers)}: unreadable: {why}"
+        for case, workers, why in comparison.damaged_blocks
+    ]
+    found[WARNINGS] += [
+        f"turns, {place_text(*place)}, block {block.number}: others kept up to "
+        f"{block.other_load:.2f} cores busy in the rounds that count"
+        for place, blocks in comparison.turns.items()
+        for block in blocks
+        if block.other_load > block.quiet_cores
+    ]
     found[ASIDE] += [
         f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
         f"see {packed.file_of(folder / 'output.log')}"

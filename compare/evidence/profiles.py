@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
 # The engines' timelines, which rank 0 writes. DDP has none of its own: ddp_train/timeline.py writes
@@ -72,8 +72,7 @@ def read_run(run: Path, name: str) -> RunProfile:
         for event in lane.events
         if event["name"].startswith(STEP_MARK) and event.get("cat") == "user_annotation"
     ]
-    if not marks:
-        raise UserError(f"{run}: its profile holds no step; profile more steps")
+    refuse((not marks, f"{run}: its profile holds no step; profile more steps"))
     return RunProfile(name, lanes, min(marks))
 
 

@@ -26,7 +26,7 @@ from compare.evidence.turns import Block
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Outcome, Run
 from compare.plan.record import PlanRecord, read_plan
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
@@ -248,8 +248,7 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     for number, path in sorted(paths.items()):
         try:
             block = read_block(path, members)
-            if block.number != number:
-                raise UserError(f"{path}: number is {block.number}")
+            refuse((block.number != number, f"{path}: number is {block.number}"))
             sides = [
                 RunRecord(
                     folder=path.parent / name, block=block.number, case=case, configuration=name,
@@ -284,8 +283,7 @@ def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
         run.summary = read_record(folder / "summary.json", Measured)
         last = read_last_step(folder / "metrics.jsonl")
         problems = chain(problems, contradictions(run.config, run.summary, last))
-    if problem := next(problems, ""):
-        raise UserError(f"{folder}/{problem}")
+    refuse((problem := next(problems, ""), f"{folder}/{problem}"))
 
 
 def not_as_planned(run: RunRecord, place: Path) -> Iterator[str]:

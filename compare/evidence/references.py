@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 COLUMNS = ("name", "workers", "images_per_second", "source")
 
@@ -41,6 +41,5 @@ def load_references(path: Path) -> list[Reference]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, csv.Error) as error:
         raise UserError(f"{path}, line {lines.line_num}: {error}") from None
-    if not found:
-        raise UserError(f"{path}: holds no line with a speed")
+    refuse((not found, f"{path}: holds no line with a speed"))
     return list(found.values())

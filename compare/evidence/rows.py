@@ -78,8 +78,13 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
         cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
         for cell in comparison.cells
     }
-    fewest, is_imagenet = min(comparison.plan.workers), is_of_imagenet(comparison)
-    rows = []
+    # Only of images of ImageNet's size and number of classes does a speed say what 90 epochs take.
+    is_imagenet = bool(comparison.complete) and all(
+        run.summary.fingerprint.get("num_classes") == IMAGENET_CLASSES
+        and run.config.flags.get("train_crop_size") in IMAGENET_CROPS
+        for run in comparison.complete
+    )
+    fewest, rows = min(comparison.plan.workers), []
     for cell, rates in found.items():
         if not rates:
             continue
@@ -112,16 +117,6 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
             )
         )
     return rows
-
-
-def is_of_imagenet(comparison: Comparison) -> bool:
-    """Tell whether images had ImageNet's size and number of classes: only of such does a speed say
-    what 90 epochs of ImageNet would take."""
-    return bool(comparison.complete) and all(
-        run.summary.fingerprint.get("num_classes") == IMAGENET_CLASSES
-        and run.config.flags.get("train_crop_size") in IMAGENET_CROPS
-        for run in comparison.complete
-    )
 
 
 def training_rows(comparison: Comparison) -> list[TrainingRow]:

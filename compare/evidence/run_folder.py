@@ -15,7 +15,7 @@ from compare.evidence import packed
 from compare.evidence.turns import Block, Turn
 from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.record.schema import METRICS, Positive, Settings, Summary
 
 Record = TypeVar("Record")
@@ -86,8 +86,7 @@ def read_block(path: Path, sides: Iterable[str]) -> Block:
     rounds = {"order": [*block.order]}
     for turn in block.of("speed"):
         rounds.setdefault(f"round {turn.round}", []).append(turn.side)
-    if not block.turns:
-        raise UserError(f"{path}: it holds no turn")
+    refuse((not block.turns, f"{path}: it holds no turn"))
     for what, names in rounds.items():
         if sorted(names) != expected:
             raise UserError(f"{path}: {what} is of {names}, and the plan's are {expected}")

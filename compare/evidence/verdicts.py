@@ -331,18 +331,17 @@ def judge_interaction(
     verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
     if verdict.speed is not None:
         blocks = comparison.blocks(case, workers)
-        over, over_other = (  # a power of 0: of the same blocks
-            faster_text(estimate(blocks, {a: 0, b: 0, c: 0, d: 0} | powers).ratio)
+        ratios = (  # a power of 0: of the same blocks
+            estimate(blocks, {a: 0, b: 0, c: 0, d: 0} | powers).ratio
             for powers in ({a: 1, b: -1}, {c: 1, d: -1})
+        )
+        over, over_other = (
+            f"{percent_text(abs(ratio - 1))} {'slower' if ratio < 1 else 'faster'}"
+            for ratio in ratios
         )
         leads = f"DDP is {over_other} than Horovod over {other_transport} and {over} over "
         verdict = replace(verdict, leads=leads + transport)
     return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
-
-
-def faster_text(ratio: float) -> str:
-    """Say how much faster or slower one of two is, in percent."""
-    return f"{percent_text(abs(ratio - 1))} {'slower' if ratio < 1 else 'faster'}"
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:

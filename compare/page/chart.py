@@ -198,10 +198,12 @@ class Plot:
         for layer in self.layers:
             points = [place(x, y) for x, y in layer.points]
             drawn += layer.draw(points)
-            for (x, y), text in zip(points, layer.texts, strict=False):
-                if text and math.isfinite(x + y):
-                    hits.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="5">'
-                                f"<title>{escape(text)}</title></circle>")  # fmt: skip
+            hits += [
+                f'<circle cx="{number(x)}" cy="{number(y)}" r="5">'
+                f"<title>{escape(text)}</title></circle>"
+                for (x, y), text in zip(points, layer.texts, strict=False)
+                if text and math.isfinite(x + y)
+            ]
         for row in self.rows:
             _, y = place(self.x.low, row.y)
             # With a rim of paper, so that no line runs through it.

@@ -23,7 +23,7 @@ from compare.page.chart import (
     logarithmic,
     standalone,
 )
-from recipe.errors import UserError
+from recipe.errors import refuse
 
 WIDTH = 100  # of lines
 INTERVAL = f"{100 * CONFIDENCE:g} % interval"
@@ -125,10 +125,8 @@ def label_of(figure: Figure) -> str:
 
 
 def size_text(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size} B"
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    return next(f"{size / one:.4g} {name}" for name, one in units.items() if size >= one)
 
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
@@ -153,8 +151,7 @@ def as_json(measurement: Measurement) -> dict[str, Any]:
 def plot(measurement: Measurement) -> str:
     """Return an SVG file: bus bandwidth over message sizes, both axes logarithmic."""
     figures = [one for one in measurement.figures.values() if one.message.isdecimal()]
-    if not figures:
-        raise UserError("--svg: there is nothing to draw without --sizes")
+    refuse((not figures, "--svg: there is nothing to draw without --sizes"))
     layers = [Layer("line", (), MUTED, 1.1, "3 2.4", key="fp16 wire")]
     styles = zip(measurement.worlds, cycle(COLOURS), cycle(MARKERS))
     for (name, colour, marker), wire in product(styles, measurement.plan["wires"]):

@@ -63,11 +63,9 @@ def draw_plots(report: Report) -> list[Plot]:
 
 def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
     """Give plots names, as of files, and titles of their case."""
-    if not case:
-        return [plot for plot in plots if plot is not None]
     suffix = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in case)
     return [
-        replace(plot, name=f"{plot.name}-{suffix}", title=f"{plot.title}, {case}")
+        replace(plot, name=f"{plot.name}-{suffix}", title=f"{plot.title}, {case}") if case else plot
         for plot in plots
         if plot is not None
     ]

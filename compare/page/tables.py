@@ -322,9 +322,11 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
     columns.append(Column("workers", itemgetter("workers"), "{}"))
     first, *others = both.letters
     for name, (field, ratios) in COMPARED.items():
-        columns += [value_column(f"{name} {x}", field, i) for i, x in enumerate(both.letters)]
+        columns += [
+            value_column(f"{name} {x}", itemgetter(field), i) for i, x in enumerate(both.letters)
+        ]
         heads = [f"{x} / {first} unpaired" for x in others]
-        columns += [value_column(x, ratios, i, "{:.3f}") for i, x in enumerate(heads)]
+        columns += [value_column(x, itemgetter(ratios), i, "{:.3f}") for i, x in enumerate(heads)]
     texts = [
         Column(head, itemgetter(i), is_number=False)
         for i, head in enumerate(["differs", *both.letters])
@@ -347,15 +349,12 @@ def occasion_columns(both: SideBySide) -> list[Column]:
         Column("all occasions", attrgetter("pooled"), ratio),
         Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
-        *(value_column(x, "found", i, ratio) for i, x in enumerate(both.letters)),
+        *(value_column(x, attrgetter("found"), i, ratio) for i, x in enumerate(both.letters)),
     ]
 
 
-def value_column(name: str, field: str, at: int, pattern: str = "") -> Column:
-    def value(line: Any) -> Any:
-        return (line[field] if isinstance(line, dict) else getattr(line, field))[at]
-
-    return Column(name, value, pattern)
+def value_column(name: str, values: Callable[[Any], Any], at: int, pattern: str = "") -> Column:
+    return Column(name, lambda line: values(line)[at], pattern)
 
 
 # ---------------------------------------------------------------------------------------- as text

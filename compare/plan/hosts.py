@@ -178,7 +178,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def ssh_remedy(host: str, message: str) -> str:
     """Return what to do about a message of ssh."""
-    for sign, remedy in {
+    remedies = {
         "no ssh on the PATH": "install OpenSSH's client, or use srun inside a Slurm allocation",
         "Could not resolve": f"write {host} into /etc/hosts, or give its address",
         "Host key verification": f"log in once, `ssh {host}`, and accept its key",
@@ -187,7 +187,6 @@ def ssh_remedy(host: str, message: str) -> str:
         "No route to host": f"{host} is down, or in a network that this host does not reach",
         "Network is unreachable": f"{host} is in a network that this host does not reach",
         "timed out": f"{host} is down, or a firewall stands between",
-    }.items():
-        if sign in message:
-            return remedy
-    return f"`ssh -v {host} true` says more"
+    }
+    found = (remedy for sign, remedy in remedies.items() if sign in message)
+    return next(found, f"`ssh -v {host} true` says more")

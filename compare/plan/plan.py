@@ -442,9 +442,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def run_blocks(self) -> int:
         """How many blocks of whole runs there are to be."""
-        if self.measure == "turns":
-            return self.full_runs
-        return self.blocks or max(1, self.blocks_there)
+        whole = self.blocks or max(1, self.blocks_there)
+        return self.full_runs if self.measure == "turns" else whole
 
     def in_whole_runs(self) -> "Plan":
         """Return the plan as it is carried out where nothing can be measured by turns."""

@@ -157,40 +157,40 @@ def check_plan(plan: Plan) -> None:
 def check_names(plan: Plan) -> None:
     """Check the names of configurations, cases and pairs."""
     for name in (*plan.configuration, *plan.case):
-        if not NAME.fullmatch(name):
-            raise UserError(
-                f"{name!r}: a folder will bear this name; use letters, digits, '-', '_' and '.'"
-            )
+        refuse((
+            not NAME.fullmatch(name),
+            f"{name!r}: a folder will bear this name; use letters, digits, '-', '_' and '.'",
+        ))  # fmt: skip
     for name, own in plan.configuration.items():
-        if name in CONFIGURATIONS:
-            raise UserError(
-                f"configuration {name}: is a ready one; name yours otherwise, as in {name}-tuned"
-            )
+        refuse((
+            name in CONFIGURATIONS,
+            f"configuration {name}: is a ready one; name yours otherwise, as in {name}-tuned",
+        ))  # fmt: skip
         check_known(f"configuration {name}: base", own.base, CONFIGURATIONS)
     for name in plan.configurations:
         check_known("--configurations", name, plan.known())
     for first, second in plan.judged_pairs:
         for name in (first, second):
             check_known(f"--pairs {first}:{second}:", name, plan.configurations)
-        if first == second or plan.null:
-            raise UserError(
-                f"--pairs {first}:{second}: to compare configurations with themselves use --null, "
-                "without --pairs"
-            )
+        refuse((
+            first == second or plan.null,
+            f"--pairs {first}:{second}: to compare configurations with themselves use --null, "
+            "without --pairs",
+        ))  # fmt: skip
 
 
 def check_trainer_flags(plan: Plan) -> None:
     """Check that no flags of the trainers are those by which the plan itself steers them."""
     refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
     for word in chain(*plan.flag_lists):
-        if reason := refused.get(flag_name(word)):
-            raise UserError(f"{word} cannot be passed to the trainers: {reason}")
+        reason = refused.get(flag_name(word))
+        refuse((reason, f"{word} cannot be passed to the trainers: {reason}"))
     for name, own in plan.configuration.items():
-        if last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment:
-            raise UserError(
-                f"configuration {name}: gives a seed or {RUN_MARK}, which are the same for all "
-                "configurations; leave it out"
-            )
+        refuse((
+            last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment,
+            f"configuration {name}: gives a seed or {RUN_MARK}, which are the same for all "
+            "configurations; leave it out",
+        ))  # fmt: skip
 
 
 def check_measuring(plan: Plan) -> None:

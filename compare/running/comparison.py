@@ -278,19 +278,14 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run_label(run, plan)}"
         outcome = start_and_wait(run, folder, plan.timeout, label)
-        left = time_of_missing(runs, folder)
+        # By the mean of the runs that have ended; one that was not started took 0 s.
+        taken = (read_outcome(folder / one.folder).seconds for one in runs)
+        done = [seconds for seconds in taken if seconds]
+        left = mean(done) * len(missing(runs, folder)) if done else None
         show_outcome(label, run, folder / run.folder, outcome, left)
         if outcome.status != "completed":
             failed.append(run)
     return failed
-
-
-def time_of_missing(runs: list[Run], folder: Path) -> float | None:
-    """Estimate how many seconds the runs will take that are not complete, by the mean of those that
-    have ended; None: not known."""
-    seconds = [read_outcome(folder / run.folder).seconds for run in runs]
-    done = [one for one in seconds if one]  # of a run that was not started it is 0
-    return mean(done) * len(missing(runs, folder)) if done else None
 
 
 def run_label(run: Run, plan: Plan) -> str:

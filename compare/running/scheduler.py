@@ -369,25 +369,20 @@ def listen(sides: Sequence[Side]) -> tuple[socket.socket, str]:
     here, bound = ["127.0.0.1"], "127.0.0.1"
     if any(side.over_hosts for side in sides):
         interface = next((side.interface for side in sides if side.interface), None)
-        here = own_addresses(interface)
+        here = [
+            address.address
+            for name, addresses in psutil.net_if_addrs().items()
+            for address in addresses
+            if interface in (None, name)
+            and address.family == socket.AF_INET
+            and not address.address.startswith("127.")
+        ]
         if not here:
             where = f"--network-interface {interface}" if interface else "this host"
             raise NoTurns(f"{where} has no IPv4 address that other hosts could reach")
         bound = here[0] if interface else ""
     listener = socket.create_server((bound, 0), backlog=64)
     return listener, f"{','.join(here)}:{listener.getsockname()[1]}"
-
-
-def own_addresses(interface: str | None) -> list[str]:
-    """Return this host's IPv4 addresses, loopback's aside; those of one interface, if named."""
-    return [
-        address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if interface in (None, name)
-        and address.family == socket.AF_INET
-        and not address.address.startswith("127.")
-    ]
 
 
 def start_side(

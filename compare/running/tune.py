@@ -127,7 +127,10 @@ def tune_engine(one: Configuration, plan: Plan, folder: Path, rounds: int) -> st
     file says of them."""
     best, told = Knobs(), [one.name]
     for knob, values in free_knobs(one, plan)[0].items():
-        tried = {name: merged(best, value) for name, value in values.items()}
+        tried = {
+            name: Knobs(best.settings | more.settings, best.variables | more.variables)
+            for name, more in values.items()
+        }
         found = compare(one, plan, {"as-before": best, **tried}, rounds, folder / knob)
         for name, estimate in found.items():
             print(f"  {knob} {name}: {ratio_words(estimate)}")
@@ -157,11 +160,6 @@ def is_gain(estimate: Estimate) -> bool:
 def ratio_words(one: Estimate) -> str:
     """Say a ratio with its interval, which `--rounds` blocks always have."""
     return f"{one.ratio:.3f} times the speed, 95 % interval {one.low:.3f} to {one.high:.3f}"
-
-
-def merged(knobs: Knobs, more: Knobs) -> Knobs:
-    """Return `knobs` with `more` on top."""
-    return Knobs({**knobs.settings, **more.settings}, {**knobs.variables, **more.variables})
 
 
 def commented(*texts: str) -> str:
@@ -199,8 +197,7 @@ def compare(
     except MeasurementError as error:
         print_line(f"    {error}")
         failed = {error.side or first}
-    if first in failed:
-        raise UserError(f"{one.name}: what was best so far failed; its output is in {place}")
+    refuse((first in failed, f"{one.name}: what was best so far failed; its output is in {place}"))
     if failed:
         rest = {name: knobs for name, knobs in candidates.items() if name not in failed}
         return compare(one, plan, rest, blocks, folder)

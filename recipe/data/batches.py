@@ -308,12 +308,10 @@ def mixed(
     """
     from torchvision.transforms import v2  # not for the loader's server: it takes two seconds
 
-    kinds: list[v2.Transform] = []
-    if config.mixup_alpha:
-        kinds.append(v2.MixUp(alpha=config.mixup_alpha, num_classes=num_classes))
-    if config.cutmix_alpha:
-        kinds.append(v2.CutMix(alpha=config.cutmix_alpha, num_classes=num_classes))
-    mix = v2.RandomChoice(kinds)
+    alphas = {v2.MixUp: config.mixup_alpha, v2.CutMix: config.cutmix_alpha}
+    mix = v2.RandomChoice(
+        [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in alphas.items() if alpha]
+    )
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     for (images, labels), key in zip(batches, keys, strict=False):
         with seeded(zlib.crc32(f"mix {key}".encode())):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 # What Pillow reads and what image sets are made of. Compared in lower case.
 SUFFIXES = frozenset(
@@ -38,24 +38,20 @@ def first_few(names: list[str], count: int = 3) -> str:
 def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> None:
     """UserError unless the `folders` in `root` can be class folders: it may be one of ImageNet's
     archives half unpacked, hold train/ and val/, or images only."""
-    if any(VAL_IMAGE.fullmatch(name) for name in files):
-        raise UserError(
-            f"{root}: images of ImageNet's validation set are in it without class folders, as its "
-            f"archive has them. Sort them with: python -m recipe.prepare_val "
-            f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
-            "ILSVRC2012_devkit_t12.tar.gz)"
-        )
-    if "train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders):
-        raise UserError(
-            f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
-            f"Name it with --data {root}, or its parts with --train-dir and --val-dir."
-        )
-    if not folders:
-        raise UserError(
-            f"{root}: holds no class folders. Each class needs a folder with its images: "
-            f"{root / 'CLASS' / 'image.jpg'}. Archives are to be unpacked, ImageNet's own with "
-            "python -m recipe.prepare_imagenet."
-        )
+    refuse(
+        (any(VAL_IMAGE.fullmatch(name) for name in files),
+         f"{root}: images of ImageNet's validation set are in it without class folders, as its "
+         f"archive has them. Sort them with: python -m recipe.prepare_val "
+         f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
+         "ILSVRC2012_devkit_t12.tar.gz)"),
+        ("train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
+         f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
+         f"Name it with --data {root}, or its parts with --train-dir and --val-dir."),
+        (not folders,
+         f"{root}: holds no class folders. Each class needs a folder with its images: "
+         f"{root / 'CLASS' / 'image.jpg'}. Archives are to be unpacked, ImageNet's own with "
+         "python -m recipe.prepare_imagenet."),
+    )  # fmt: skip
 
 
 def missing_folder(root: Path) -> str:

@@ -26,7 +26,7 @@ from recipe.data.folder_errors import (
     readable,
     refuse_other_layouts,
 )
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import whole_file
 
 # Raise it whenever a listing would come out differently, or is stored differently.
@@ -127,18 +127,16 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
 def check_train_and_val(train: Listing, val: Listing) -> None:
     """UserError unless both have the same classes, else a label would mean two different things,
     and more than one, else there is nothing to learn."""
-    if train.classes != val.classes:
-        in_one = sorted(set(train.classes) ^ set(val.classes))
-        raise UserError(
-            f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
-            f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
-            "Both folders must hold class folders of the same names: remove or add what differs."
-        )
-    if len(train.classes) < 2:
-        raise UserError(
-            f"{train.root}: holds a single class, {train.classes[0]}, so each prediction would be "
-            "right. Add a folder for each other class; or are they inside this one?"
-        )
+    in_one = sorted(set(train.classes) ^ set(val.classes))
+    refuse(
+        (train.classes != val.classes,
+         f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
+         f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
+         "Both folders must hold class folders of the same names: remove or add what differs."),
+        (len(train.classes) < 2,
+         f"{train.root}: holds a single class, {train.classes[0]}, so each prediction would be "
+         "right. Add a folder for each other class; or are they inside this one?"),
+    )  # fmt: skip
 
 
 @contextmanager

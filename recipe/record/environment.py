@@ -104,10 +104,9 @@ def describe(
 def cpu_model() -> str:
     """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    told = cpuinfo.read_text() if cpuinfo.exists() else ""
+    named = re.search("^model name.*?: *(.*)", told, re.MULTILINE)
+    return named[1].strip() if named else platform.machine()
 
 
 def allocator() -> str:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
-from recipe.files import replace_file
+from recipe.files import replace_file, write_json
 from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
 from recipe.record.schema import (
     METRICS,
@@ -86,8 +86,8 @@ class Recorder:
             self.steps = [line for line in steps if line.epoch == epoch]
             replace_file(metrics, "".join(kept))
             self.file: Any = metrics.open("a", buffering=1)
-            replace_file(folder / "config.json", pretty(asdict(self.config)))
-            replace_file(folder / "environment.json", pretty(asdict(self.environment)))
+            write_json(folder / "config.json", asdict(self.config), allow_nan=False)
+            write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)
         from recipe.record.board import Board  # rank 0 alone pays for TensorBoard's import
 
         # What an interrupted run drew of the epochs and steps that are to be made again goes.
@@ -236,20 +236,15 @@ class Recorder:
             f"top-1 {figures['top1']:6.2f} %  top-5 {figures['top5']:6.2f} %"
         )
 
-    @property
-    def _has_trained(self) -> bool:
-        """Whether this session has made a step."""
-        return self.progress.step > self.first_step
-
     def close(self, summary: Summary) -> None:
         """Write the summary, which marks the run as complete, and the hyper-parameters beside
         TensorBoard's scalars."""
         if not self.world.is_first:
             return
         self.event("end")
-        text, path = pretty(asdict(summary)), self.folder / "summary.json"
+        path, has_trained = self.folder / "summary.json", self.progress.step > self.first_step
         # One of a run that was complete already: its figures are not this short session's.
-        is_kept = path.exists() and not self._has_trained
+        is_kept = path.exists() and not has_trained
         if not is_kept:
             named = ("engine", "launcher", "transport", "world_size", "threads")
             settings = asdict(self.config) | {key: getattr(self.environment, key) for key in named}
@@ -259,7 +254,7 @@ class Recorder:
         self.close_files()
         with one_sentence(self.folder):
             if not is_kept:
-                replace_file(path, text)
+                write_json(path, asdict(summary), allow_nan=False)
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
 
     def stop(self) -> bool:
@@ -304,8 +299,3 @@ def epoch_points(part: str, figures: Figures, seconds: float, speed: float) -> F
     """TensorBoard's points of an epoch's training, or of an evaluation."""
     points = {**figures, "time": seconds, "throughput": speed}
     return {f"{name.capitalize()}/{part}": value for name, value in points.items()}
-
-
-def pretty(values: dict[str, Any]) -> str:
-    """JSON for readers; ValueError for a NaN, which JSON does not have."""
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"

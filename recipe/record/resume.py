@@ -19,7 +19,7 @@ from msgspec import convert
 
 from recipe.config import Config
 from recipe.data.batches import Data
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.flags import FLAGS, names_of, spelled
 from recipe.record.checkpoint import (
     FORMAT,
@@ -203,9 +203,7 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     cannot be read is not damaged: OSError. UserError where no file is whole, since to start again
     would be to destroy the run.
     """
-    if config.resume is None:
-        return None
-    if config.resume != "auto":
+    if config.resume is not None and config.resume != "auto":
         path = Path(config.resume).expanduser()
         if not _is_whole(path):
             raise UserError(
@@ -291,13 +289,12 @@ def restore(
                 f"--resume {name}: is not a checkpoint of this project; to start from its weights "
                 "use --weights"
             )
-        if misfit := _misfit(checkpoint, config, world, data):
-            raise UserError(f"--resume {name}: {misfit}")
-        if bad := not_finite(checkpoint):
-            raise UserError(
-                f"--resume {name}: {bad} is not finite, for the training that wrote it had "
-                "diverged; go on from an earlier file with --resume FILE"
-            )
+        refuse((misfit := _misfit(checkpoint, config, world, data), f"--resume {name}: {misfit}"))
+        refuse((
+            bad := not_finite(checkpoint),
+            f"--resume {name}: {bad} is not finite, for the training that wrote it had "
+            "diverged; go on from an earlier file with --resume FILE",
+        ))  # fmt: skip
         load_state(parts.model, checkpoint["model"], f"--resume {name}")
         if parts.ema is not None:
             load_state(parts.ema, checkpoint["ema"], f"--resume {name}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.training.model import without_auxiliary_heads
 
 # Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
@@ -32,8 +32,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
     example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off."""
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"--weights {path}: there is no such file")
+    refuse((not file.is_file(), f"--weights {path}: there is no such file"))
     if file.suffix == ".safetensors":
         contents = _read_safetensors(file, f"--weights {path}")
     else:
