@@ -233,14 +233,18 @@ def check_gpus() -> Finding:
     return judged("GPUs", bool(gpus) or not NVIDIA_DRIVER.exists(), found, remedy, "failed")
 
 
-def check_gpu_state(sides: int = 1) -> Finding:
-    """Whether the visible GPUs are left alone, are not slowed, and can each hold a worker of so
-    many sides at the same time."""
+def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
+    """Whether the visible GPUs are left alone, are not slowed, are one for each of so many workers,
+    and can each hold a worker of so many sides at the same time."""
     processes = psutil.process_iter(["name"])
     rows = [(
         any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
         "CUDA's MPS runs: a GPU computes for several processes at once, and a stopped one may stop "
         "the others", "echo quit | nvidia-cuda-mps-control",
+    ), (
+        workers > visible_gpus(),
+        f"{workers} workers on this machine, which has {count(visible_gpus(), 'visible GPU')}",
+        f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
     )]  # fmt: skip
     for number, gpu in enumerate(gpu_facts()):
         used_by = [str(one.pid) for one in gpu["ComputeRunningProcesses"] or ()]
@@ -388,7 +392,7 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     ]
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
-        findings += [check_gpu_each(max(map(workers_here, on_gpus))), check_gpu_state(sides)]
+        findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
     if any(run.configuration.engine == "horovod" for run in on_gpus):
         findings.append(check_horovod())
     return [warning_text(one) for one in findings if one.status != "ok"]
@@ -445,13 +449,6 @@ def check_equal_threads(runs: Sequence[Run]) -> Finding:
     found = ", ".join(f"{who} {number}" for who, number in threads.items())
     remedy = "Give --threads once, for all, and unset the variables"
     return judged("unequal threads", len(set(threads.values())) == 1, found, remedy)
-
-
-def check_gpu_each(workers: int) -> Finding:
-    gpus = visible_gpus()
-    found = f"{workers} workers on this machine, which has {count(gpus, 'visible GPU')}"
-    remedy = f"Give --workers up to {gpus}, or --no-cuda to the trainers"
-    return judged("GPUs", workers <= gpus, found, remedy)
 
 
 def check_disk(folder: Path) -> Finding:
