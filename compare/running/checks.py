@@ -237,7 +237,7 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     """Whether the visible GPUs are left alone, are not slowed, are one for each of so many workers,
     and can each hold a worker of so many sides at the same time."""
     processes = psutil.process_iter(["name"])
-    rows = [(
+    rows: list[tuple[Any, str, str]] = [(
         any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
         "CUDA's MPS runs: a GPU computes for several processes at once, and a stopped one may stop "
         "the others", "echo quit | nvidia-cuda-mps-control",

@@ -35,7 +35,7 @@ class EnergyMeter:
     `stop`. Call it after a synchronisation, and at least every minute: RAPL's counters wrap."""
 
     def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
-        self.gpus = [_nvml_of(one) if one.type == "cuda" else None for one in devices]
+        self.gpus: list[Any] = [_nvml_of(one) if one.type == "cuda" else None for one in devices]
         # Cores, caches and memory are domains of their own, psys is around all: packages add up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))
         packages = [file for file in domains if "package-" in (file / "name").read_text()]
@@ -59,9 +59,8 @@ class EnergyMeter:
             passed = (readings - self.last) % self.ranges
             passed[seconds > self.ranges / MOST_PACKAGE_WATTS] = math.nan
             self.joules, self.last = self.joules + passed, readings
-            self.utilizations += [
-                _or_nan(lambda ask=ask: ask("UtilizationRates").gpu) for ask in self.gpus
-            ]
+            percent = _or_nan(lambda: sum(ask("UtilizationRates").gpu for ask in self.gpus))
+            self.utilizations.append(percent / len(self.gpus))
             self.seconds, self.since = self.seconds + seconds, self.since + seconds
 
     def stop(self) -> None:
