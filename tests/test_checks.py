@@ -2,6 +2,7 @@
 before a comparison."""
 
 import math
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -136,6 +137,7 @@ PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
         ({}, "", ""),
         ({"CurrentClocksEventReasons": 0x2 | 0x10}, "", ""),  # clocks that were set
         (dict.fromkeys(IDLE_GPU), "", ""),  # it answers nothing
+        ({"ComputeRunningProcesses": [SimpleNamespace(pid=os.getpid())]}, "", ""),
         ({"ComputeRunningProcesses": PROCESSES}, *["used by process 7, 8"] * 2),
         ({"CurrentClocksEventReasons": 0x44}, *["slowed by its power limit, heat"] * 2),
         ({"MemoryInfo": SimpleNamespace(free=1 << 30)}, "", "1.0 GiB free for 4 workers"),

@@ -247,7 +247,8 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
         f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
     )]  # fmt: skip
     for number, gpu in enumerate(gpu_facts()):
-        used_by = [str(one.pid) for one in gpu["ComputeRunningProcesses"] or ()]
+        users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
+        used_by = [str(pid) for pid in users if pid != os.getpid()]  # which asks torch, too
         reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
         free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
         slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
