@@ -41,6 +41,7 @@ class OneProcess(Rung):
             print(f"{ENGINE}: runs as one device, {name}: to share a batch takes two GPUs or more")
         if gpus or not torch.cuda.is_available():  # it would use GPUs in spite of --no-cuda
             self.network = nn.DataParallel(self.model)
+            self.devices = [torch.device("cuda", gpu) for gpu in range(gpus)] or self.devices
 
 
 main = OneProcess.main

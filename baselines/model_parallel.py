@@ -8,7 +8,7 @@ DDP. The script prints what each half takes.
 
 Use it for a network that does not fit one GPU, and then only as the step before a pipeline: one of
 the two GPUs waits while the other computes, so that two together are no faster than one. It costs
-those waits, and copies of what passes the border. (The energy in the record is the first GPU's.)
+those waits, and copies of what passes the border.
 
 Without GPUs both halves are on the CPU, and the script says so: all works alike, and nothing is
 gained. The weights are bit-equal to those of ddp_train, as the same kernels compute the same
@@ -69,6 +69,7 @@ class TwoDevices(Rung):
             # A rank may see its own two alone; whether two ranks share one is checked later.
             own = 2 * (world.local_rank % (number // 2))
             self.device, self.second = torch.device("cuda", own), torch.device("cuda", own + 1)
+            self.devices = [self.device, self.second]
             torch.cuda.set_device(self.device)
 
     def distribute(self) -> None:

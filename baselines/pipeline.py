@@ -34,7 +34,6 @@ if __name__ == "__main__":  # before torch is loaded
     config, world = start(ENGINE)
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -47,6 +46,7 @@ from recipe.loop import Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import pieces_of
+from recipe.training.phases import StepClock
 from recipe.training.state import Trainables
 
 
@@ -69,7 +69,8 @@ class Pipeline(Rung):
             )
         self.readers = replace(world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
-        self.seconds = self.busy_seconds = 0.0  # of all steps; of this rank's computation in them
+        self.clock = StepClock(self.device)
+        self.seconds = self.idle_seconds = 0.0  # of all steps; of this rank without work in them
 
     def distribute(self) -> None:
         """Cut the network into stages."""
@@ -87,19 +88,18 @@ class Pipeline(Rung):
             return loss / count
 
         own = PipelineStage(self.network, rank, stages, self.device, *passed[rank : rank + 2])
-        own.forward_one_chunk = self.timed(own.forward_one_chunk)
-        own.backward_one_chunk = self.timed(own.backward_one_chunk)
+        own.forward_one_chunk = self.timed(own.forward_one_chunk, "forward")
+        own.backward_one_chunk = self.timed(own.backward_one_chunk, "backward")
         self.schedule = Schedule1F1B(own, count, loss_of, scale_grads=False)
 
-    def timed(self, compute: Callable) -> Callable:
-        """`compute`, which adds up its seconds."""
+    def timed(self, compute: Callable, phase: str) -> Callable:
+        """`compute`, whose time is the step's `phase`, and that since the last one "data": the
+        schedule waits for messages before, on a GPU by its stream."""
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            self.clock.lap("data")
             result = compute(*args, **kwargs)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.busy_seconds += time.perf_counter() - started
+            self.clock.lap(phase)
             return result
 
         return timed_compute
@@ -112,17 +112,21 @@ class Pipeline(Rung):
         self.waiting.append((images, targets))
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if sync_gradients:
-            started = time.perf_counter()
+            self.clock.restart()
             all_images, all_targets = map(torch.cat, zip(*self.waiting, strict=True))
             given = [all_images] if self.world.rank == 0 else []
             is_last = self.world.rank == self.world.size - 1
             self.schedule.step(*given, target=all_targets if is_last else None)
             self.waiting.clear()
-            self.seconds += time.perf_counter() - started
+            self.clock.lap("data")
+            self.clock.end_step()
         return self.sums
 
     def whole(self) -> Trainables:
         """All weights on each rank, from the rank that trains them, and all momentum on rank 0."""
+        for phases in self.clock.take():  # here the host waits for the device anyway
+            self.seconds += sum(phases.values())
+            self.idle_seconds += phases["data"]
         state = self.optimizer.state
         has_momentum = any("momentum_buffer" in state[w] for w in self.network.parameters())
         for owner, layers in enumerate(self.stages):
@@ -141,9 +145,9 @@ class Pipeline(Rung):
         if not self.seconds:
             return RungFigures()
         stages, count = self.world.size, self.config.batches_per_allreduce
-        busy = self.sum_over_ranks(torch.tensor([self.busy_seconds / self.seconds]))
+        idle = self.sum_over_ranks(torch.tensor([self.idle_seconds / self.seconds]))
         return RungFigures(
-            bubble_share=1 - float(busy) / stages,
+            bubble_share=float(idle) / stages,
             equal_bubble_share=(stages - 1) / (count + stages - 1),
         )
 

@@ -18,6 +18,7 @@ from recipe.data.batches import Data, open_data, to_device
 from recipe.device import choose_device, own_row
 from recipe.errors import UserError, refuse
 from recipe.flags import spelled
+from recipe.record.energy import EnergyMeter
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
 from recipe.session import Session
@@ -95,6 +96,7 @@ class Rung(Trainables):
                 f"with {by.get(self.launcher, self.launcher)}, as its first lines say"
             )
         self.config, self.device = config, choose_device(config, world)
+        self.devices = [self.device]  # whose energy is this rank's
         trainers = world.size - self.servers
         refuse(
             (trainers < 1, "1 rank: the last one only serves; start at least 2"),
@@ -187,6 +189,7 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     session.resume(config, rung, lr_scale, rung.from_rank_0)
     rung.progress = session.progress
     rung.distribute()
+    session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
     session.open_record(rung.transport or ranks.transport_of(device))
     return session, lr_scale
 

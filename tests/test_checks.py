@@ -2,14 +2,18 @@
 before a comparison."""
 
 import math
+import os
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
+from uuid import UUID
 
 import psutil
 import pytest
+from pynvml import NVMLError
 
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import make_plan, parse_options
@@ -28,7 +32,7 @@ def sound_machine(monkeypatch, tmp_path):
         "check_load": lambda: judged("other load", True, "", ""), "visible_gpus": lambda: 0,
         "torch_facts": lambda: TORCH, "horovod_facts": lambda: HOROVOD,
         "mpi_version": lambda: "Open MPI 4.1.8",
-        "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
+        "gpu_facts": list, "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
         "NVIDIA_DRIVER": tmp_path / "no driver", "CPUS": tmp_path / "cpus",
     }  # fmt: skip
     for name, value in of_checks.items():
@@ -100,11 +104,61 @@ def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):
         driver = SimpleNamespace(
             cuInit=lambda flags: 0,
             cuDeviceGetCount=lambda at, sizes=sizes: setattr(at._obj, "value", len(sizes)),
-            cuDeviceTotalMem_v2=lambda at, gpu, sizes=sizes: setattr(at._obj, "value", sizes[gpu]),
+            cuDeviceGetUuid=lambda at, gpu: setattr(at, "raw", bytes([gpu] * 16)),
         )
         monkeypatch.setattr("ctypes.CDLL", lambda name, driver=driver: driver)
         assert checks.visible_gpus() == len(sizes)
+        memory = {
+            f"GPU-{UUID(bytes=bytes([gpu] * 16))}": SimpleNamespace(total=size)
+            for gpu, size in enumerate(sizes)
+        }
+        monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+        monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+        for name in checks.NVML_ASKED:
+            monkeypatch.setattr(f"pynvml.nvmlDeviceGet{name}", Mock(side_effect=NVMLError(3)))
+        monkeypatch.setattr("pynvml.nvmlDeviceGetMemoryInfo", memory.__getitem__)
         assert checks.gpu_bytes() == min(sizes, default=math.inf)
+        unknown = {name: None for name in checks.NVML_ASKED if name != "MemoryInfo"}
+        assert all(facts.items() >= unknown.items() for facts in checks.gpu_facts())
+    monkeypatch.setattr("pynvml.nvmlInit", Mock(side_effect=NVMLError(12)))  # no driver
+    assert checks.gpu_facts() == [] and checks.gpu_bytes() == math.inf
+
+
+IDLE_GPU = {
+    "ComputeRunningProcesses": [], "MemoryInfo": SimpleNamespace(free=79 << 30, total=80 << 30),
+    "CurrentClocksEventReasons": 0x1, "ComputeMode": 0,
+}  # fmt: skip
+PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "alone", "of_four"),
+    [
+        ({}, "", ""),
+        ({"CurrentClocksEventReasons": 0x2 | 0x10}, "", ""),  # clocks that were set
+        (dict.fromkeys(IDLE_GPU), "", ""),  # it answers nothing
+        ({"ComputeRunningProcesses": [SimpleNamespace(pid=os.getpid())]}, "", ""),
+        ({"ComputeRunningProcesses": PROCESSES}, *["used by process 7, 8"] * 2),
+        ({"CurrentClocksEventReasons": 0x44}, *["slowed by its power limit, heat"] * 2),
+        ({"MemoryInfo": SimpleNamespace(free=1 << 30)}, "", "1.0 GiB free for 4 workers"),
+        ({"ComputeMode": 3}, "", "compute mode 3 takes 1 of 4 workers"),
+        ({"ComputeMode": 2}, "mode 2 takes 0 of 1 worker", "mode 2 takes 0 of 4 workers"),
+    ],
+)
+def test_gpus_that_are_not_left_alone(facts, alone, of_four, monkeypatch):
+    monkeypatch.setattr(checks, "gpu_facts", lambda: [IDLE_GPU, IDLE_GPU | facts])
+    for sides, told in ((1, alone), (4, of_four)):
+        found = checks.check_gpu_state(sides)
+        assert found.status == ("warning" if told else "ok")
+        assert told in found.found and ("GPU 1 " in found.found) == bool(told)
+        assert bool(found.remedy) == bool(told) and "GPU 0 " not in found.found
+
+
+def test_mps_is_told(monkeypatch):
+    server = SimpleNamespace(info={"name": "nvidia-cuda-mps-control"})
+    monkeypatch.setattr(psutil, "process_iter", lambda fields: [server])
+    (found,) = wrong()
+    assert "MPS" in found.found and "quit" in found.remedy
 
 
 def test_a_clock_that_follows_the_load(tmp_path):
@@ -177,6 +231,9 @@ def test_gpus(monkeypatch):
     assert "build_horovod.py --nccl" in warnings("--workers", "1")
     monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})
     assert warnings("--workers", "1") == ""
+    monkeypatch.setattr(checks, "gpu_facts", lambda: [IDLE_GPU | {"ComputeMode": 3}])
+    assert "compute mode 3 takes 1 of 2 workers" in warnings("--workers", "1")
+    assert warnings("--workers", "1", "--measure", "runs") == ""
 
 
 def test_little_disk_and_little_memory(tmp_path, monkeypatch):

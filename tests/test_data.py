@@ -457,6 +457,8 @@ def test_loaders_need_room_in_shared_memory(
         check_shared_memory(config, 8 * 16)
     check_shared_memory(config, 0)
     check_shared_memory(replace(config, data="synthetic"), 8 * 16)
+    monkeypatch.setattr("os.path.isdir", lambda path: path != "/dev/shm")
+    check_shared_memory(config, 8 * 16)
 
 
 # ---- bad images ----

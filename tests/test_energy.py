@@ -61,11 +61,11 @@ def use_everywhere(powercap: Path, joules: int) -> None:
 @pytest.fixture
 def meter(powercap: Path) -> EnergyMeter:
     """Of a host's first rank, on CPUs."""
-    return EnergyMeter(CPU, 0)
+    return EnergyMeter([CPU], 0)
 
 
 def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Path) -> None:
-    meters = [EnergyMeter(CPU, local_rank) for local_rank in range(3)]
+    meters = [EnergyMeter([CPU], local_rank) for local_rank in range(3)]
     for meter in meters:
         meter.start()
     for _ in range(4):  # 800 kJ a package: each counter passes its range three times
@@ -118,7 +118,7 @@ def test_processors_that_cannot_be_read(
     before = [path.read_text() for path in files]
     for path in files:
         path.unlink() if content is None else path.write_text(content)
-    meter = EnergyMeter(CPU, 0)
+    meter = EnergyMeter([CPU], 0)
     meter.start()
     for path, text in zip(files, before, strict=True):
         path.write_text(text)
@@ -164,12 +164,25 @@ def test_gpu(
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     properties = mock.Mock(return_value=mock.Mock(uuid=uuid))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    meter = EnergyMeter(CUDA, 1)
+    meter = EnergyMeter([CUDA], 1)
     meter.start()
     for read in (meter.sample, meter.sample, meter.stop):
         clock.now += 1
         read()
     assert list(astuple(meter.use())) == pytest.approx(row, nan_ok=True)
+
+
+def test_all_gpus_of_a_rank_count(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+    """As baselines/data_parallel.py and model_parallel.py have them: 400 W each, 40 % and 90 %."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    properties = mock.Mock(return_value=mock.Mock(uuid=UUID))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    meter = EnergyMeter([CUDA, torch.device("cuda", 1)], 1)
+    meter.start()
+    clock.now += 1
+    meter.stop()
+    assert list(astuple(meter.use())) == pytest.approx([800, 65, 0, 1])
+    assert [call.args[0].index for call in properties.call_args_list] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +215,7 @@ def test_real_gpu() -> None:
     import pynvml
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    meter = EnergyMeter(device, 1)
+    meter = EnergyMeter([device], 1)
     meter.start()
     matrix = torch.rand(2048, 2048, device=device)
     ends = time.monotonic() + 2

@@ -129,7 +129,7 @@ METER: Any = SimpleNamespace(
     train_seconds=60.0,
     phases=PhaseSums(),
     input=None,
-    energy=EnergyMeter(CPU, local_rank=1),
+    energy=EnergyMeter([CPU], local_rank=1),
     replaced={3: "empty"},
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0, skipped_steps=3),
     data=SimpleNamespace(num_train=150, suspects=[]),

@@ -20,9 +20,10 @@ from torch.optim import optimizer as optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baselines.model_parallel import split
+from baselines.model_parallel import TwoDevices, split
 from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
+from recipe.errors import UserError
 from recipe.training.half_weights import (
     copy_buffers,
     round_weights,
@@ -231,3 +232,23 @@ def test_a_network_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {CUDA, second} == set(devices)
     assert model(torch.zeros(2, 3, 32, 32, device=CUDA)).device == CUDA
     align_batch_norm(model, config, a_world(size=2), torch.clone, torch.clone)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "first"),
+    [(8, 3, 6), (2, 3, 0), (3, 1, 0), (1, 0, None)],  # all of a host, its own two, odd, too few
+)
+def test_which_two_gpus_a_rank_takes(
+    visible: int, local_rank: int, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipe.loop.choose_device", lambda config, world: CUDA)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen := Mock())
+    if first is None:
+        with pytest.raises(UserError, match=r"two GPUs, and one on .* sees 1"):
+            TwoDevices(a_config(), a_world(local_rank, 4))
+        return
+    rung = TwoDevices(a_config(), a_world(local_rank, 4))
+    assert [one.index for one in (rung.device, rung.second)] == [first, first + 1]
+    assert rung.devices == [rung.device, rung.second], "whose energy is counted"
+    chosen.assert_called_once_with(rung.device)

@@ -111,6 +111,28 @@ def test_where_a_rank_is_that_hangs() -> None:
     assert watch.whereabouts() == "in step 8, after forward"
 
 
+def test_throughput_by_wall_clock(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between the steps counts in it, and in no phase; an evaluation in neither."""
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: clock.now)
+    meter = StepMeter(CONFIG, a_world(), CPU, DATA, progress := Progress())
+    meter.start()
+    for steps, expected in ((WARM_UP_STEPS, None), (2, 8 / 9)):
+        for _ in range(steps):
+            clock.now += 3
+            meter.lap("backward")
+            progress.step += 1
+            progress.samples_seen += 4
+            meter.end_step(torch.tensor([0, 0, 0, 4.0]).double(), 0.1)
+            clock.now += 1  # after the warm-up's last step, too
+            meter.restart()
+        meter.take_steps(lambda sums: sums)
+        assert meter.wall_images_per_second == expected
+        meter.energy.stop()
+        clock.now += 1000
+        meter.restart()
+    assert meter.phases.images_per_second == 8 / 6
+
+
 SUMS = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)  # of an evaluation
 
 

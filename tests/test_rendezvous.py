@@ -20,6 +20,7 @@ from making import a_world
 from ddp_train import rendezvous
 from ddp_train.rendezvous import PATIENCE, meeting_point, slurm_address
 from recipe import meeting
+from recipe.config import Config
 from recipe.errors import UserError
 from recipe.world import read_world
 
@@ -199,7 +200,10 @@ def tell_once(listener: socket.socket, words: bytes) -> None:
 
 
 def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
-    """Who is there may be silent, may be an sshd, or may be the same step of another job."""
+    """Who is there may be silent, may be an sshd, or may be the same step of another job. The store
+    is as patient as the process group, which is so for --stall-timeout."""
+    timeout = rendezvous.patience(Config(stall_timeout=3600))
+    assert timeout > max(PATIENCE, timedelta(seconds=3600))
     words = [b"", b"SSH-2.0-OpenSSH\r\n", b"DDP of job 1.0.0 at 29500\n"]
     with ExitStack() as others:
         for port, told in zip(step, words, strict=False):
@@ -207,10 +211,11 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
             Thread(target=tell_once, args=(listener, told), daemon=True).start()
         # Rank 1 is there first.
         with ThreadPoolExecutor() as pool:
-            late = pool.submit(meeting_point, a_world(1, 2, launcher="srun"))
-            first = meeting_point(a_world(0, 2, launcher="srun"))
+            late = pool.submit(meeting_point, a_world(1, 2, launcher="srun"), timeout=timeout)
+            first = meeting_point(a_world(0, 2, launcher="srun"), timeout=timeout)
             second = late.result(60)
     assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["store"].timeout == second["store"].timeout == timeout
     first["store"].set("key", "value")
     assert second["store"].get("key") == b"value"
 

@@ -26,8 +26,10 @@ from functools import cache
 from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
+import pynvml
 
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
@@ -41,8 +43,13 @@ from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER
 
 GIB = 2**30
 LEAST_OPEN_FILES = 4096
-MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models
+MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models; on a GPU, CUDA's context and these
 BUSIEST_SHOWN = 3
+NVML_ASKED = ("ComputeRunningProcesses", "MemoryInfo", "CurrentClocksEventReasons", "ComputeMode")
+# By bits of nvml.h's nvmlClocksEventReasons: not those of a clock that is low because the GPU is
+# idle, or because someone has set it.
+SLOWED_BY = {0x04: "its power limit", 0x08: "its hardware", 0x60: "heat", 0x80: "a power brake"}
+MOST_PROCESSES = {0: math.inf, 1: 1, 2: 0, 3: 1}  # on a GPU, by nvml.h's NVML_COMPUTEMODE
 OWN_NAME = "own name"  # in place of an interface
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
@@ -166,13 +173,27 @@ def visible_gpus() -> int:
     return gpus.value
 
 
+def gpu_facts() -> list[dict[str, Any]]:
+    """Return NVML's answers to NVML_ASKED about each visible GPU, None for those that it does not
+    have; empty without NVML."""
+    facts = []
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for number in range(visible_gpus()):
+            found = ctypes.create_string_buffer(16)  # NVML numbers GPUs in another order, and all
+            ctypes.CDLL("libcuda.so.1").cuDeviceGetUuid(found, number)
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(bytes=found.raw)}")
+            facts.append(dict.fromkeys(NVML_ASKED))
+            for what in NVML_ASKED:
+                with contextlib.suppress(pynvml.NVMLError):  # not on this GPU, not by this driver
+                    facts[-1][what] = getattr(pynvml, f"nvmlDeviceGet{what}")(gpu)
+    return facts
+
+
 def gpu_bytes() -> float:
-    """Return the memory of the smallest of these GPUs; infinite where there is none."""
-    found, most = ctypes.c_size_t(), [math.inf]
-    for number in range(visible_gpus()):
-        ctypes.CDLL("libcuda.so.1").cuDeviceTotalMem_v2(ctypes.byref(found), number)
-        most.append(found.value)
-    return min(most)
+    """Return the memory of the smallest of these GPUs; infinite where NVML knows none."""
+    sizes = (gpu["MemoryInfo"].total for gpu in gpu_facts() if gpu["MemoryInfo"])
+    return min(sizes, default=math.inf)
 
 
 def addresses() -> dict[str, str]:
@@ -210,6 +231,40 @@ def check_gpus() -> Finding:
         "one; in a container, start it with --gpus all"
     )
     return judged("GPUs", bool(gpus) or not NVIDIA_DRIVER.exists(), found, remedy, "failed")
+
+
+def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
+    """Whether the visible GPUs are left alone, are not slowed, are one for each of so many workers,
+    and can each hold a worker of so many sides at the same time."""
+    processes = psutil.process_iter(["name"])
+    rows: list[tuple[Any, str, str]] = [(
+        any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
+        "CUDA's MPS runs: a GPU computes for several processes at once, and a stopped one may stop "
+        "the others", "echo quit | nvidia-cuda-mps-control",
+    ), (
+        workers > visible_gpus(),
+        f"{workers} workers on this machine, which has {count(visible_gpus(), 'visible GPU')}",
+        f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
+    )]  # fmt: skip
+    for number, gpu in enumerate(gpu_facts()):
+        users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
+        used_by = [str(pid) for pid in users if pid != os.getpid()]  # which asks torch, too
+        reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
+        free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
+        slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
+        rows += [
+            (used_by, f"GPU {number} is used by process {', '.join(used_by)}", "end others' work"),
+            (slowed_by, f"GPU {number} is slowed by {', '.join(slowed_by)}", "let it cool down, "
+             "and see nvidia-smi -q -d PERFORMANCE"),
+            (free < sides * MEMORY_PER_WORKER, f"GPU {number} has {free / GIB:.1f} GiB free for "
+             f"{count(sides, 'worker')}", "free some, or compare fewer at once"),
+            (sides > MOST_PROCESSES[mode], f"GPU {number} in compute mode {mode} takes "
+             f"{MOST_PROCESSES[mode]} of {count(sides, 'worker')}", "as root: nvidia-smi "
+             "--compute-mode 0"),
+        ]  # fmt: skip
+    wrong = {found: remedy for holds, found, remedy in rows if holds}
+    remedies = "; ".join(dict.fromkeys(wrong.values()))
+    return judged("GPU state", not wrong, "; ".join(wrong) or "free, not slowed", remedies)
 
 
 def check_horovod() -> Finding:
@@ -273,8 +328,8 @@ def check_data(data: Path) -> Finding:
 
 
 HOST_CHECKS = (
-    check_torch, check_gpus, check_horovod, check_mpi, check_shared_memory, check_open_files,
-    check_own_name, check_clock_rate,
+    check_torch, check_gpus, check_gpu_state, check_horovod, check_mpi, check_shared_memory,
+    check_open_files, check_own_name, check_clock_rate,
 )  # fmt: skip
 
 
@@ -327,18 +382,18 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
     most = max(map(workers_here, runs))
-    in_memory = most * (len(plan.members()) if plan.measure == "turns" else 1)  # all are at once
+    sides = len(plan.members()) if plan.measure == "turns" else 1  # that are there at once
     findings = [
         check_load(),
         check_cores(workers_here(fullest), threads_of(fullest)),
         check_equal_threads(runs),
         check_disk(folder),
-        check_memory(in_memory),
+        check_memory(most * sides),
         check_clock_rate(),
     ]
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
-        findings.append(check_gpu_each(max(map(workers_here, on_gpus))))
+        findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
     if any(run.configuration.engine == "horovod" for run in on_gpus):
         findings.append(check_horovod())
     return [warning_text(one) for one in findings if one.status != "ok"]
@@ -395,13 +450,6 @@ def check_equal_threads(runs: Sequence[Run]) -> Finding:
     found = ", ".join(f"{who} {number}" for who, number in threads.items())
     remedy = "Give --threads once, for all, and unset the variables"
     return judged("unequal threads", len(set(threads.values())) == 1, found, remedy)
-
-
-def check_gpu_each(workers: int) -> Finding:
-    gpus = visible_gpus()
-    found = f"{workers} workers on this machine, which has {count(gpus, 'visible GPU')}"
-    remedy = f"Give --workers up to {gpus}, or --no-cuda to the trainers"
-    return judged("GPUs", workers <= gpus, found, remedy)
 
 
 def check_disk(folder: Path) -> Finding:

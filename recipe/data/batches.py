@@ -130,8 +130,9 @@ def training_end(
 
 def check_shared_memory(config: Config, loaders: int) -> None:
     """UserError if /dev/shm has no room for what so many loader workers, all of this host, may put
-    there: training's batches lie there while validation's are read."""
-    if not loaders or config.data == "synthetic":
+    there: training's batches lie there while validation's are read. Not checked where there is no
+    such folder: the workers then say so."""
+    if not loaders or config.data == "synthetic" or not os.path.isdir("/dev/shm"):
         return
     pixels = config.batch_size * config.train_crop_size**2
     pixels += config.val_batch_size * config.val_crop_size**2

@@ -143,7 +143,13 @@ def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
 
 
 def _to_torch(outputs: Any, device: torch.device) -> torch.Tensor:
-    """A copy of DALI's batch, whose memory it uses again: uint8 [N, size, size, 3]."""
+    """A copy of DALI's batch, whose memory it uses again: uint8 [N, size, size, 3].
+
+    DALI decodes on a stream of its own, while the step before computes. The copy is in torch's
+    stream, so that no other stream ever uses the tensor; DALI lets it end before it uses the memory
+    again. A stream of its own would save a step nothing that shows: 256 images of 224 pixels are 39
+    MB, which a GPU reads and writes in far less than 0.1 ms.
+    """
     if device.type != "cuda":
         return torch.from_numpy(np.array(outputs.as_array()))
     from nvidia.dali.plugin.pytorch import feed_ndarray

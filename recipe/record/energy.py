@@ -31,11 +31,11 @@ class EnergyUse:
 
 
 class EnergyMeter:
-    """What this rank's GPU and, on one rank of each host, its processors use between `start` and
+    """What this rank's GPUs and, on one rank of each host, its processors use between `start` and
     `stop`. Call it after a synchronisation, and at least every minute: RAPL's counters wrap."""
 
-    def __init__(self, device: torch.device, local_rank: int) -> None:
-        self.ask_nvml: Any = _nvml_of(device) if device.type == "cuda" else None
+    def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
+        self.gpus: list[Any] = [_nvml_of(one) if one.type == "cuda" else None for one in devices]
         # Cores, caches and memory are domains of their own, psys is around all: packages add up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))
         packages = [file for file in domains if "package-" in (file / "name").read_text()]
@@ -43,7 +43,7 @@ class EnergyMeter:
         self.files = [package / "energy_uj" for package in packages]
         ranges = [_joules_in(package / "max_energy_range_uj") for package in packages]
         self.ranges = np.array([math.inf, *ranges])  # where counters start at 0 again
-        self.joules = self.last = np.zeros(len(self.ranges))  # of the GPU, and of each package
+        self.joules = self.last = np.zeros(len(self.ranges))  # of the GPUs, and of each package
         self.utilizations: list[float] = []
         self.seconds, self.since = 0.0, math.nan  # NaN while stopped
 
@@ -59,7 +59,8 @@ class EnergyMeter:
             passed = (readings - self.last) % self.ranges
             passed[seconds > self.ranges / MOST_PACKAGE_WATTS] = math.nan
             self.joules, self.last = self.joules + passed, readings
-            self.utilizations.append(_or_nan(lambda: self.ask_nvml("UtilizationRates").gpu))
+            percent = _or_nan(lambda: sum(ask("UtilizationRates").gpu for ask in self.gpus))
+            self.utilizations.append(percent / len(self.gpus))
             self.seconds, self.since = self.seconds + seconds, self.since + seconds
 
     def stop(self) -> None:
@@ -74,8 +75,8 @@ class EnergyMeter:
         return EnergyUse(gpu, utilization, sum(packages), self.seconds)
 
     def _read(self) -> np.ndarray:  # NVML's in mJ, since Volta
-        gpu = _or_nan(lambda: self.ask_nvml("TotalEnergyConsumption") / 1000)
-        return np.array([gpu, *map(_joules_in, self.files)])
+        gpus = _or_nan(lambda: sum(ask("TotalEnergyConsumption") for ask in self.gpus) / 1000)
+        return np.array([gpus, *map(_joules_in, self.files)])
 
 
 def _or_nan(read: Callable[[], float]) -> float:
@@ -113,7 +114,7 @@ def gpu_clocks_mhz(device: torch.device) -> tuple[float | None, float | None]:
 
 def energy_summary(uses: Sequence[EnergyUse], images: int) -> Energy:
     """Of all ranks together, over `images`; None where one could not measure. Watts and utilisation
-    are the mean of the GPUs."""
+    are the mean of the ranks, of which most have one GPU."""
     gpu, percent, cpu, seconds = (sum(column) for column in zip(*map(astuple, uses), strict=True))
     ratios = {
         "gpu_joules_per_image": gpu / (images or math.nan),

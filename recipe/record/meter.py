@@ -84,7 +84,7 @@ class StepMeter:
         self.phases = PhaseSums()
         self.input = input_meter  # None for synthetic data
         self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
-        self.energy = EnergyMeter(device, world.local_rank)
+        self.energy = EnergyMeter([device], world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
         self.warm_up_seconds, self.wall_images = 0.0, 0
         self.sends_for_host = world.local_rank == 0

@@ -188,7 +188,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """By the counters of GPUs (watts and utilization: their mean) and processors."""
+    """By the counters of GPUs (watts and utilization: the ranks' mean) and processors."""
 
     gpu_joules_per_image: Amount | None = None
     gpu_watts: Amount | None = None
