@@ -14,7 +14,15 @@ from test_compare_page import browser, opened  # noqa: F401
 from compare import predict
 from compare.page.prediction import render_prediction
 from compare.prediction.inputs import Inputs
-from compare.prediction.networks import BETWEEN, ISLANDS, Cluster, named_network, on_cpus
+from compare.prediction.networks import (
+    BETWEEN,
+    ISLANDS,
+    Cluster,
+    Link,
+    Network,
+    named_network,
+    on_cpus,
+)
 from compare.prediction.step import QUANTILE, UNCERTAIN, fit, predict_step, simulate
 
 VECTORS = Path(__file__).with_name("prediction_vectors.json")
@@ -88,6 +96,18 @@ def test_engines_with_equal_messages_and_transport_are_equal(inputs, cluster):
     assert steps[0] == steps[1]
 
 
+def test_horovod_agrees_once_on_all_that_is_ready_when_a_cycle_begins():
+    network = Network("", Link(0.001), Link(0.01))
+    cluster = Cluster(4, 2, 16, network)
+    at_once = inputs_of([1e6] * 5, ready_seconds=(0.2,) * 5, bucket_bytes=0, first_bucket_bytes=0)
+    ddp = simulate(at_once, cluster)
+    own = replace(at_once, engine="horovod", fusion_bytes=0, negotiates=True, cycle_seconds=0.02)
+    round_trip = 2 * 2 * 0.01 + 2 * 1 * 0.001  # of a tree: log2 of 4 hosts, of 2 workers in each
+    assert simulate(own, cluster).seconds == pytest.approx(ddp.seconds + 0.02 / 2 + round_trip)
+    ring = simulate(replace(at_once, algorithm="ring"), cluster)  # 7 steps, 4 of them between hosts
+    assert ring.seconds - at_once.step_seconds == pytest.approx(5 * 2 * (4 * 0.01 + 3 * 0.001))
+
+
 def test_stragglers_cores_and_storage_hold_a_step_up():
     inputs = inputs_of(spread_seconds=0.01, image_bytes=1e5)
     few, many = simulate(inputs, cluster_of(2)), simulate(inputs, cluster_of(200))
@@ -119,7 +139,8 @@ def vectors() -> list[dict]:
         {}, {"algorithm": "ring", "contention": 1.2, "spread_seconds": 0.01},
         {"wire_format": "fp16", "algorithm": "two-level"},
         {"engine": "horovod", "cycle_seconds": 0.001, "negotiates": True, "cached": False},
-        {"engine": "horovod", "fusion_bytes": 2.2e7, "exchange_factor": 1.5, "image_bytes": 1e5},
+        {"engine": "horovod", "fusion_bytes": 1.2e7, "exchange_factor": 1.5, "image_bytes": 1e5,
+         "wire_format": "fp16", "negotiates": True},
     ]  # fmt: skip
     places = [
         cluster_of(1, 1), cluster_of(1, 8), cluster_of(7, 1), cluster_of(4, 3, 0.1),

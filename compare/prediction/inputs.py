@@ -101,7 +101,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         negotiates=of.environment.engine == "horovod",
         algorithm=algorithm_of(of.environment.transport.lower(), variables),
         cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
-        threads=of.environment.threads,
+        threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
         cores=of.environment.cores,
         image_bytes=median(run.image_bytes for run in lone),
         images=int(of.summary.fingerprint.get("num_images", 0)),
@@ -110,7 +110,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
 
 def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
     """How messages are added up: Gloo's ranks stand in a ring; MPI and NCCL choose by size."""
-    if variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
+    if transport == "nccl" and variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
         return "two-level"
     return "ring" if transport == "gloo" else "tree"
 
