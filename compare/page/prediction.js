@@ -70,8 +70,8 @@ function simulate(inputs, cluster, scale) {
   const straggler = inputs.spread_seconds * scale.spread * Math.log(ranks);
   const seconds = step * slow + exposed + straggler;
   const read = workers * inputs.batch_size * inputs.image_bytes;
-  const storage = Math.max(0, read / UNLIMITED(cluster.storage_bytes_per_second) - seconds);
-  return { seconds: seconds + storage, exposed, alone: step };
+  const storage = read / UNLIMITED(cluster.storage_bytes_per_second);
+  return { seconds: Math.max(seconds, storage), exposed, alone: step };
 }
 
 function predictStep(inputs, cluster, uncertain, quantile) {

@@ -76,7 +76,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     phases = {
         f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
     }
-    sizes, shares = gradients_of(lone, of.gradient_bytes)
+    sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
     first, cap = flags.get("first_bucket_mb"), flags.get("bucket_cap_mb")
@@ -130,10 +130,6 @@ class Run:
     @property
     def workers(self) -> int:
         return self.summary.world_size
-
-    @property
-    def gradient_bytes(self) -> float:
-        return float(self.summary.gradient_bytes or 0)
 
     @property
     def image_bytes(self) -> float:

@@ -31,10 +31,8 @@ class Step:
     """What a step is made of, in seconds."""
 
     seconds: float
-    compute_seconds: float
     exposed_seconds: float  # what the exchange of gradients adds
     straggler_seconds: float  # what waiting for the slowest rank adds
-    storage_seconds: float  # what waiting for the shared storage adds
     messages: int
 
 
@@ -71,8 +69,8 @@ def allreduce(
     ring = (
         2 * across * between.latency_seconds + 2 * (workers - 1 - across) * within.latency_seconds
     )
-    tree = 2 * math.ceil(math.log2(hosts)) * between.latency_seconds
-    tree += 2 * math.ceil(math.log2(own)) * within.latency_seconds
+    deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(own))
+    tree = 2 * deep * between.latency_seconds + 2 * low * within.latency_seconds
     latency = ring if inputs.algorithm == "ring" else min(ring, tree)
     wire, cpu = sent / outer.bytes_per_second, sent * outer.cpu_seconds_per_byte
     if hosts > 1:  # the slowest link holds up all
@@ -130,25 +128,21 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
         delay += taken
         first, messages = last, messages + 1
     exposed = delay + max(0.0, ended - computed - delay)
-    compute = inputs.step_seconds * slow
     # The largest of n values with Gumbel's distribution is larger by scale x ln n, on average.
     ranks = max(1.0, busy * cluster.hosts / cluster.hosts_per_machine)
     straggler = inputs.spread_seconds * scale["spread"] * math.log(ranks)
-    seconds = compute + exposed + straggler
+    seconds = inputs.step_seconds * slow + exposed + straggler
     read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
-    storage = max(0.0, read - seconds)
-    return Step(seconds + storage, compute, exposed, straggler, storage, messages)
+    return Step(max(seconds, read), exposed, straggler, messages)
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
     """Seconds until Horovod's ranks agree on what is ready: an all-reduce of a few bits; without
     its response cache rank 0 asks each."""
-    if not inputs.negotiates:
-        return 0.0
     latency = allreduce(inputs, cluster, 0.0, scale)[0]
     link = cluster.network.between if cluster.hosts > 1 else cluster.network.within
     asking = 0 if inputs.cached else 2 * (cluster.workers - 1) * link.latency_seconds
-    return latency + asking * inputs.exchange_factor * scale["latency"]
+    return inputs.negotiates * (latency + asking * inputs.exchange_factor * scale["latency"])
 
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
