@@ -77,10 +77,13 @@ def predict(
     """
     positive = (
         settings.workers_per_host, settings.cores_per_host or 1, settings.images or 1,
-        settings.epochs or 1,
+        settings.epochs or 1, settings.global_batch or 1,
     )  # fmt: skip
     refuse(
-        (min(positive) <= 0, "--workers-per-host, --cores-per-host, --images, --epochs: above 0"),
+        (
+            min(positive) <= 0,
+            "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch: above 0",
+        ),
         (settings.storage_gbyte_per_s <= 0, "--storage-gbyte-per-s: give more than 0"),
         (
             settings.preset not in PRESETS,
@@ -91,15 +94,15 @@ def predict(
     own_images = max(inputs.images for inputs in known.values())
     images = settings.images or (own_images if recipe.data else IMAGENET)
     settings = replace(settings, images=images, epochs=settings.epochs or float(recipe.epochs))
-    fitted, places, lines = {}, {}, []
+    fitted, places, tables, lines = {}, {}, {}, []
     for name, inputs in known.items():
         places[name] = clusters(inputs, settings)
         fitted[name] = fit(inputs, places[name][0].network)
         rows = [row_of(fitted[name], cluster, settings) for cluster in places[name]]
+        tables[name] = [row for row in rows if row]
         shown = [
             {of: f"{x if isinstance(x, int) else float(f'{x:.3g}'):,.9g}" for of, x in row.items()}
-            for row in rows
-            if row
+            for row in tables[name]
         ]
         lines += [
             name,
@@ -107,7 +110,7 @@ def predict(
             "",
         ]
     lines.append(f"Training: {settings.epochs:g} epochs of {images:,} images, validation left out.")
-    lines += [*sentences(fitted, places, settings), past_error()]
+    lines += [*sentences(fitted, places, tables), past_error()]
     if html:
         base = {name: clusters[0] for name, clusters in places.items()}
         replace_file(html, render_prediction(fitted, base, settings, past_error()))
@@ -200,18 +203,22 @@ def row_of(inputs: Inputs, cluster: Cluster, settings: Settings) -> dict[str, fl
 
 
 def sentences(
-    fitted: dict[str, Inputs], places: dict[str, list[Cluster]], settings: Settings
+    fitted: dict[str, Inputs],
+    places: dict[str, list[Cluster]],
+    tables: dict[str, list[dict[str, float]]],
 ) -> list[str]:
-    """Where the better choice changes, and the knobs that the model would set."""
+    """The knobs that the model would set, and where the better choice changes."""
     lines = []
+    rivals: dict[object, list[str]] = {}
     for name, inputs in fitted.items():
-        knobs = "first_bucket_bytes", "bucket_bytes", "fusion_bytes"  # each engine looks at its own
-        tried = {
-            size: simulate(
-                replace(inputs, **dict.fromkeys(knobs, size * MIB)), places[name][-1]
-            ).seconds
-            for size in (1.0, 5.0, 25.0, 50.0, 100.0)
-        }
+        tried = {}
+        for size in (1.0, 5.0, 25.0, 50.0, 100.0):
+            # Each engine looks at its own.
+            own = replace(
+                inputs, first_bucket_bytes=size * MIB, bucket_bytes=size * MIB,
+                fusion_bytes=size * MIB,
+            )  # fmt: skip
+            tried[size] = simulate(own, places[name][-1]).seconds
         best = min(tried, key=tried.__getitem__)
         ddp = inputs.engine == "ddp"
         flag = f"--bucket-cap-mb {best:g}" if ddp else f"HOROVOD_FUSION_THRESHOLD={best * MIB:.0f}"
@@ -220,23 +227,21 @@ def sentences(
             f"{name}: on 8 hosts the fp16 wire pays up to {pays:g} Gb/s; at {MOST} workers {flag} "
             "is best (compare/run.py --tune checks it)."
         )
-        if settings.global_batch:
-            rows = [row for place in places[name] if (row := row_of(inputs, place, settings))]
-            top = max(rows, key=lambda row: row["images/s"])
-            if top != rows[-1]:
-                lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
-    rivals: dict[object, dict[str, Inputs]] = {}
-    for name, inputs in fitted.items():
-        rivals.setdefault((inputs.arch, inputs.batch_size), {})[name] = inputs
-    for own in rivals.values():
+        top = max(tables[name], key=lambda row: row["images/s"])
+        if top != tables[name][-1]:
+            lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
+        rivals.setdefault((inputs.arch, inputs.batch_size), []).append(name)
+    for names in rivals.values():
         before = ""
-        for at in range(1, len(places[next(iter(own))]) if len(own) > 1 else 0):
-            steps = {name: predict_step(inputs, places[name][at]) for name, inputs in own.items()}
-            best, *others = sorted(steps, key=lambda name: steps[name].step_seconds)
-            apart = all(steps[best].high_seconds < steps[name].low_seconds for name in others)
-            now = f"{best} is the fastest." if apart else f"none of {len(steps)} is clearly faster."
+        for at in range(1, len(tables[names[0]]) if len(names) > 1 else 0):
+            rows = {name: tables[name][at] for name in names}
+            first, *others = sorted(names, key=lambda name: rows[name]["step, ms"])
+            apart = all(rows[first]["high"] < rows[name]["low"] for name in others)
+            now = (
+                f"{first} is the fastest." if apart else f"none of {len(names)} is clearly faster."
+            )
             if now != before:
-                lines.append(f"From {places[best][at].workers} workers on {now}")
+                lines.append(f"From {rows[first]['workers']} workers on {now}")
             before = now
     return lines
 

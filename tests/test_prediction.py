@@ -257,6 +257,15 @@ def test_the_command_predicts_a_presets_training(runs, tmp_path, capsys, flags, 
     assert "Past error" in out and "Past error" in page.read_text()
 
 
+def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
+    assert predict.main([str(runs), "--global-batch", "16", "--network", "1-ethernet"]) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines() if line.lstrip()[:1].isdigit()]
+    assert [row[0] for row in table] == ["1", "2", "4", "8", "16"]
+    best = max(table, key=lambda row: float(row[6]))
+    assert best != table[-1] and f"more than {best[0]} workers gain nothing" in out
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
