@@ -8,6 +8,7 @@ A folder may also hold many runs, of both engines: each engine and transport is 
 docs/prediction.md says what the model holds, and how far it was off where that could be checked.
 """
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -18,16 +19,20 @@ from typing import Annotated
 from tabulate import tabulate
 from tyro.conf import Positional, arg
 
+from compare.evidence.collectives import read_measurement
 from compare.page.prediction import render_prediction
+from compare.plan.environment import ROOT
 from compare.prediction.inputs import MIB, Inputs, read_inputs, read_run
-from compare.prediction.networks import GBIT, Cluster, named_network
-from compare.prediction.step import at_batch, fit, predict_step
+from compare.prediction.networks import GBIT, Cluster, Network, measured_link, named_network
+from compare.prediction.step import at_batch, fit, predict_step, simulate
 from recipe.command import run_tool
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file
+from recipe.presets import PRESETS
 
-IMAGENET, EPOCHS = 1_281_167, 90
+IMAGENET = 1_281_167
 MOST = 4096  # workers
+RATES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 25, 50, 100, 200, 400)  # Gb/s at which fp16 is tried
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ class Settings:
     400-infiniband."""
     island: str | None = None
     """Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100."""
+    collectives: Path | None = None
+    """What compare/collectives.py measured with two workers on CPUs: on one host, or with --hosts
+    on two, whose network is then this one."""
     workers_per_host: int = 1
     cores_per_host: int | None = None
     """Default: as many as the measured host has."""
@@ -47,8 +55,12 @@ class Settings:
     storage_gbyte_per_s: float = math.inf
     """What all hosts together can read."""
     price_per_node_hour: float = 0.0
-    images: int = IMAGENET
-    epochs: float = EPOCHS
+    preset: str = "goyal-90"
+    """The training whose time and cost are shown, by its epochs and images."""
+    images: int | None = None
+    """Of an epoch. Default: the preset's data, 1,281,167 of ImageNet or those of the runs."""
+    epochs: float | None = None
+    """Default: the preset's."""
 
 
 def predict(
@@ -63,60 +75,105 @@ def predict(
         settings: Of the cluster.
         html: Write the page with sliders.
     """
-    positive = settings.workers_per_host, settings.cores_per_host or 1, settings.images
+    positive = (
+        settings.workers_per_host, settings.cores_per_host or 1, settings.images or 1,
+        settings.epochs or 1, settings.global_batch or 1,
+    )  # fmt: skip
     refuse(
-        (min(positive) < 1, "--workers-per-host, --cores-per-host, --images: give 1 or more"),
+        (
+            min(positive) <= 0,
+            "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch: above 0",
+        ),
         (settings.storage_gbyte_per_s <= 0, "--storage-gbyte-per-s: give more than 0"),
+        (
+            settings.preset not in PRESETS,
+            f"--preset {settings.preset}: {near_match(settings.preset, PRESETS)}",
+        ),
     )
-    fitted = {}
-    for name, inputs in configurations(runs).items():
-        one_host = named_network(settings.network, inputs.transport, settings.island)
-        fitted[name] = fit(inputs, one_host)
-    lines = []
-    for name, inputs in fitted.items():
-        rows = [row_of(inputs, cluster, settings) for cluster in clusters(inputs, settings)]
-        lines += [name, tabulate([row for row in rows if row], headers="keys", floatfmt=".3g"), ""]
-    lines += sentences(fitted, settings)
+    known, recipe = configurations(runs), PRESETS[settings.preset]()
+    own_images = max(inputs.images for inputs in known.values())
+    images = settings.images or (own_images if recipe.data else IMAGENET)
+    settings = replace(settings, images=images, epochs=settings.epochs or float(recipe.epochs))
+    fitted, places, tables, lines = {}, {}, {}, []
+    for name, inputs in known.items():
+        places[name] = clusters(inputs, settings)
+        fitted[name] = fit(inputs, places[name][0].network)
+        rows = [row_of(fitted[name], cluster, settings) for cluster in places[name]]
+        tables[name] = [row for row in rows if row]
+        shown = [
+            {of: f"{x if isinstance(x, int) else float(f'{x:.3g}'):,.9g}" for of, x in row.items()}
+            for row in tables[name]
+        ]
+        lines += [
+            name,
+            tabulate(shown, headers="keys", disable_numparse=True, stralign="right"),
+            "",
+        ]
+    lines.append(f"Training: {settings.epochs:g} epochs of {images:,} images, validation left out.")
+    lines += [*sentences(fitted, places, tables), past_error()]
     if html:
-        base = {name: clusters(inputs, settings)[0] for name, inputs in fitted.items()}
-        replace_file(html, render_prediction(fitted, base, settings))
+        base = {name: clusters[0] for name, clusters in places.items()}
+        replace_file(html, render_prediction(fitted, base, settings, past_error()))
         lines.append(f"Written: {html}")
     return lines
 
 
+def past_error(results: Path = ROOT / "results") -> str:
+    """How far predictions were off, by the newest check among the recorded results."""
+    tables = sorted(results.glob("*/*-prediction/table.json"), key=lambda path: path.parent.name)
+    told = json.loads(tables[-1].read_text()) if tables else {"summary": {}}
+    if "held out" not in told["summary"]:
+        return "Past error: not checked on recorded runs yet."
+    return (
+        "Past error: on CPUs, up to {most} workers, {points} predictions were off by {median:.0%} "
+        "in the median, {worst:.0%} at worst; {covered:.0%} of the steps lay in their 90 % "
+        "interval ({folder})."
+    ).format(
+        **told["summary"]["held out"],
+        most=max(point["hosts"] * point["workers_per_host"] for point in told["points"]),
+        folder=tables[-1].parent.relative_to(results.parent),
+    )
+
+
 def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
-    """The inputs of each engine and transport: runs of two workers of it, and those of one worker
-    of the same engine, whose transport carries nothing."""
-    folders = [one.parent for path in paths for one in sorted(path.rglob("summary.json"))]
-    if not (read := [read_run(folder) for folder in folders]):
+    """The inputs of each model, batch, engine and transport: from its runs of several workers and
+    those of one worker, whose transport carries nothing."""
+    folders = {one.parent for path in paths for one in sorted(path.rglob("summary.json"))}
+    if not (read := [read_run(folder) for folder in sorted(folders)]):
         raise UserError(f"{' '.join(map(str, paths))}: no complete run is there; give run folders")
-    lone = [run for run in read if run.workers == 1]
-    found = {}
+    groups: dict[tuple[object, ...], dict[str, list[Path]]] = {}
     for run in read:
-        environment, config = run.environment, run.config
-        asked = environment.engine, config.arch, config.batch_size
-        alone = [
-            one.folder for one in lone
-            if (one.environment.engine, one.config.arch, one.config.batch_size) == asked
-        ]  # fmt: skip
-        same = [
-            one.folder for one in read
-            if (one.environment.engine, one.config.arch, one.config.batch_size) == asked
-            and one.workers > 1 and one.environment.transport == environment.transport
-        ]  # fmt: skip
-        if run.workers > 1 or not any(
-            one.environment.engine == asked[0] for one in read if one.workers > 1
-        ):
-            name = f"{config.arch}, {environment.engine} over {environment.transport}"
-            found[name] = read_inputs([*alone, *same])
+        config, environment = run.config, run.environment
+        training = config.arch, config.batch_size, environment.engine
+        transport = environment.transport if run.workers > 1 else ""
+        groups.setdefault(training, {}).setdefault(transport, []).append(run.folder)
+    found = {}
+    for (arch, batch, engine), by_transport in groups.items():
+        alone = by_transport.pop("", [])
+        for transport, folders_of in (by_transport or {"": []}).items():
+            over = f" over {transport}" if transport else ""
+            found[f"{arch}, batch {batch}, {engine}{over}"] = read_inputs([*alone, *folders_of])
     return found
+
+
+def network_of(inputs: Inputs, settings: Settings) -> Network:
+    """The named network, with the link that was measured."""
+    named = settings.network, inputs.transport, settings.island
+    if settings.collectives is None:
+        return named_network(*named)
+    measurement = read_measurement(settings.collectives)
+    own = "torch" if inputs.engine == "ddp" else "horovod"
+    name = f"{own}-{inputs.transport}".replace("torch-gloo", "torch.distributed")
+    link = measured_link(measurement, name)
+    if measurement.plan.get("hosts"):
+        return replace(named_network(*named), between=link)
+    return named_network(*named, link)
 
 
 def clusters(inputs: Inputs, settings: Settings) -> list[Cluster]:
     """1, 2, 4, ... workers, filling a host before the next."""
-    network = named_network(settings.network, inputs.transport, settings.island)
-    storage, own = settings.storage_gbyte_per_s * 1e9, settings.workers_per_host
-    cores = settings.cores_per_host or inputs.cores
+    network, own = network_of(inputs, settings), settings.workers_per_host
+    storage, cores = settings.storage_gbyte_per_s * 1e9, settings.cores_per_host or inputs.cores
     sizes = [2**power for power in range(int(math.log2(MOST)) + 1)]
     return [Cluster(math.ceil(n / own), min(n, own), cores, network, 1, storage) for n in sizes]
 
@@ -128,7 +185,8 @@ def row_of(inputs: Inputs, cluster: Cluster, settings: Settings) -> dict[str, fl
             return {}
         inputs = at_batch(inputs, settings.global_batch / cluster.workers)
     step = predict_step(inputs, cluster)
-    hours = settings.images / step.images_per_second / 3600
+    hours = (settings.images or IMAGENET) / step.images_per_second / 3600
+    training = hours * (settings.epochs or 1)
     return {
         "workers": cluster.workers,
         "hosts": cluster.hosts,
@@ -139,80 +197,64 @@ def row_of(inputs: Inputs, cluster: Cluster, settings: Settings) -> dict[str, fl
         "images/s": step.images_per_second,
         "efficiency": step.efficiency,
         "epoch, h": hours,
-        "training, h": hours * settings.epochs,
-        "cost": hours * settings.epochs * cluster.hosts * settings.price_per_node_hour,
+        "training, h": training,
+        "cost": training * cluster.hosts * settings.price_per_node_hour,
     }
 
 
-def sentences(fitted: dict[str, Inputs], settings: Settings) -> list[str]:
-    """Where the better choice changes, and the knobs that the model would set."""
+def sentences(
+    fitted: dict[str, Inputs],
+    places: dict[str, list[Cluster]],
+    tables: dict[str, list[dict[str, float]]],
+) -> list[str]:
+    """The knobs that the model would set, and where the better choice changes."""
     lines = []
+    rivals: dict[object, list[str]] = {}
     for name, inputs in fitted.items():
-        places = [one for one in clusters(inputs, settings) if one.workers > 1]
-        rates = [
-            rate for rate in (400, 200, 100, 50, 25, 10, 5, 3, 2, 1, 0.5, 0.2, 0.1)
-            if fp16_pays(inputs, at_rate(settings, inputs, rate))
-        ]  # fmt: skip
-        if rates:
-            below = f"{max(rates):g} Gb/s and below" if max(rates) < 400 else "all rates tried"
-            lines.append(f"{name}: on 8 hosts the fp16 wire pays at {below}.")
-        tried = {
-            size: predict_step(with_knob(inputs, size * MIB), places[-1]).step_seconds
-            for size in (1.0, 5.0, 25.0, 50.0, 100.0)
-        }
+        tried = {}
+        for size in (1.0, 5.0, 25.0, 50.0, 100.0):
+            # Each engine looks at its own.
+            own = replace(
+                inputs, first_bucket_bytes=size * MIB, bucket_bytes=size * MIB,
+                fusion_bytes=size * MIB,
+            )  # fmt: skip
+            tried[size] = simulate(own, places[name][-1]).seconds
         best = min(tried, key=tried.__getitem__)
-        flag = f"--bucket-cap-mb {best:g}" if inputs.engine == "ddp" else (
-            f"HOROVOD_FUSION_THRESHOLD={best * MIB:.0f}"
-        )  # fmt: skip
-        lines.append(f"{name}: {flag} is best by the model at {MOST} workers; --tune checks it.")
-        if settings.global_batch:
-            rows = [row for c in places if (row := row_of(inputs, c, settings))]
-            top = max(rows, key=lambda row: row["images/s"], default=None)
-            if top:
-                lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
-    names = list(fitted)
-    for first in names:
-        for second in names[names.index(first) + 1 :]:
-            pair = fitted[first], fitted[second]
-            if pair[0].arch != pair[1].arch:
-                continue
-            before = None  # who was faster, with intervals that lie apart
-            for one, two in zip(*(clusters(inputs, settings) for inputs in pair), strict=True):
-                own, other = predict_step(pair[0], one), predict_step(pair[1], two)
-                if one.workers == 1 or max(own.low_seconds, other.low_seconds) < min(
-                    own.high_seconds, other.high_seconds
-                ):
-                    continue
-                now = first if own.step_seconds < other.step_seconds else second
-                if now != before:
-                    slower = second if now == first else first
-                    lines.append(f"From {one.workers} workers on {now} is faster than {slower}.")
-                before = now
+        ddp = inputs.engine == "ddp"
+        flag = f"--bucket-cap-mb {best:g}" if ddp else f"HOROVOD_FUSION_THRESHOLD={best * MIB:.0f}"
+        pays = max((rate for rate in RATES if fp16_pays(inputs, places[name][-1], rate)), default=0)
+        lines.append(
+            f"{name}: on 8 hosts the fp16 wire pays up to {pays:g} Gb/s; at {MOST} workers {flag} "
+            "is best (compare/run.py --tune checks it)."
+        )
+        top = max(tables[name], key=lambda row: row["images/s"])
+        if top != tables[name][-1]:
+            lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
+        rivals.setdefault((inputs.arch, inputs.batch_size), []).append(name)
+    for names in rivals.values():
+        before = ""
+        for at in range(1, len(tables[names[0]]) if len(names) > 1 else 0):
+            rows = {name: tables[name][at] for name in names}
+            first, *others = sorted(names, key=lambda name: rows[name]["step, ms"])
+            apart = all(rows[first]["high"] < rows[name]["low"] for name in others)
+            now = (
+                f"{first} is the fastest." if apart else f"none of {len(names)} is clearly faster."
+            )
+            if now != before:
+                lines.append(f"From {rows[first]['workers']} workers on {now}")
+            before = now
     return lines
 
 
-def with_knob(inputs: Inputs, size: float) -> Inputs:
-    """Inputs with this bucket size, or fusion threshold."""
-    if inputs.engine == "ddp":
-        return replace(inputs, bucket_bytes=size)
-    return replace(inputs, fusion_bytes=size)
-
-
-def at_rate(settings: Settings, inputs: Inputs, gbit_per_s: float) -> Cluster:
-    """8 hosts, with this rate between them."""
-    network = named_network(settings.network, inputs.transport, settings.island)
-    link = replace(network.between, bytes_per_second=gbit_per_s * GBIT)
-    cores = settings.cores_per_host or inputs.cores
-    return Cluster(8, settings.workers_per_host, cores, replace(network, between=link))
-
-
-def fp16_pays(inputs: Inputs, cluster: Cluster) -> bool:
-    """Whether gradients in 16 bits make the step shorter, casts included."""
-    times = [
-        predict_step(replace(inputs, wire_format=wire), cluster).step_seconds
-        for wire in ("fp16", "fp32")
-    ]
-    return times[0] < times[1]
+def fp16_pays(inputs: Inputs, cluster: Cluster, gbit_per_s: float) -> bool:
+    """Whether gradients in 16 bits make a step on 8 hosts shorter, casts included, with links of
+    this rate."""
+    link = replace(cluster.network.between, bytes_per_second=gbit_per_s * GBIT)
+    cluster = replace(cluster, hosts=8, network=replace(cluster.network, between=link))
+    narrow, wide = (
+        simulate(replace(inputs, wire_format=wire), cluster).seconds for wire in ("fp16", "fp32")
+    )
+    return narrow < wide
 
 
 def main(argv: list[str] | None = None) -> int:

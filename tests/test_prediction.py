@@ -9,13 +9,26 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import a_summary, an_environment
 from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
+from compare.evidence.collectives import Figure, Measurement
 from compare.page.prediction import render_prediction
-from compare.prediction.inputs import Inputs
-from compare.prediction.networks import BETWEEN, ISLANDS, Cluster, named_network, on_cpus
+from compare.prediction.inputs import MIB, Inputs, read_inputs
+from compare.prediction.networks import (
+    BETWEEN,
+    ISLANDS,
+    Cluster,
+    Link,
+    Network,
+    measured_link,
+    named_network,
+    on_cpus,
+)
 from compare.prediction.step import QUANTILE, UNCERTAIN, fit, predict_step, simulate
+from recipe.errors import UserError
+from recipe.training.phases import WARM_UP_STEPS
 
 VECTORS = Path(__file__).with_name("prediction_vectors.json")
 PHASES = {
@@ -88,6 +101,18 @@ def test_engines_with_equal_messages_and_transport_are_equal(inputs, cluster):
     assert steps[0] == steps[1]
 
 
+def test_horovod_agrees_once_on_all_that_is_ready_when_a_cycle_begins():
+    network = Network("", Link(0.001), Link(0.01))
+    cluster = Cluster(4, 2, 16, network)
+    at_once = inputs_of([1e6] * 5, ready_seconds=(0.2,) * 5, bucket_bytes=0, first_bucket_bytes=0)
+    ddp = simulate(at_once, cluster)
+    own = replace(at_once, engine="horovod", fusion_bytes=0, negotiates=True, cycle_seconds=0.02)
+    round_trip = 2 * 2 * 0.01 + 2 * 1 * 0.001  # of a tree: log2 of 4 hosts, of 2 workers in each
+    assert simulate(own, cluster).seconds == pytest.approx(ddp.seconds + 0.02 / 2 + round_trip)
+    ring = simulate(replace(at_once, algorithm="ring"), cluster)  # 7 steps, 4 of them between hosts
+    assert ring.seconds - at_once.step_seconds == pytest.approx(5 * 2 * (4 * 0.01 + 3 * 0.001))
+
+
 def test_stragglers_cores_and_storage_hold_a_step_up():
     inputs = inputs_of(spread_seconds=0.01, image_bytes=1e5)
     few, many = simulate(inputs, cluster_of(2)), simulate(inputs, cluster_of(200))
@@ -119,7 +144,8 @@ def vectors() -> list[dict]:
         {}, {"algorithm": "ring", "contention": 1.2, "spread_seconds": 0.01},
         {"wire_format": "fp16", "algorithm": "two-level"},
         {"engine": "horovod", "cycle_seconds": 0.001, "negotiates": True, "cached": False},
-        {"engine": "horovod", "fusion_bytes": 2.2e7, "exchange_factor": 1.5, "image_bytes": 1e5},
+        {"engine": "horovod", "fusion_bytes": 1.2e7, "exchange_factor": 1.5, "image_bytes": 1e5,
+         "wire_format": "fp16", "negotiates": True},
     ]  # fmt: skip
     places = [
         cluster_of(1, 1), cluster_of(1, 8), cluster_of(7, 1), cluster_of(4, 3, 0.1),
@@ -152,15 +178,140 @@ def write_vectors() -> None:
 def test_the_page_computes_the_same(browser, tmp_path):  # noqa: F811
     known, noted = json.loads(VECTORS.read_text()), []
     page_path = tmp_path / "prediction.html"
-    own = {"ours": inputs_of()}
-    page_path.write_text(render_prediction(own, {"ours": cluster_of(1)}, predict.Settings()))
+    own, of = {"ours": inputs_of()}, predict.Settings(images=1000, epochs=2)
+    page_path.write_text(render_prediction(own, {"ours": cluster_of(1)}, of, "Past error: 7 %"))
     with opened(browser, page_path, noted=noted) as page:
         call = "([known, sd, q]) => known.map((v) => predictStep(v.inputs, v.cluster, sd, q))"
         found = page.evaluate(call, [known, UNCERTAIN, QUANTILE])
         before = page.inner_text("#predicted")
         page.evaluate("hosts.value = 10; hosts.dispatchEvent(new Event('input', {bubbles: true}))")
         assert page.inner_text("#predicted") != before
+        assert "Past error: 7 %" in page.inner_text("header")
     for vector, one in zip(known, found, strict=True):
         expected = {name: vector["expected"][name] for name in one}
         assert one == pytest.approx(expected, rel=1e-9)
     assert noted == [page_path.as_uri()]  # asks for nothing, and has no error
+
+
+def write_run(folder: Path, workers: int, seconds: float) -> Path:
+    """A run of DDP as the trainer records it, with a profile of two gradients of 4 MB."""
+    (folder / "profile").mkdir(parents=True)
+    flags = {"profile_steps": 1, "bucket_cap_mb": 5.0}
+    config = {"log_dir": "runs", "name": folder.name, "arch": "resnet18", "batch_size": 8}
+    parts = {"data": 0.01, "forward": 0.25, "backward": 0.6, "optimizer": 0.1}  # of a step
+    phases = {f"{name}_seconds": share * seconds for name, share in parts.items()}
+    line = {"epoch": 0, "samples_seen": 8, "loss": 1.0, "top1": 1.0, "top5": 5.0,
+            "learning_rate": 0.1, "seconds": seconds, "images_per_second": 8 * workers / seconds,
+            **phases}  # fmt: skip
+    steps = [{"kind": "step", **line, "step": step} for step in range(1, WARM_UP_STEPS + 7)]
+    steps[-1]["seconds"] = 100 * seconds  # one disturbed step counts for nothing
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    times = {"backward": 0, "end": 100, "ready": {"late": 80, "early": 20}}
+    elements = {"late": 1_000_000, "early": 1_000_000}
+    environment = an_environment(world_size=workers, local_size=workers, cores=2, threads=1)
+    summary = a_summary(world_size=workers, fingerprint={"num_images": 1797})
+    for name, record in {
+        "config.json": {**config, "flags": flags}, "environment.json": environment,
+        "summary.json": summary,
+        "profile/gradients-rank-0.json": {"elements": elements, "steps": [times]},
+    }.items():  # fmt: skip
+        (folder / name).write_bytes(msgspec.json.encode(record))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path / "runs/one", 1, 0.1)
+    write_run(tmp_path / "runs/two", 2, 0.16)
+    return tmp_path / "runs"
+
+
+def test_inputs_are_read_from_run_folders(runs):
+    inputs = read_inputs([runs / "one", runs / "two"])
+    assert inputs.gradient_bytes == (4e6, 4e6)
+    assert inputs.ready_seconds == pytest.approx((0.06 * 0.25, 0.06))  # shares of backward
+    assert inputs.step_seconds == pytest.approx(0.1)
+    assert (inputs.pair_seconds, inputs.contention) == pytest.approx((0.16, 1.6))
+    assert (inputs.bucket_bytes, inputs.first_bucket_bytes) == (5 * MIB, 5 * MIB)
+    assert (inputs.transport, inputs.algorithm, inputs.cores, inputs.images) == (
+        "gloo", "ring", 2, 1797,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="starts from a run with one worker"):
+        read_inputs([runs / "two"])
+
+
+@pytest.mark.parametrize(
+    "flags, hours",
+    [
+        ([], 90 * 1_281_167 * 0.1 / 8 / 3600),
+        (["--preset", "digits"], 4 * 1797 * 0.1 / 8 / 3600),
+        (["--preset", "dle-50", "--images", "1000"], 50 * 1000 * 0.1 / 8 / 3600),
+    ],
+)
+def test_the_command_predicts_a_presets_training(runs, tmp_path, capsys, flags, hours):
+    page = tmp_path / "page.html"
+    assert predict.main([str(runs), "--html", str(page), *flags]) == 0
+    out = capsys.readouterr().out
+    one = next(line.split() for line in out.splitlines() if line.split()[:2] == ["1", "1"])
+    assert float(one[-2].replace(",", "")) == pytest.approx(hours, rel=0.01)
+    assert "Past error" in out and "Past error" in page.read_text()
+
+
+def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
+    assert predict.main([str(runs), "--global-batch", "16", "--network", "1-ethernet"]) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines() if line.lstrip()[:1].isdigit()]
+    assert [row[0] for row in table] == ["1", "2", "4", "8", "16"]
+    best = max(table, key=lambda row: float(row[6]))
+    assert best != table[-1] and f"more than {best[0]} workers gain nothing" in out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--preset", "dle-55"], "did you mean dle-50"),
+        (["--network", "10-ethernt"], "did you mean 10-ethernet"),
+        (["--images", "-1"], "above 0"),
+        (["--collectives", "nowhere"], "holds no measurement"),
+    ],
+)
+def test_the_command_says_what_is_wrong(runs, capsys, flags, message):
+    assert predict.main([str(runs), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_past_error_is_that_of_the_newest_check(tmp_path):
+    assert "not checked" in predict.past_error(tmp_path)
+    for day, error in (("2026-11-25", 0.06), ("2026-11-24", 0.5)):
+        folder = tmp_path / "results/machine" / f"{day}-prediction"
+        folder.mkdir(parents=True)
+        own = {"points": 3, "median": error, "worst": 0.12, "covered": 2 / 3, "turns": 0.01}
+        points = [{"hosts": 4, "workers_per_host": 2}, {"hosts": 1, "workers_per_host": 1}]
+        table = {"summary": {"held out": own}, "points": points}
+        (folder / "table.json").write_text(json.dumps(table))
+    told = predict.past_error(tmp_path / "results")
+    for part in ("8 workers", "3 predictions", "6% in the median", "12% at worst", "67% of"):
+        assert part in told
+
+
+@pytest.mark.parametrize("hosts", [None, "a:1,b:1"])
+def test_a_measured_link_is_fitted_and_takes_its_place(monkeypatch, hosts):
+    figures = {
+        ("torch.distributed", str(size), "fp32"): Figure(
+            "torch.distributed", str(size), "fp32", size, 1, 2, (2 * 1e-3 + 2e-9 * size,)
+        )
+        for size in (4096, 1 << 20, 1 << 26)
+    }
+    measured = Measurement({"hosts": hosts}, {}, figures, [], 1, [])
+    link = measured_link(measured, "torch.distributed")
+    assert (link.latency_seconds, link.cpu_seconds_per_byte) == pytest.approx((1e-3, 2e-9))
+    with pytest.raises(UserError, match="two sizes or more"):
+        measured_link(measured, "horovod-mpi")
+    monkeypatch.setattr(predict, "read_measurement", lambda folder: measured)
+    network = predict.network_of(inputs_of(), predict.Settings(collectives=Path("folder")))
+    assert network.between.cpu_seconds_per_byte == pytest.approx(2e-9)
+    if hosts:
+        assert network.between == link != network.within
+    else:
+        assert network.within == link
+        assert network.between.latency_seconds == pytest.approx(1e-3 + 48e-6)

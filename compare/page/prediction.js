@@ -5,16 +5,18 @@ function allreduce(inputs, cluster, size, scale) {
   const hosts = cluster.hosts, own = cluster.workers_per_host, workers = hosts * own;
   const { within, between } = cluster.network, outer = hosts > 1 ? between : within;
   const sent = 2 * (workers - 1) / workers * size;
-  const ring = 2 * (workers - 1), tree = 2 * Math.ceil(Math.log2(workers));
-  const rounds = inputs.algorithm === "ring" ? ring : Math.min(ring, tree);
-  let latency = rounds * outer.latency_seconds, wire = sent / UNLIMITED(outer.bytes_per_second);
-  let cpu = sent * outer.cpu_seconds_per_byte;
+  const across = Math.min(hosts > 1 ? hosts : 0, workers - 1);
+  const ring = 2 * across * between.latency_seconds
+    + 2 * (workers - 1 - across) * within.latency_seconds;
+  const tree = 2 * Math.ceil(Math.log2(hosts)) * between.latency_seconds
+    + 2 * Math.ceil(Math.log2(own)) * within.latency_seconds;
+  const latency = inputs.algorithm === "ring" ? ring : Math.min(ring, tree);
+  let wire = sent / UNLIMITED(outer.bytes_per_second), cpu = sent * outer.cpu_seconds_per_byte;
   if (hosts > 1 && own > 1) wire = Math.max(wire, sent / UNLIMITED(within.bytes_per_second));
   if (inputs.algorithm === "two-level" && hosts > 1) {
-    const inside = 2 * (own - 1) / own * size, across = 2 * (hosts - 1) / hosts * size;
-    latency = 2 * (own - 1) * within.latency_seconds + 2 * (hosts - 1) * between.latency_seconds;
-    wire = inside / UNLIMITED(within.bytes_per_second) + across / UNLIMITED(between.bytes_per_second);
-    cpu = inside * within.cpu_seconds_per_byte + across / own * between.cpu_seconds_per_byte;
+    const inside = 2 * (own - 1) / own * size, outside = 2 * (hosts - 1) / hosts * size;
+    wire = inside / UNLIMITED(within.bytes_per_second) + outside / UNLIMITED(between.bytes_per_second);
+    cpu = inside * within.cpu_seconds_per_byte + outside / own * between.cpu_seconds_per_byte;
   }
   const factor = inputs.exchange_factor;
   return [latency * factor * scale.latency, wire / scale.bandwidth, cpu * factor * scale.cpu];
@@ -31,28 +33,29 @@ function simulate(inputs, cluster, scale) {
   const computed = inputs.backward_seconds * slow, sizes = inputs.gradient_bytes;
   const ready = inputs.ready_seconds.map((seconds) => seconds * slow);
   const link = cluster.hosts > 1 ? network.between : network.within;
-  const half = inputs.wire_format === "fp16";
-  let delay = 0, ended = 0, first = 0, messages = 0;
+  const narrow = inputs.wire_format === "fp16" ? 0.5 : 1;
+  let delay = 0, ended = 0, first = 0, messages = 0, agreed = 0;
   while (workers > 1 && first < sizes.length) {
-    let begin = Math.max(ready[first] + delay, ended), last = first + 1, size = sizes[first];
+    let begin = ended, last = first + 1, size = sizes[first];
     if (inputs.engine === "ddp") {
       const limit = messages ? inputs.bucket_bytes : inputs.first_bucket_bytes;
       while (last < sizes.length && size < limit) size += sizes[last++];
       begin = Math.max(ready[last - 1] + delay, ended);
     } else {
-      begin += inputs.cycle_seconds / 2;
-      if (inputs.negotiates) {
+      if (first >= agreed) {
+        begin = Math.max(ready[first] + delay + inputs.cycle_seconds / 2, ended);
+        agreed = Math.max(last, ready.filter((seconds) => seconds + delay <= begin).length);
         const asking = inputs.cached ? 0 : 2 * (workers - 1) * link.latency_seconds;
-        begin += share * (allreduce(inputs, cluster, 0, scale)[0]
+        if (inputs.negotiates) begin += share * (allreduce(inputs, cluster, 0, scale)[0]
           + asking * inputs.exchange_factor * scale.latency);
       }
-      while (last < sizes.length && ready[last] + delay <= begin
-        && size + sizes[last] <= inputs.fusion_bytes) size += sizes[last++];
+      while (last < agreed && (size + sizes[last]) * narrow <= inputs.fusion_bytes)
+        size += sizes[last++];
     }
-    let [latency, wire, cpu] = allreduce(inputs, cluster, half ? size / 2 : size, scale);
+    let [latency, wire, cpu] = allreduce(inputs, cluster, size * narrow, scale);
     const copied = inputs.engine === "horovod" && last - first > 1;
-    if (copied) cpu += size * network.copy_seconds_per_byte * scale.cpu;
-    if (half) cpu += size * network.cast_seconds_per_byte * scale.cpu;
+    if (copied) cpu += size * narrow * network.copy_seconds_per_byte * scale.cpu;
+    if (narrow < 1) cpu += size * network.cast_seconds_per_byte * scale.cpu;
     const left = Math.max(0, computed + delay - begin);
     const taken = Math.min(cpu * share, left) * (1 - free);
     ended = begin + latency * share + Math.max(wire, cpu * share + taken);
@@ -67,8 +70,8 @@ function simulate(inputs, cluster, scale) {
   const straggler = inputs.spread_seconds * scale.spread * Math.log(ranks);
   const seconds = step * slow + exposed + straggler;
   const read = workers * inputs.batch_size * inputs.image_bytes;
-  const storage = Math.max(0, read / UNLIMITED(cluster.storage_bytes_per_second) - seconds);
-  return { seconds: seconds + storage, exposed, alone: step };
+  const storage = read / UNLIMITED(cluster.storage_bytes_per_second);
+  return { seconds: Math.max(seconds, storage), exposed, alone: step };
 }
 
 function predictStep(inputs, cluster, uncertain, quantile) {

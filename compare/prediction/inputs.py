@@ -76,7 +76,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     phases = {
         f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
     }
-    sizes, shares = gradients_of(lone, of.gradient_bytes)
+    sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
     first, cap = flags.get("first_bucket_mb"), flags.get("bucket_cap_mb")
@@ -101,7 +101,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         negotiates=of.environment.engine == "horovod",
         algorithm=algorithm_of(of.environment.transport.lower(), variables),
         cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
-        threads=of.environment.threads,
+        threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
         cores=of.environment.cores,
         image_bytes=median(run.image_bytes for run in lone),
         images=int(of.summary.fingerprint.get("num_images", 0)),
@@ -110,7 +110,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
 
 def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
     """How messages are added up: Gloo's ranks stand in a ring; MPI and NCCL choose by size."""
-    if variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
+    if transport == "nccl" and variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
         return "two-level"
     return "ring" if transport == "gloo" else "tree"
 
@@ -130,10 +130,6 @@ class Run:
     @property
     def workers(self) -> int:
         return self.summary.world_size
-
-    @property
-    def gradient_bytes(self) -> float:
-        return float(self.summary.gradient_bytes or 0)
 
     @property
     def image_bytes(self) -> float:

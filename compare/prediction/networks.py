@@ -87,9 +87,11 @@ ISLANDS = {
 }
 
 
-def named_network(between: str, transport: str, island: str | None = None) -> Network:
-    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None); UserError says which
-    names there are."""
+def named_network(
+    between: str, transport: str, island: str | None = None, measured: Link | None = None
+) -> Network:
+    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None), within a host as
+    measured or as in ON_CPUS; UserError says which names there are."""
     for name, known in ((between, [*BETWEEN]), (island, [None, *ISLANDS])):
         if name not in known:
             hint = near_match(str(name), [one for one in known if one])
@@ -99,22 +101,17 @@ def named_network(between: str, transport: str, island: str | None = None) -> Ne
     if island:
         within = ISLANDS[island]
         return Network(f"{between}, {island}", within, Link(latency, rate), source=source)
-    own = ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
+    if transport not in ON_CPUS:
+        raise UserError(f"{transport} runs on GPUs: say how a host connects them, such as pcie")
+    own = measured or ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
     link = replace(own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate)
     return Network(between, own, link, COPY, CAST, source)
 
 
-def on_cpus(
-    transport: str, gbit_per_s: float | None = None, latency_seconds: float = 0.0
-) -> Network:
-    """Hosts without GPUs, and between them a link of this rate and latency, which adds to that of
-    the software; None: one host, or as fast as the CPUs."""
+def on_cpus(transport: str, gbit_per_s: float = math.inf) -> Network:
+    """Hosts without GPUs, and between them a link of this rate."""
     own = ON_CPUS[transport]
-    rate = math.inf if gbit_per_s is None else gbit_per_s * GBIT
-    latency = own.latency_seconds + latency_seconds
-    link = replace(own, latency_seconds=latency, bytes_per_second=rate)
-    name = "one host" if gbit_per_s is None else f"{gbit_per_s:g} Gb/s"
-    return Network(name, own, link, COPY, CAST)
+    return Network("", own, replace(own, bytes_per_second=gbit_per_s * GBIT), COPY, CAST)
 
 
 def measured_link(measurement: Measurement, backend: str, wire: str = "fp32") -> Link:

@@ -31,10 +31,8 @@ class Step:
     """What a step is made of, in seconds."""
 
     seconds: float
-    compute_seconds: float
     exposed_seconds: float  # what the exchange of gradients adds
     straggler_seconds: float  # what waiting for the slowest rank adds
-    storage_seconds: float  # what waiting for the shared storage adds
     messages: int
 
 
@@ -57,24 +55,30 @@ def allreduce(
     """Seconds of latency, of the wire, and of each rank's CPU for a message of `size` bytes.
 
     Ring, halving and doubling, and double binary tree send 2 (n - 1) / n of a message through each
-    rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005; Sanders et al. 2009). Two levels
-    send as much within a host, and 2 (h - 1) / h of a message between hosts.
+    rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005; Sanders et al. 2009), of which those
+    between hosts cost the latency there. Two levels send as much within a host, and 2 (h - 1) / h
+    of a message between hosts.
     """
     hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
     within, between = cluster.network.within, cluster.network.between
     outer = between if hosts > 1 else within
     sent = 2 * (workers - 1) / workers * size
-    ring, tree = 2 * (workers - 1), 2 * math.ceil(math.log2(workers))
-    rounds = ring if inputs.algorithm == "ring" else min(ring, tree)
-    latency, wire = rounds * outer.latency_seconds, sent / outer.bytes_per_second
-    cpu = sent * outer.cpu_seconds_per_byte
+    # Rounds between hosts and within one. Each part of a message goes round a ring that enters each
+    # host once.
+    across = min(hosts if hosts > 1 else 0, workers - 1)
+    ring = (
+        2 * across * between.latency_seconds + 2 * (workers - 1 - across) * within.latency_seconds
+    )
+    deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(own))
+    tree = 2 * deep * between.latency_seconds + 2 * low * within.latency_seconds
+    latency = ring if inputs.algorithm == "ring" else min(ring, tree)
+    wire, cpu = sent / outer.bytes_per_second, sent * outer.cpu_seconds_per_byte
     if hosts > 1:  # the slowest link holds up all
         wire = max(wire, sent / within.bytes_per_second if own > 1 else 0.0)
     if inputs.algorithm == "two-level" and hosts > 1:
-        inside, across = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
-        latency = 2 * (own - 1) * within.latency_seconds + 2 * (hosts - 1) * between.latency_seconds
-        wire = inside / within.bytes_per_second + across / between.bytes_per_second
-        cpu = inside * within.cpu_seconds_per_byte + across / own * between.cpu_seconds_per_byte
+        inside, outside = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
+        wire = inside / within.bytes_per_second + outside / between.bytes_per_second
+        cpu = inside * within.cpu_seconds_per_byte + outside / own * between.cpu_seconds_per_byte
     factor = inputs.exchange_factor
     return (
         latency * factor * scale["latency"],
@@ -97,54 +101,48 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
     computed, ready = inputs.backward_seconds * slow, [t * slow for t in inputs.ready_seconds]
     sizes = inputs.gradient_bytes
     delay = ended = 0.0  # of the backward pass by messages; of the last message
-    first = messages = 0
+    narrow = 0.5 if inputs.wire_format == "fp16" else 1.0
+    first = messages = agreed = 0
     while workers > 1 and first < len(sizes):
-        begin = max(ready[first] + delay, ended)
         last, size = first + 1, sizes[first]
         if inputs.engine == "ddp":  # a bucket is full when it has reached its size
             limit = inputs.bucket_bytes if messages else inputs.first_bucket_bytes
             while last < len(sizes) and size < limit:
                 size, last = size + sizes[last], last + 1
             begin = max(ready[last - 1] + delay, ended)
-        else:  # what is ready when a cycle ends and all ranks have agreed
-            begin += inputs.cycle_seconds / 2
-            begin += share * negotiation(inputs, cluster, scale)
-            while (
-                last < len(sizes)
-                and ready[last] + delay <= begin
-                and size + sizes[last] <= inputs.fusion_bytes
-            ):
+        else:
+            begin = ended
+            if first >= agreed:  # all agree at once on what is ready when a cycle begins
+                begin = max(ready[first] + delay + inputs.cycle_seconds / 2, ended)
+                agreed = max(last, sum(seconds + delay <= begin for seconds in ready))
+                begin += share * negotiation(inputs, cluster, scale)
+            while last < agreed and (size + sizes[last]) * narrow <= inputs.fusion_bytes:
                 size, last = size + sizes[last], last + 1
-        half = inputs.wire_format == "fp16"
-        latency, wire, cpu = allreduce(inputs, cluster, size / 2 if half else size, scale)
+        latency, wire, cpu = allreduce(inputs, cluster, size * narrow, scale)
         copied = inputs.engine == "horovod" and last - first > 1
-        cpu += size * cluster.network.copy_seconds_per_byte * copied * scale["cpu"]
-        cpu += size * cluster.network.cast_seconds_per_byte * half * scale["cpu"]
+        cpu += size * narrow * cluster.network.copy_seconds_per_byte * copied * scale["cpu"]
+        cpu += size * cluster.network.cast_seconds_per_byte * (narrow < 1) * scale["cpu"]
         left = max(0.0, computed + delay - begin)  # of the backward pass
         taken = min(cpu * share, left) * (1 - free)  # from it: two threads on one core
         ended = begin + latency * share + max(wire, cpu * share + taken)
         delay += taken
         first, messages = last, messages + 1
     exposed = delay + max(0.0, ended - computed - delay)
-    compute = inputs.step_seconds * slow
     # The largest of n values with Gumbel's distribution is larger by scale x ln n, on average.
     ranks = max(1.0, busy * cluster.hosts / cluster.hosts_per_machine)
     straggler = inputs.spread_seconds * scale["spread"] * math.log(ranks)
-    seconds = compute + exposed + straggler
+    seconds = inputs.step_seconds * slow + exposed + straggler
     read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
-    storage = max(0.0, read - seconds)
-    return Step(seconds + storage, compute, exposed, straggler, storage, messages)
+    return Step(max(seconds, read), exposed, straggler, messages)
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
     """Seconds until Horovod's ranks agree on what is ready: an all-reduce of a few bits; without
     its response cache rank 0 asks each."""
-    if not inputs.negotiates:
-        return 0.0
     latency = allreduce(inputs, cluster, 0.0, scale)[0]
     link = cluster.network.between if cluster.hosts > 1 else cluster.network.within
     asking = 0 if inputs.cached else 2 * (cluster.workers - 1) * link.latency_seconds
-    return latency + asking * inputs.exchange_factor * scale["latency"]
+    return inputs.negotiates * (latency + asking * inputs.exchange_factor * scale["latency"])
 
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
@@ -167,11 +165,13 @@ def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
 
 
 def fit(inputs: Inputs, network: Network) -> Inputs:
-    """The same inputs, with the cost of messages that makes the step of a pair on one host as long
-    as it was measured; unchanged without such a measurement, or if no cost explains it."""
-    if inputs.pair_seconds is None:
+    """The same inputs, with the cost of messages on CPUs that makes the step of a pair on one host
+    as long as it was measured, or comes nearest to it. Unchanged without such a measurement, and on
+    GPUs: what it shows there is not the latency of messages."""
+    if inputs.pair_seconds is None or not network.within.cpu_seconds_per_byte:
         return inputs
-    pair, low, high = Cluster(1, 2, inputs.cores, network), 0.0, 32.0
+    # Less than a quarter is noise of the pair's step: messages are never free.
+    pair, low, high = Cluster(1, 2, inputs.cores, network), 0.25, 32.0
     for _ in range(40):
         middle = (low + high) / 2
         too_long = simulate(replace(inputs, exchange_factor=middle), pair).seconds
