@@ -11,7 +11,7 @@ the fit among them, so that what the machine does in these minutes it does to al
 trainings of a model between hosts. What fails is recorded as failed, with the reason; the same
 command with the same --out measures what is missing.
 
-Writes points.json (the record), table.md, table.json and predicted.svg. compare/keep.py keeps them.
+Writes points.json (the record), table.md and predicted.svg. compare/keep.py keeps them.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -126,9 +125,7 @@ def measure(settings: Settings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     there = read(out) if (out / RECORD).exists() else Record(utc_now(), machine(), [])
     points = {point.key: point for point in (*settings.points(), *there.points)}
-    groups = defaultdict[str, list[Point]](list)
-    for point in points.values():
-        groups[group_of(point)].append(point)
+    groups = dict.fromkeys(map(group_of, points.values()))
     with contextlib.ExitStack() as stack:
         made = list[Host]()
         if settings.hosts:
@@ -137,7 +134,8 @@ def measure(settings: Settings) -> None:
             made = stack.enter_context(namespaces.hosts(keys, names, reach_here=True))
         there.links |= measure_links(made[:2], out, there)
         for number, name in enumerate(shuffled(groups, 0), start=1):
-            minutes, group = (time.monotonic() - began) / 60, groups[name]
+            minutes = (time.monotonic() - began) / 60
+            group = [point for point in points.values() if group_of(point) == name]
             label = f"[{number} of {len(groups)}, {minutes:.0f} min] {name}"
             first = group[0]
             if first.hosts == 1 and first.training not in there.inputs:
@@ -191,10 +189,11 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
         say(f"all-reduce between two workers, {place} hosts")
         folder = out / "links" / place
         clear_folder(folder, keep_failure=False)
-        script, sizes = str(ROOT / "compare" / "collectives.py"), ["4K", "64K", "1M", "16M", "64M"]
-        words = ["python", script, "--backends", *BACKENDS.values(), "--sizes", *sizes]
-        words += ["--wires", "fp32", "--blocks", "1", "--model", "none"]
-        words += ["--out", str(folder / "figures")]
+        words = [
+            *("python", str(ROOT / "compare" / "collectives.py"), "--backends", *BACKENDS.values()),
+            *("--sizes", "4K", "64K", "1M", "16M", "64M", "--wires", "fp32", "--blocks", "1"),
+            *("--model", "none", "--out", str(folder / "figures")),
+        ]
         if place == "between":
             limit_rate(made, None)
             words = [str(entrance_to(made, folder)), *words, "--hosts", "node0:1,node1:1"]
@@ -271,9 +270,8 @@ def take_turns(
             PATIENCE,
             lambda line, at=where: say(f"{label}, {at}, {line}"),  # type: ignore[misc]
         )
-        names = tuple(side.name for side in paced)
         counts = {side.name: side.steps for side in paced}
-        blocks[rate] = Block(1, names, tuple(turns), counts, quiet_cores=scheduler.quiet_cores)
+        blocks[rate] = Block(1, (*counts,), tuple(turns), counts, quiet_cores=scheduler.quiet_cores)
     scheduler.weights()  # raises if the ranks of one hold different ones
     return blocks
 

@@ -53,7 +53,6 @@ class Options:
     patience: float = PATIENCE  # seconds of waiting for quiet after a disturbed turn
     quick: bool = False  # one short block of a tiny network: does it run?
     gpu: bool = False  # sizes for a GPU, which must be there
-    profile: bool = False  # say what binds, even of goals that are reached
     seed: int = 0  # of the order of starts
 
     @property
