@@ -5,6 +5,7 @@ interval has a verdict on its goal.
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
+from compare.running.launch import clear_folder, shown_tail, start_command
 from compare.running.scheduler import run_block
 from compare.running.sides import MeasurementError, Side
 from recipe.flags import last_value
@@ -109,6 +111,13 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
     return Measured(rows_of(blocks), sides, {benchmark.name: blocks})
 
 
+def empty_row(name: str, pair: Pair, benchmark: Benchmark) -> Row:
+    """A pair's row, without figures, with the goal for this machine's GPU."""
+    gpu = gpu_name() or ""
+    goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
+    return Row(benchmark.row, name, goal, "ratio" if len(pair.sides) == 2 else "images/s")
+
+
 def make_row(
     name: str,
     pair: Pair,
@@ -118,8 +127,6 @@ def make_row(
     options: Options,
 ) -> Row:
     """A pair's row, with notes on its sides."""
-    gpu = gpu_name() or ""
-    goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
     notes = [work]
     if len(pair.sides) == 2:
         first, second = pair.sides
@@ -129,10 +136,9 @@ def make_row(
         speed, cpu = (estimate(blocks, {side: 1}, v) for v in (throughput, work_per_cpu_second))
         notes.append(f"{side}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
     notes += what_binds(blocks, pair.sides[0])
-    row = Row(benchmark.row, name, goal, notes=tuple(notes))
+    row = replace(empty_row(name, pair, benchmark), notes=tuple(notes))
     if len(pair.sides) == 1:
-        one = replace(row, unit="images/s")
-        return one.measured(estimate(blocks, {pair.sides[0]: 1}))
+        return row.measured(estimate(blocks, {pair.sides[0]: 1}))
     is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
     value = work_per_cpu_second if is_cpu_time else throughput
     return row.compared(blocks, first, second, value, options.confidence)
@@ -209,6 +215,22 @@ def make_side(
         warm_up=warm_up,
         environment=contender.environment,
     )
+
+
+def run_alone(
+    command: list[str],
+    folder: Path,
+    limit_seconds: float,
+    result: Path,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command to its end, its output in `folder`, which is emptied first; MeasurementError
+    with the end of that if it fails, takes longer, or writes no `result`. `look` is called
+    meanwhile, twice a second."""
+    clear_folder(folder, keep_failure=False)
+    outcome = start_command(command, folder, limit_seconds, result, lambda elapsed: look())
+    if outcome.status != "completed":
+        raise MeasurementError(f"{shlex.join(command)}: {outcome.status}\n{shown_tail(folder)}")
 
 
 def jpegs_folder(images: int) -> Path:

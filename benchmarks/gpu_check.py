@@ -9,7 +9,6 @@ Each check is a row of CHECKS. What a check cannot do here it says, with what is
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -23,11 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.by_turns import jpegs_folder
+from benchmarks.by_turns import jpegs_folder, run_alone
 from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
 from compare.running import checks
-from compare.running.launch import last_step, shown_tail, start_command, utc_now, utc_stamp
+from compare.running.launch import last_step, utc_now, utc_stamp
 from compare.running.scheduler import Scheduler
 from compare.running.sides import Side
 from recipe.command import run_tool
@@ -65,16 +64,12 @@ class Setting:
 
     def start(self, *words: str, look: Callable[[Path], None] = lambda folder: None) -> Path:
         """Run a program of the project to its end, and return its folder, whose path stands for
-        {folder} in the words, and which has the output; UserError with its end if it fails."""
+        {folder} in the words, and which has the output; MeasurementError if it fails."""
         folder = self.folder / str(time.time_ns())
-        folder.mkdir(parents=True)
-        words = tuple(word.replace("{folder}", str(folder)) for word in words)
-        outcome = start_command(
-            ["env", "NCCL_DEBUG=INFO", sys.executable, *words], folder, LIMIT_SECONDS * (3 if self.dry else 1),
-            folder / "output.log", lambda elapsed: look(folder),
-        )  # fmt: skip
-        if outcome.status != "completed":
-            raise UserError(f"{shlex.join(words)}: {outcome.status}\n{shown_tail(folder)}")
+        command = ["env", "NCCL_DEBUG=INFO", sys.executable]
+        command += [word.replace("{folder}", str(folder)) for word in words]
+        limit_seconds = LIMIT_SECONDS * (3 if self.dry else 1)
+        run_alone(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
         return folder
 
     def train(self, flags: str, *prefix: str, data: str = SYNTHETIC, **look: Any) -> dict[str, Any]:
@@ -119,8 +114,9 @@ def versions() -> dict[str, Any]:
 def facts(setting: Setting) -> dict[str, Any]:
     """What the doctor says of torch, its GPUs and Horovod; nvidia-smi must see these GPUs."""
     asked = (checks.check_torch, checks.check_gpus, checks.check_horovod)
-    found = {"findings": [asdict(check()) for check in asked]}
-    is_well = all(one["status"] != "failed" for one in found["findings"])
+    findings = [asdict(check()) for check in asked]
+    found: dict[str, Any] = {"findings": findings}
+    is_well = all(one["status"] != "failed" for one in findings)
     if not setting.dry:
         gpus, names = versions()["gpus"], ask_nvidia_smi("name")
         is_well &= bool(gpus) and {*gpus} <= {*names}
@@ -187,7 +183,7 @@ def determinism(setting: Setting) -> dict[str, Any]:
 
 def two_workers(setting: Setting) -> dict[str, Any]:
     """Both engines, equal within 1e-5, with each worker's own BatchNorm and with sync BatchNorm."""
-    found, transports = {}, set()
+    found, transports = dict[str, Any](), set[str]()
     for norm in ("sync",) if setting.dry else ("local", "sync"):
         words = ["--workers", "2", "--steps", "3", "--relative", "1e-5", "--out", "{folder}/runs"]
         words += ["--", "--data", "digits", "--threads", "1", "--batch-norm", norm]
@@ -271,7 +267,7 @@ def carry_out(
 ) -> dict[str, Any]:
     """Run a check; whatever it ends with is in what is returned: its status is "ok", "failed" or
     "not possible"."""
-    found = {"name": check.__name__, "status": "ok", "reason": "", "figures": {}}
+    found: dict[str, Any] = {"name": check.__name__, "status": "ok", "reason": "", "figures": {}}
     began = time.monotonic()
     try:
         if not setting.dry and torch.cuda.device_count() < gpus:

@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.by_turns import Contender, make_side
+from benchmarks.by_turns import Contender, make_side, run_alone
 from benchmarks.checked import FIT, HELD_OUT, RECORD, Point, Record, read, write, write_tables
 from benchmarks.record import Options, machine
 from benchmarks.wire_format import entrance_to, rate_name
@@ -36,7 +36,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
 from compare.prediction.inputs import Inputs, read_inputs
 from compare.prediction.networks import measured_link
-from compare.running.launch import clear_folder, shown_tail, start_command, utc_now, utc_stamp
+from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE, Scheduler, say
 from compare.running.sides import MeasurementError, Side
 from compare.running.take_turns import State
@@ -188,7 +188,6 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
             continue
         say(f"all-reduce between two workers, {place} hosts")
         folder = out / "links" / place
-        clear_folder(folder, keep_failure=False)
         words = [
             *("python", str(ROOT / "compare" / "collectives.py"), "--backends", *BACKENDS.values()),
             *("--sizes", "4K", "64K", "1M", "16M", "64M", "--wires", "fp32", "--blocks", "1"),
@@ -196,12 +195,9 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
         ]
         if place == "between":
             limit_rate(made, None)
-            words = [str(entrance_to(made, folder)), *words, "--hosts", "node0:1,node1:1"]
-        start_command(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
-        try:
-            measurement = read_measurement(folder / "figures")
-        except UserError as error:
-            raise MeasurementError(f"{error}\n{shown_tail(folder)}") from None
+            words = [str(entrance_to(made, out)), *words, "--hosts", "node0:1,node1:1"]
+        run_alone(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
+        measurement = read_measurement(folder / "figures")
         for own, backend in BACKENDS.items():
             link = measured_link(measurement, backend)
             found[f"{place} {own}"] = (link.latency_seconds, link.cpu_seconds_per_byte)
@@ -213,11 +209,8 @@ def fit(point: Point, folder: Path) -> Inputs:
     runs = []
     for workers in (1, 2):
         side, own = side_of(replace(point, workers_per_host=workers)), folder / str(workers)
-        clear_folder(own, keep_failure=False)
-        words, summary = [*side.command(own, 0), *FIT_FLAGS], own / "run" / "summary.json"
-        outcome = start_command(words, own, LIMIT_SECONDS, summary)
-        if outcome.status != "completed":
-            raise MeasurementError(f"{side.shown()}: {outcome.status}\n{shown_tail(own)}")
+        command = [*side.command(own, 0), *FIT_FLAGS]
+        run_alone(command, own, LIMIT_SECONDS, own / "run" / "summary.json")
         runs.append(own / "run")
     return read_inputs(runs)
 
