@@ -145,10 +145,11 @@ def make_row(
 
 
 def what_binds(blocks: Sequence[Block], side: str) -> list[str]:
-    """A note with the phases of a side's mean step, as shares of it; none where no turns without
-    exchange show the exposed communication."""
-    found = [block.phases(side) for block in blocks]
-    if not all("exposed_communication_seconds" in phases for phases in found):
+    """A note with the phases of a side's mean step, as shares of it, from the blocks in which quiet
+    turns without exchange show the exposed communication; none without such a block."""
+    told = [block.phases(side) for block in blocks]
+    found = [phases for phases in told if "exposed_communication_seconds" in phases]
+    if not found:
         return []
     shares = {name: fmean(one[name] / one["step_seconds"] for one in found) for name in found[0]}
     step = 1000 * fmean(one["step_seconds"] for one in found)

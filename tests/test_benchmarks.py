@@ -124,8 +124,8 @@ def test_what_binds_is_told_where_turns_without_exchange_show_it() -> None:
     turns = [replace(turn, phases=phases)]
     turns += [replace(turn, purpose="ablation", phases=phases | {"backward": 0.4})]
     with_exchange, both = (Block(1, ("a",), (*own,), {"a": 1}) for own in (turns[:1], turns))
-    assert by_turns.what_binds([with_exchange, both], "a") == []
-    assert by_turns.what_binds([both, both], "a") == [
+    assert by_turns.what_binds([with_exchange], "a") == []
+    assert by_turns.what_binds([with_exchange, both], "a") == [
         "binds: of a step of 1000 ms data 0.0%, forward 30.0%, backward 40.0%, other 10.0%, "
         "exposed communication 20.0%"
     ]
