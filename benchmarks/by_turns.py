@@ -4,41 +4,33 @@ A block starts each side anew, in random order (compare/running). Blocks go on u
 interval has a verdict on its goal.
 """
 
-import json
 import os
+import shlex
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from benchmarks.record import OPEN, REACHED, Measured, Options, Row, gpu_name
-from compare.evidence.turns import (
-    Block,
-    estimate,
-    throughput,
-    work_per_cpu_second,
-)
+from benchmarks.record import OPEN, Measured, Options, Row, gpu_name
+from compare.evidence.turns import Block, estimate, throughput, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
-from compare.running.launch import Launches, shown_tail
-from compare.running.scheduler import run_block, say, start_side
+from compare.running.launch import clear_folder, shown_tail, start_command
+from compare.running.scheduler import run_block
 from compare.running.sides import MeasurementError, Side
 from recipe.flags import last_value
-from recipe.training.phases import PHASES
 from tools import make_jpegs
 
 GOALS = ROOT / "benchmarks" / "goals.toml"
 EPOCH = "1000000"  # images, more than a benchmark sees: no evaluation comes in between
 COPIES_OF_JPEGS = 40  # names of each file, so that an epoch is long
-ABLATION_STRETCH, ABLATION_STEPS, ABLATION_SECONDS = 5, 41, 600
 
 T = TypeVar("T")
 
@@ -84,7 +76,7 @@ class Benchmark(Struct, frozen=True, forbid_unknown_fields=True):
     steps: int = 1  # of a turn
     turns: int = 8  # of each side in a block
     warm_up: int = 3  # steps
-    ablation: bool = False  # by which a goal that is missed is explained
+    ablation: bool = False  # do sides of several workers have turns without exchange, too?
 
 
 def read_goals(path: Path = GOALS) -> list[Benchmark]:
@@ -99,10 +91,10 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
     """Measure the sides by turns until each row has a verdict."""
     work = QUICK if options.quick else benchmark.gpu if options.gpu else benchmark.work
     assert work, f"{benchmark.name} is not for this kind of machine"
-    sides = [
-        make_side(name, contender, work, options, benchmark.steps, benchmark.warm_up)
-        for name, contender in benchmark.side.items()
-    ]
+    sides = []
+    for name, one in benchmark.side.items():
+        side = make_side(name, one, work, options, benchmark.steps, benchmark.warm_up)
+        sides.append(replace(side, ablates=benchmark.ablation and side.ranks > 1))
     folder, rounds = options.out / "blocks" / benchmark.name, options.rounds(benchmark.turns)
 
     def block_of(number: int, label: str) -> Block:
@@ -116,14 +108,14 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
         ]
 
     blocks = until_decided(options, f"row {benchmark.row}, {benchmark.name}", block_of, rows_of)
-    rows, details = rows_of(blocks), dict[str, object]()
-    for number, (row, pair) in enumerate(zip(rows, benchmark.pair.values(), strict=True)):
-        is_missed = row.verdict != REACHED and not options.quick
-        if benchmark.ablation and (options.profile or is_missed):
-            side = next(side for side in sides if side.name == pair.sides[0])
-            details[side.name] = found = ablate(side, options.out / "ablation" / benchmark.name)
-            rows[number] = replace(row, notes=(*row.notes, f"binds: {ablation_sentence(found)}"))
-    return Measured(rows, sides, {benchmark.name: blocks}, details)
+    return Measured(rows_of(blocks), sides, {benchmark.name: blocks})
+
+
+def empty_row(name: str, pair: Pair, benchmark: Benchmark) -> Row:
+    """A pair's row, without figures, with the goal for this machine's GPU."""
+    gpu = gpu_name() or ""
+    goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
+    return Row(benchmark.row, name, goal, "ratio" if len(pair.sides) == 2 else "images/s")
 
 
 def make_row(
@@ -135,8 +127,6 @@ def make_row(
     options: Options,
 ) -> Row:
     """A pair's row, with notes on its sides."""
-    gpu = gpu_name() or ""
-    goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
     notes = [work]
     if len(pair.sides) == 2:
         first, second = pair.sides
@@ -145,13 +135,26 @@ def make_row(
     for side in pair.sides:
         speed, cpu = (estimate(blocks, {side: 1}, v) for v in (throughput, work_per_cpu_second))
         notes.append(f"{side}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
-    row = Row(benchmark.row, name, goal, notes=tuple(notes))
+    notes += what_binds(blocks, pair.sides[0])
+    row = replace(empty_row(name, pair, benchmark), notes=tuple(notes))
     if len(pair.sides) == 1:
-        one = replace(row, unit="images/s")
-        return one.measured(estimate(blocks, {pair.sides[0]: 1}))
+        return row.measured(estimate(blocks, {pair.sides[0]: 1}))
     is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
     value = work_per_cpu_second if is_cpu_time else throughput
     return row.compared(blocks, first, second, value, options.confidence)
+
+
+def what_binds(blocks: Sequence[Block], side: str) -> list[str]:
+    """A note with the phases of a side's mean step, as shares of it, from the blocks in which quiet
+    turns without exchange show the exposed communication; none without such a block."""
+    told = [block.phases(side) for block in blocks]
+    found = [phases for phases in told if "exposed_communication_seconds" in phases]
+    if not found:
+        return []
+    shares = {name: fmean(one[name] / one["step_seconds"] for one in found) for name in found[0]}
+    step = 1000 * fmean(one["step_seconds"] for one in found)
+    words = [f"{name.removesuffix('_seconds')} {share:.1%}" for name, share in shares.items()]
+    return [f"binds: of a step of {step:.0f} ms {', '.join(words[:-1]).replace('_', ' ')}"]
 
 
 def until_decided(
@@ -215,6 +218,22 @@ def make_side(
     )
 
 
+def run_alone(
+    command: list[str],
+    folder: Path,
+    limit_seconds: float,
+    result: Path,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a command to its end, its output in `folder`, which is emptied first; MeasurementError
+    with the end of that if it fails, takes longer, or writes no `result`. `look` is called
+    meanwhile, twice a second."""
+    clear_folder(folder, keep_failure=False)
+    outcome = start_command(command, folder, limit_seconds, result, lambda elapsed: look())
+    if outcome.status != "completed":
+        raise MeasurementError(f"{shlex.join(command)}: {outcome.status}\n{shown_tail(folder)}")
+
+
 def jpegs_folder(images: int) -> Path:
     """The folder of so many different training images; made if it is not there."""
     target = Path("runs") / "bench-jpegs" / f"{images}x{COPIES_OF_JPEGS}"
@@ -227,42 +246,3 @@ def jpegs_folder(images: int) -> Path:
                 os.link(file, file.with_name(f"{file.stem}-{copy:02d}.jpg"))
         draft.rename(target)
     return target.resolve()
-
-
-@contextmanager
-def started(side: Side, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A side that has been started by itself, with its output in `folder`; ended on leaving."""
-    launches = Launches()
-    try:
-        yield start_side(side, side.command(folder.resolve(), 0), folder, launches)
-    finally:
-        launches.end()
-
-
-def ablate(side: Side, folder: Path) -> dict[str, float]:
-    """The phases of a short run of a side's command with --ablation-steps, in which stretches of
-    steps alternate whose gradients are exchanged and whose are not: seconds a step, of the mean
-    rank."""
-    flags = f"--ablation-steps {ABLATION_STRETCH} --max-steps {ABLATION_STEPS}"
-    say(f"what binds {side.name}? A run with {flags}")
-    one = replace(side, program=(*side.program, *flags.split()))
-    with started(one, folder) as process, suppress(subprocess.TimeoutExpired):
-        process.wait(ABLATION_SECONDS)
-    summary = folder / "run" / "summary.json"
-    if not summary.exists():
-        raise MeasurementError(
-            f"{one.shown()}: no summary within {ABLATION_SECONDS} s\n{shown_tail(folder)}"
-        )
-    ranks = json.loads(summary.read_text())["ranks"]
-    names = [f"{name}_seconds" for name in ("step", "exposed_communication", *PHASES)]
-    return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in names}
-
-
-def ablation_sentence(phases: dict[str, float]) -> str:
-    """The phases as shares of the step."""
-    step, exposed = phases["step_seconds"], phases["exposed_communication_seconds"]
-    shares = ", ".join(f"{name} {phases[f'{name}_seconds'] / step:.1%}" for name in PHASES)
-    return (
-        f"exposed communication {exposed / step:.1%} of a step of {step * 1000:.0f} ms "
-        f"({exposed * 1000:.1f} ms; {shares}), by --ablation-steps in a run of its own"
-    )

@@ -7,7 +7,7 @@ held out enters no prediction.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
@@ -20,7 +20,7 @@ from compare.prediction.inputs import Inputs
 from compare.prediction.networks import GBIT, Cluster, on_cpus
 from compare.prediction.step import Prediction, fit, predict_step
 from recipe.errors import UserError
-from recipe.files import replace_file, write_json
+from recipe.files import replace_file
 
 RECORD = "points.json"
 FIT: Final = "fit"
@@ -84,20 +84,10 @@ class Point:
         where = f"{workers} workers" if hosts == 1 else f"{hosts} hosts at {rate} Gb/s"
         return f"{model}, {self.column}, {where}"
 
-    @property
-    def half_range(self) -> float:
-        """Half the range of its turns, in proportion."""
-        low, high = self.low_seconds or 0.0, self.high_seconds or 0.0
-        return (high - low) / 2 / (self.step_seconds or 1.0)
-
     def place(self) -> tuple[str, int, int, str]:
         """All but engine and transport."""
         rate = "" if self.gbit_per_s is None else f"{self.gbit_per_s:g}"
         return self.model, self.hosts, self.workers, rate
-
-    def kind(self) -> tuple[str, str]:
-        """A model, on one host or on several."""
-        return self.model, "one host" if self.hosts == 1 else "several hosts"
 
 
 class Record(msgspec.Struct):
@@ -129,14 +119,6 @@ class Checked:
     def covered(self) -> bool:
         """Whether the prediction's interval holds what was measured."""
         return self.predicted.low_seconds <= self.measured <= self.predicted.high_seconds
-
-    @property
-    def bars(self) -> list[tuple[float, float]]:
-        """Both intervals in a plot, as lines with a gap behind each."""
-        low, high, gap = self.point.low_seconds, self.point.high_seconds, (math.nan, math.nan)
-        at, to = self.measured, self.predicted.step_seconds
-        across = [(low or at, to), (high or at, to), gap]
-        return [*across, (at, self.predicted.low_seconds), (at, self.predicted.high_seconds), gap]
 
     def shown(self) -> str:
         """Milliseconds, measured and predicted, and the error; a star where the interval misses."""
@@ -215,12 +197,13 @@ def summary(checked: Sequence[Checked]) -> dict[str, float]:
     """How far predictions were off; in how many their interval held what was measured; and half the
     range of the typical point's turns. All in proportion."""
     errors = [abs(one.error) for one in checked]
+    ranges = [(one.point.high_seconds or 0) - (one.point.low_seconds or 0) for one in checked]
     return {
         "points": len(checked),
         "median": median(errors),
         "worst": max(errors),
         "covered": sum(one.covered for one in checked) / len(checked),
-        "turns": median(one.point.half_range for one in checked),
+        "turns": median(r / 2 / one.measured for r, one in zip(ranges, checked, strict=True)),
     }
 
 
@@ -241,7 +224,14 @@ def show(record: Record) -> str:
     parts += [
         f"Not measured: {point.name}: {point.failed}" for point in record.points if point.failed
     ]
-    parts.append(grid(held_out, Point.kind, ("", ""), lambda own: CELL.format_map(summary(own))))
+    parts.append(
+        grid(
+            held_out,
+            lambda point: (point.model, "one host" if point.hosts == 1 else "several hosts"),
+            ("", ""),
+            lambda own: CELL.format_map(summary(own)),
+        )
+    )
     head = ("model", "hosts", "workers", "Gb/s")
     parts.append(grid(checked, Point.place, head, lambda own: own[0].shown()))
     return "\n\n".join(parts)
@@ -266,42 +256,36 @@ def grid(
 
 
 def plot(record: Record) -> str:
-    """The picture: predicted against measured, both with their intervals."""
-    checked, layers = check(record), []
-    reach = [end for one in checked for place in one.bars for end in place if end > 0]
+    """The picture: predicted, with its interval, against measured."""
+    checked, layers = check(record), list[Layer]()
+    ends = [(one.predicted.low_seconds, one.predicted.high_seconds) for one in checked]
+    reach = [one.measured for one in checked] + [end for pair in ends for end in pair if end > 0]
     scale = logarithmic(reach, "measured: seconds of a step")
     layers.append(Layer("line", [(min(reach),) * 2, (max(reach),) * 2], MUTED, 0.8, "3 2"))
     columns = list(dict.fromkeys(one.point.column for one in checked))
     for column, colour, marker in zip(columns, COLOURS, MARKERS, strict=False):
         own = [one for one in checked if one.point.column == column]
-        bars = [place for one in own for place in one.bars]
+        bars = [
+            (one.measured, end)
+            for one in own
+            for end in (one.predicted.low_seconds, one.predicted.high_seconds, math.nan)
+        ]
         at = [(one.measured, one.predicted.step_seconds) for one in own]
         texts = [f"{one.point.name}: {one.shown()}" for one in own]
         layers.append(Layer("line", bars, colour, 0.7, opacity=0.6))
         layers.append(Layer(marker, at, colour, 2.2, texts=texts, key=column))
-    title, caption = "Predicted and measured", "Vertical: the interval of 90 %; horizontal: turns."
-    up = replace(scale, label="predicted")
+    caption, up = "Vertical: the interval of 90 %.", replace(scale, label="predicted")
+    title = "Predicted and measured"
     return standalone(Plot("predicted", title, caption, scale, up, layers, height=300).svg)
 
 
 def write_tables(folder: Path, docs: Path | None) -> str:
-    """Write table.md, table.json and predicted.svg beside the record, and the table into a text if
+    """Write table.md and predicted.svg beside the record, and the table into a text if
     one is named; return the table."""
     record = read(folder)
-    if not (checked := check(record)):
+    if not check(record):
         raise UserError(f"{folder}: nothing was measured that can be predicted, see {RECORD}")
-    by_role = defaultdict[str, list[Checked]](list)
-    for one in checked:
-        by_role[one.point.role].append(one)
-    told = {
-        "summary": {role: summary(own) for role, own in by_role.items()},
-        "points": [
-            {**asdict(one.point), "predicted": asdict(one.predicted), "error": one.error}
-            for one in checked
-        ],
-    }
     text = show(record)
-    write_json(folder / "table.json", told)
     replace_file(folder / "table.md", f"{text}\n")
     replace_file(folder / "predicted.svg", plot(record))
     if docs is not None:

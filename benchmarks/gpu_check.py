@@ -13,20 +13,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.by_turns import jpegs_folder
-from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import ROOT, run_environment
+from benchmarks.by_turns import jpegs_folder, run_alone
+from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
 from compare.running import checks
-from compare.running.launch import Launches, last_step, shown_tail, utc_now, utc_stamp
+from compare.running.launch import last_step, utc_now, utc_stamp
 from compare.running.scheduler import Scheduler
 from compare.running.sides import Side
 from recipe.command import run_tool
@@ -39,8 +39,8 @@ DRY = (
     "--no-cuda --arch shufflenet_v2_x0_5 --train-crop-size 32 --val-crop-size 32 --batch-size 4 "
     "--threads 1 --no-channels-last"
 )
-TESTS = ROOT / "tests"
-LIMIT_SECONDS = 100  # of one training or tool
+DRY_STEPS = "--max-steps 12"
+LIMIT_SECONDS = 100  # of one training or tool; three times as long on a CPU, which others may use
 # Prints a line a synchronising call: torch would else say each only once.
 COUNTED = (
     "import runpy, sys, torch; torch.set_warn_always(True); "
@@ -49,7 +49,6 @@ COUNTED = (
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 SYNCHRONISING = "called a synchronizing CUDA operation"
-LEAST_STEPS = 10  # at the start, that no figure is of
 
 
 class NotPossibleError(Exception):
@@ -63,56 +62,32 @@ class Setting:
     folder: Path
     dry: bool
 
-    def train(
-        self,
-        flags: str,
-        engine: str = "ddp",
-        workers: int = 1,
-        prefix: Sequence[str] = (),
-        data: str = SYNTHETIC,
-    ) -> dict[str, Any]:
-        """Train through the engine's launcher; return the summary, with what is seen from outside:
-        images/s by the wall clock, the output, and the watts that nvidia-smi shows."""
-        place = self.folder / f"{engine}-{time.time_ns()}"
-        place.mkdir(parents=True)
-        name = "horovod-mpi" if engine == "horovod" else "ddp-torchrun"
-        launcher = CONFIGURATIONS[name].launch_words(workers, None) if workers > 1 else ["python"]
-        words = [*launcher, *prefix, TRAINERS[engine], *f"{WORK} {data} {flags}".split()]
-        words += ["--log-interval", "1", "--keep-checkpoints", "0"]
-        words += [*(DRY.split() if self.dry else ()), "--log-dir", str(place), "--name", "run"]
-        seen, watts = list[tuple[float, int, float]](), list[float]()
-        with Launches() as launches:
-            process, deadline = launches.launch(words, place), time.monotonic() + LIMIT_SECONDS
-            while process.poll() is None and time.monotonic() < deadline:
-                line = last_step(place / "run/metrics.jsonl") or {"step": 0}
-                if line["step"] >= (0 if self.dry else LEAST_STEPS):
-                    images = line.get("images_per_second", 0) * line.get("seconds", 0)
-                    if not seen or line["step"] > seen[-1][1]:
-                        seen.append((time.monotonic(), line["step"], images))
-                        watts += [] if self.dry else ask_nvidia_smi("power.draw")[:1]
-                time.sleep(0.02)
-        summary = place / "run/summary.json"
-        if not summary.exists():
-            raise UserError(f"no summary within {LIMIT_SECONDS} s\n{shown_tail(place)}")
-        (first, start, _), (last, end, images) = seen[0], seen[-1]
-        return {
-            **json.loads(summary.read_text()),
-            "wall_images_per_second": (end - start) * images / ((last - first) or 1e9),
-            "output": (place / "output.log").read_text(errors="replace"),
-            "nvidia_smi_watts": fmean(watts) if watts else None,
-            "folder": place / "run",
-        }
+    def start(self, *words: str, look: Callable[[Path], None] = lambda folder: None) -> Path:
+        """Run a program of the project to its end, and return its folder, whose path stands for
+        {folder} in the words, and which has the output; MeasurementError if it fails."""
+        folder = self.folder / str(time.time_ns())
+        command = ["env", "NCCL_DEBUG=INFO", sys.executable]
+        command += [word.replace("{folder}", str(folder)) for word in words]
+        limit_seconds = LIMIT_SECONDS * (3 if self.dry else 1)
+        run_alone(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
+        return folder
+
+    def train(self, flags: str, *prefix: str, data: str = SYNTHETIC, **look: Any) -> dict[str, Any]:
+        """Train; return the summary, with the run's folder."""
+        words = f"{TRAINERS['ddp']} {WORK} {data} {flags} --keep-checkpoints 0 --log-dir".split()
+        dry = f"{DRY} {DRY_STEPS}".split() if self.dry else ()
+        folder = self.start(*prefix, *words, "{folder}", "--name", "run", *dry, **look)
+        return json.loads((folder / "run/summary.json").read_text()) | {"folder": folder}
 
 
-def ask_nvidia_smi(field: str) -> list[Any]:
-    """What nvidia-smi says of each GPU; figures as numbers."""
+def ask_nvidia_smi(field: str) -> list[str]:
+    """What nvidia-smi says of each GPU."""
     words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise NotPossibleError(f"nvidia-smi: {error}") from None
-    lines = done.stdout.splitlines()
-    return [float(line) if re.fullmatch(r"[\d.]+", line) else line for line in lines]
+    return done.stdout.splitlines()
 
 
 def expect(is_well: bool, wrong: str, **figures: Any) -> dict[str, Any]:
@@ -122,61 +97,81 @@ def expect(is_well: bool, wrong: str, **figures: Any) -> dict[str, Any]:
     return figures
 
 
-def tool(setting: Setting, *words: str) -> str:
-    """The output of one of the project's commands; UserError with its end if it fails."""
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_SECONDS,
-        env=run_environment() | {"NCCL_DEBUG": "INFO"},
-    )  # fmt: skip
-    expect(done.returncode == 0, f"{' '.join(words)}\n{(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout
+def versions() -> dict[str, Any]:
+    """What everything is measured with."""
+    gpus = range(torch.cuda.device_count())
+    return checks.versions() | {
+        "cuDNN": torch.backends.cudnn.version(),
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
+        "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in gpus],
+        "architectures": torch.cuda.get_arch_list(),
+    }
+
+
+# ------------------------------------------------------------------------------------- the checks
 
 
 def facts(setting: Setting) -> dict[str, Any]:
-    """What driver, torch and nvidia-smi say must agree."""
-    found = versions()
-    if setting.dry:
-        return found
-    names = ask_nvidia_smi("name")
-    return expect(set(found["gpus"]) <= set(names), "torch and nvidia-smi see other GPUs",
-                  **found, nvidia_smi=names, driver=ask_nvidia_smi("driver_version"))  # fmt: skip
+    """What the doctor says of torch, its GPUs and Horovod; nvidia-smi must see these GPUs."""
+    asked = (checks.check_torch, checks.check_gpus, checks.check_horovod)
+    findings = [asdict(check()) for check in asked]
+    found: dict[str, Any] = {"findings": findings}
+    is_well = all(one["status"] != "failed" for one in findings)
+    if not setting.dry:
+        gpus, names = versions()["gpus"], ask_nvidia_smi("name")
+        is_well &= bool(gpus) and {*gpus} <= {*names}
+        found |= {"torch": gpus, "nvidia_smi": names, "driver": ask_nvidia_smi("driver_version")}
+    return expect(is_well, "torch and nvidia-smi see other GPUs, or the doctor failed", **found)
 
 
 def gpu_tests(setting: Setting) -> dict[str, Any]:
-    ask = ["--collect-only"] if setting.dry else []
-    files = [str(file) for file in TESTS.glob("test_*.py") if "mark.gpu" in file.read_text()]
-    told = tool(setting, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider", *ask)
-    return {"pytest": told.splitlines()[-1]}
+    """What these tests skip is not possible here."""
+    tests = (ROOT / "tests").glob("test_*.py")
+    words = ["-m", "pytest", *(str(one) for one in tests if "mark.gpu" in one.read_text())]
+    words += ["-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]
+    folder = setting.start(*words, *(["--collect-only"] if setting.dry else []))
+    lines = (folder / "output.log").read_text().splitlines()
+    if skipped := [line for line in lines if line.startswith("SKIPPED")]:
+        raise NotPossibleError("\n".join([lines[-1], *skipped]))
+    return {"pytest": lines[-1]}
 
 
 def synchronising_calls(setting: Setting) -> dict[str, Any]:
     """Of 20 steps: the difference of two runs that differ by so many."""
-    prefix = ["-W", "always", "-c", COUNTED]
-    few, many = (
-        setting.train(f"--batch-size 32 --max-steps {n}", prefix=prefix)["output"]
-        for n in ((3, 6) if setting.dry else (10, 30))
-    )
-    lines = Counter(line for line in many.splitlines() if SYNCHRONISING in line)
-    calls = (many.count(SYNCHRONISING) - few.count(SYNCHRONISING)) / (3 if setting.dry else 20)
-    return {"calls_per_step": calls, "where": dict(lines.most_common(20))}
+    found = []
+    for steps in (10, 30):
+        run = setting.train(f"--batch-size 32 --max-steps {steps}", "-W", "always", "-c", COUNTED)
+        lines = (run["folder"] / "output.log").read_text(errors="replace").splitlines()
+        found.append(Counter(line for line in lines if SYNCHRONISING in line))
+    few, many = (sum(lines.values()) for lines in found)
+    figures = {"calls_per_step": (many - few) / 20, "where": found[1].most_common(20)}
+    # The record alone waits for the GPU now and then.
+    return expect(setting.dry or many > 0, "torch names no call: did it look?", **figures)
+
+
+def compare_clocks(setting: Setting, *kinds: str) -> dict[str, Any]:
+    """Images/s by the wall clock and by the steps' own times, which may differ by 2 %."""
+    found = {}
+    for kind, batch in product(kinds, (32,) if setting.dry else (32, 256)):
+        name = f"{kind} --batch-size {batch}"
+        done = setting.train(f"{name} --max-steps 60")
+        found[name] = done["wall_images_per_second"], done["images_per_second"]
+    off = [
+        name
+        for name, (wall, own) in found.items()
+        if not wall or not own or abs(wall / own - 1) > 0.02
+    ]
+    return expect(setting.dry or not off, f"wall clock and steps differ for {off}", **found)
 
 
 def speed(setting: Setting) -> dict[str, Any]:
-    """By the wall clock and by summary.json, which may differ by 2 %."""
-    found = {}
-    for batch in (32, 256):
-        for kind in ("--precision bf16", "--precision fp16", "--precision bf16 --compile"):
-            if setting.dry and "compile" in kind:
-                continue
-            done = setting.train(f"--batch-size {batch} --max-steps {7 if setting.dry else 60} "
-                                 f"{kind}")  # fmt: skip
-            pair = [done["wall_images_per_second"], done["images_per_second"]]
-            found[f"{kind} --batch-size {batch}"] = pair
-    left_out = {"left_out": "--compile, whose compiler takes minutes"} if setting.dry else {}
-    off = [kind for kind, (wall, own) in found.items() if own and abs(wall / own - 1) > 0.02]
-    return expect(
-        setting.dry or not off, f"wall clock and summary differ for {off}", **found, **left_out
-    )
+    return compare_clocks(setting, "--precision bf16", "--precision fp16")
+
+
+def compiled(setting: Setting) -> dict[str, Any]:
+    if setting.dry:
+        raise NotPossibleError("on a CPU the compiler takes minutes")
+    return compare_clocks(setting, "--precision bf16 --compile")
 
 
 def determinism(setting: Setting) -> dict[str, Any]:
@@ -186,30 +181,29 @@ def determinism(setting: Setting) -> dict[str, Any]:
 
 
 def two_workers(setting: Setting) -> dict[str, Any]:
-    """Both engines, equal within 1e-5, and each with sync BatchNorm."""
-    own = ["--no-cuda"] if setting.dry else ["--deterministic"]
-    flags = ["--data", "digits", "--threads", "1", *own]
-    words = ["--workers", "2", "--steps", "3", "--relative", "1e-5", "--", *flags]
-    told = tool(setting, "compare/parity.py", *words)
-    sync = {
-        engine: setting.train("--batch-size 32 --batch-norm sync --max-steps 6", engine, 2)
-        for engine in ("ddp", "horovod")
-    }
-    figures = {name: (one["transport"], one["weights_sha256"]) for name, one in sync.items()}
-    by_nccl = setting.dry or {transport for transport, _ in figures.values()} == {"NCCL"}
-    return expect(by_nccl, "not over NCCL", parity=told.splitlines()[-1], **figures)
+    """Both engines, equal within 1e-5, with each worker's own BatchNorm and with sync BatchNorm."""
+    found, transports = dict[str, Any](), set[str]()
+    for norm in ("sync",) if setting.dry else ("local", "sync"):
+        words = ["--workers", "2", "--steps", "3", "--relative", "1e-5", "--out", "{folder}/runs"]
+        words += ["--", "--data", "digits", "--threads", "1", "--batch-norm", norm]
+        words += ["--no-cuda"] if setting.dry else ["--deterministic"]
+        folder = setting.start("compare/parity.py", *words)
+        found[norm] = (folder / "output.log").read_text().splitlines()[-1]
+        for summary in folder.glob("runs/**/summary.json"):
+            transports.add(json.loads(summary.read_text())["transport"])
+    found["transports"] = sorted(transports)
+    return expect(bool(transports) and (setting.dry or transports == {"NCCL"}), "not NCCL", **found)
 
 
 def all_reduce(setting: Setting) -> dict[str, Any]:
-    out = setting.folder / "collectives.json"
-    sizes = ["4K", "1M"] if setting.dry else ["4K", "16M", "256M"]
-    words = ["--workers", "2", "--blocks", "1", "--model", "none", "--sizes", *sizes]
-    words += ["--wires", "fp32", "--json", str(out), "--out", str(setting.folder / "collectives")]
-    backends = ["--backends", "torch.distributed", *(["--no-cuda"] if setting.dry else [])]
-    tool(setting, "compare/collectives.py", *words, *backends)
-    log = setting.folder / "collectives/block-1/torch.distributed/output.log"
+    words = ["--workers", "2", "--blocks", "1", "--model", "none", "--wires", "fp32", "--sizes"]
+    words += ["4K", "1M", "--no-cuda"] if setting.dry else ["4K", "16M", "256M"]
+    words += ["--backends", "torch.distributed", "--json", "{folder}/collectives.json", "--out"]
+    folder = setting.start("compare/collectives.py", *words, "{folder}/runs")
+    log = folder / "runs/block-1/torch.distributed/output.log"
     via = Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))  # as in P2P/CUMEM
-    figures = {"measured": json.loads(out.read_text()), "nccl_via": dict(via)}
+    measured = json.loads((folder / "collectives.json").read_text())
+    figures = {"measured": measured, "nccl_via": via}
     return expect(setting.dry or bool(via), "NCCL names no transport", **figures)
 
 
@@ -228,100 +222,63 @@ def stopped_neighbour(setting: Setting) -> dict[str, Any]:
 
 
 def jpegs(setting: Setting) -> dict[str, Any]:
-    steps, images = (7, 40) if setting.dry else (40, 640)
-    flags = f"--batch-size 256 --precision bf16 --max-steps {steps}"
-    done = setting.train(flags, data=f"--data {jpegs_folder(images)}")
+    data = f"--data {jpegs_folder(40 if setting.dry else 640)}"
+    done = setting.train("--batch-size 256 --precision bf16 --max-steps 40", data=data)
     cores = done["cpu_seconds"] / done["train_seconds"]
     return {"cores_used": cores, "input": done["input"], "rate": done["images_per_second"]}
 
 
 def profile(setting: Setting) -> dict[str, Any]:
     done = setting.train("--batch-size 256 --precision bf16 --profile-steps 5 --max-steps 20")
-    events = json.loads((done["folder"] / "profile/rank-0.json").read_text())["traceEvents"]
+    events = json.loads((done["folder"] / "run/profile/rank-0.json").read_text())["traceEvents"]
     names = Counter(event.get("cat", "") for event in events)
     sums = Counter[str]()
     for event in events:
         if event.get("cat") == ("cpu_op" if setting.dry else "kernel"):
             sums[event["name"][:80]] += event["dur"]
-    return expect(bool(sums), "no kernels in it", events=dict(names), us=dict(sums.most_common(20)))
+    return expect(bool(sums), "no kernels in it", events=names, us=sums.most_common(20))
 
 
 def energy(setting: Setting) -> dict[str, Any]:
     """NVML's counter against the power that nvidia-smi shows, within 15 %."""
-    done = setting.train(f"--batch-size 256 --max-steps {7 if setting.dry else 100} "
-                         "--precision bf16")  # fmt: skip
-    figures = {"energy": done["energy"], "nvidia_smi_watts": done["nvidia_smi_watts"]}
+    watts = list[float]()
+
+    def look(folder: Path) -> None:
+        if not setting.dry and last_step(folder / "run/metrics.jsonl"):
+            watts.append(float(ask_nvidia_smi("power.draw")[0]))
+
+    done = setting.train("--batch-size 256 --precision bf16 --max-steps 150", look=look)["energy"]
     if setting.dry:
-        raise NotPossibleError(f"NVML is left out in --dry; {figures}")
-    ratio = (done["energy"]["gpu_watts"] or 0) / (done["nvidia_smi_watts"] or 1)
-    return expect(0.85 < ratio < 1.15, "they differ", **figures)
+        raise NotPossibleError(f"NVML is left out in --dry; {done}")
+    ratio = (done["gpu_watts"] or 0) / (median(watts) if watts else 1)
+    return expect(0.85 < ratio < 1.15, "they differ", energy=done, nvidia_smi_watts=watts)
 
 
-@dataclass(frozen=True)
-class Check:
-    """A row: what it does, what is looked for in it, and on how many GPUs."""
-
-    run: Callable[[Setting], dict[str, Any]]
-    looks_for: str
-    gpus: int = 1
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
+# And on how many GPUs.
+CHECKS: dict[Callable[[Setting], dict[str, Any]], int] = {
+    facts: 0, gpu_tests: 1, synchronising_calls: 1, speed: 1, determinism: 1, two_workers: 2,
+    all_reduce: 2, stopped_neighbour: 1, jpegs: 1, profile: 1, energy: 1, compiled: 1,
+}  # fmt: skip
 
 
-CHECKS = (
-    Check(facts, "torch and nvidia-smi see the same GPUs"),
-    Check(gpu_tests, "pytest -m gpu passes"),
-    Check(synchronising_calls, "how many a step, and where: for a person to judge"),
-    Check(speed, "wall clock and summary.json within 2 %"),
-    Check(determinism, "the same weights twice with --deterministic"),
-    Check(two_workers, "engines equal within 1e-5; sync BatchNorm; over NCCL", 2),
-    Check(all_reduce, "bandwidth, and NCCL's transport", 2),
-    Check(stopped_neighbour, "costs less than 1 %"),
-    Check(jpegs, "images/s from JPEG files, and the cores that this takes"),
-    Check(profile, "five steps' kernels"),
-    Check(energy, "NVML and nvidia-smi within 15 %"),
-)
-
-
-@dataclass
-class Result:
-    """What a check has come to."""
-
-    name: str
-    looks_for: str
-    status: str = "ok"  # "failed", "not possible"
-    reason: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def versions() -> dict[str, Any]:
-    """What everything is measured with."""
-    gpus = range(torch.cuda.device_count())
-    return checks.versions() | {
-        "cuDNN": torch.backends.cudnn.version(),
-        "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
-        "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in gpus],
-        "architectures": torch.cuda.get_arch_list(),
-    }
-
-
-def carry_out(check: Check, setting: Setting) -> Result:
-    """Run a check; whatever it ends with is in its result."""
-    result, began = Result(check.name, check.looks_for), time.monotonic()
+def carry_out(
+    check: Callable[[Setting], dict[str, Any]], gpus: int, setting: Setting
+) -> dict[str, Any]:
+    """Run a check; whatever it ends with is in what is returned: its status is "ok", "failed" or
+    "not possible"."""
+    found: dict[str, Any] = {"name": check.__name__, "status": "ok", "reason": "", "figures": {}}
+    began = time.monotonic()
     try:
-        if not setting.dry and torch.cuda.device_count() < check.gpus:
-            raise NotPossibleError(f"{check.gpus} GPUs are needed; torch sees fewer")
-        result.figures = check.run(setting)
+        if not setting.dry and torch.cuda.device_count() < gpus:
+            raise NotPossibleError(f"{gpus} GPUs are needed; torch sees fewer")
+        found["figures"] = check(setting)
     except NotPossibleError as error:
-        result.status, result.reason = "not possible", str(error)
+        found |= {"status": "not possible", "reason": str(error)}
     except Exception as error:  # none keeps the others from running
-        result.status, result.reason = "failed", f"{type(error).__name__}: {error}"
-    result.seconds = round(time.monotonic() - began, 1)
-    print(f"{result.status:13} {check.name:20} {result.seconds:6.1f} s  {result.reason[:2000]}")
-    return result
+        found |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    found["seconds"] = round(time.monotonic() - began, 1)
+    print("{status:13} {name:20} {seconds:6.1f} s  {reason:.2000}".format_map(found), flush=True)
+    return found
 
 
 def check_gpus(dry: bool = False, only: tuple[str, ...] = (), out: Path | None = None) -> int:
@@ -332,18 +289,23 @@ def check_gpus(dry: bool = False, only: tuple[str, ...] = (), out: Path | None =
         only: These checks alone.
         out: The file; by default gpu-check.json in a new folder of runs/.
     """
-    if wrong := set(only) - {check.name for check in CHECKS}:
-        known = ", ".join(check.name for check in CHECKS)
-        raise UserError(f"--only {' '.join(wrong)}: there is no such check; take of {known}")
+    known = {check.__name__: check for check in CHECKS}
+    if wrong := set(only) - known.keys():
+        raise UserError(
+            f"--only {' '.join(wrong)}: there is no such check; take of {', '.join(known)}"
+        )
     setting = Setting(Path("runs").absolute() / f"gpu-check-{utc_stamp()}", dry)
-    setting.folder.mkdir(parents=True)
-    chosen = [check for check in CHECKS if not only or check.name in only]
-    results = [carry_out(check, setting) for check in chosen]
+    results = [
+        carry_out(check, CHECKS[check], setting)
+        for name, check in known.items()
+        if not only or name in only
+    ]
     out = out or setting.folder / "gpu-check.json"
-    found = {"created_utc": utc_now(), "dry": dry, "versions": versions()}
-    write_json(out, found | {"checks": [asdict(result) for result in results]})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    told = {"created_utc": utc_now(), "dry": dry, "versions": versions(), "checks": results}
+    write_json(out, told)
     print(f"send back: {out}")
-    return int(any(result.status == "failed" for result in results))
+    return int(any(result["status"] == "failed" for result in results))
 
 
 if __name__ == "__main__":

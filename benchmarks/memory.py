@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.by_turns import Contender, make_side, started
+from benchmarks.by_turns import Contender, make_side
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
-from compare.running.launch import last_step, shown_tail
+from compare.running.launch import Launches, last_step, shown_tail
+from compare.running.scheduler import start_side
 from compare.running.sides import MeasurementError
 
 GOAL = 1.01
@@ -39,27 +40,23 @@ def measure(options: Options) -> Measured:
     first, last = (20, 100) if options.quick else (1_000, 10_000)
     sides = {name: make_side(name, c, TINY, options) for name, c in CONTENDERS.items()}
     # The readings of one launch agree to a part in thousands; three launches tell more than one.
-    launches = options.num_blocks(3)
-    names = [name for name in sides for _ in range(launches)]
-    folders = [
-        options.out / "blocks" / "memory" / str(n // launches) / str(n % launches)
-        for n in range(len(names))
-    ]
-    with contextlib.ExitStack() as stack:
-        runs = [
-            (stack.enter_context(started(sides[name], folder)).pid, folder)
-            for name, folder in zip(names, folders, strict=True)
-        ]
+    count, runs = options.num_blocks(3), list[tuple[int, Path]]()
+    with Launches() as launches:
+        for number in range(count * len(sides)):
+            side = [*sides.values()][number // count]
+            folder = (options.out / "blocks" / "memory" / str(number)).resolve()
+            process = start_side(side, side.command(folder, 0), folder, launches)
+            runs.append((process.pid, folder))
         readings = watch(runs, first, last)
     rows = []
     for number, name in enumerate(sides):
-        own = readings[number * launches : (number + 1) * launches]
+        own = readings[number * count : (number + 1) * count]
         before, after = zip(*own, strict=True)
         row = Row(14, f"memory after 10,000 / 1,000 steps, {name}", GOAL, at_least=False)
         mean = statistics.mean(before + after) / 2**20
         note = f"{TINY}; {mean:,.0f} MiB on average, after {last:,} and {first:,} steps"
         rows.append(row.measured(estimate_ratio(after, before), note))
-    return Measured(rows, [*sides.values()], details={"bytes": [names, readings]})
+    return Measured(rows, [*sides.values()], details={"bytes": [[*sides], readings]})
 
 
 def watch(runs: Sequence[tuple[int, Path]], first: int, last: int) -> list[tuple[float, float]]:

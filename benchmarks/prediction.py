@@ -11,7 +11,7 @@ the fit among them, so that what the machine does in these minutes it does to al
 trainings of a model between hosts. What fails is recorded as failed, with the reason; the same
 command with the same --out measures what is missing.
 
-Writes points.json (the record), table.md, table.json and predicted.svg. compare/keep.py keeps them.
+Writes points.json (the record), table.md and predicted.svg. compare/keep.py keeps them.
 """
 
 import contextlib
@@ -19,14 +19,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.by_turns import Contender, make_side
+from benchmarks.by_turns import Contender, make_side, run_alone
 from benchmarks.checked import FIT, HELD_OUT, RECORD, Point, Record, read, write, write_tables
 from benchmarks.record import Options, machine
 from benchmarks.wire_format import entrance_to, rate_name
@@ -37,7 +36,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
 from compare.prediction.inputs import Inputs, read_inputs
 from compare.prediction.networks import measured_link
-from compare.running.launch import clear_folder, shown_tail, start_command, utc_now, utc_stamp
+from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE, Scheduler, say
 from compare.running.sides import MeasurementError, Side
 from compare.running.take_turns import State
@@ -126,9 +125,7 @@ def measure(settings: Settings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     there = read(out) if (out / RECORD).exists() else Record(utc_now(), machine(), [])
     points = {point.key: point for point in (*settings.points(), *there.points)}
-    groups = defaultdict[str, list[Point]](list)
-    for point in points.values():
-        groups[group_of(point)].append(point)
+    groups = dict.fromkeys(map(group_of, points.values()))
     with contextlib.ExitStack() as stack:
         made = list[Host]()
         if settings.hosts:
@@ -137,7 +134,8 @@ def measure(settings: Settings) -> None:
             made = stack.enter_context(namespaces.hosts(keys, names, reach_here=True))
         there.links |= measure_links(made[:2], out, there)
         for number, name in enumerate(shuffled(groups, 0), start=1):
-            minutes, group = (time.monotonic() - began) / 60, groups[name]
+            minutes = (time.monotonic() - began) / 60
+            group = [point for point in points.values() if group_of(point) == name]
             label = f"[{number} of {len(groups)}, {minutes:.0f} min] {name}"
             first = group[0]
             if first.hosts == 1 and first.training not in there.inputs:
@@ -190,19 +188,16 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
             continue
         say(f"all-reduce between two workers, {place} hosts")
         folder = out / "links" / place
-        clear_folder(folder, keep_failure=False)
-        script, sizes = str(ROOT / "compare" / "collectives.py"), ["4K", "64K", "1M", "16M", "64M"]
-        words = ["python", script, "--backends", *BACKENDS.values(), "--sizes", *sizes]
-        words += ["--wires", "fp32", "--blocks", "1", "--model", "none"]
-        words += ["--out", str(folder / "figures")]
+        words = [
+            *("python", str(ROOT / "compare" / "collectives.py"), "--backends", *BACKENDS.values()),
+            *("--sizes", "4K", "64K", "1M", "16M", "64M", "--wires", "fp32", "--blocks", "1"),
+            *("--model", "none", "--out", str(folder / "figures")),
+        ]
         if place == "between":
             limit_rate(made, None)
-            words = [str(entrance_to(made, folder)), *words, "--hosts", "node0:1,node1:1"]
-        start_command(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
-        try:
-            measurement = read_measurement(folder / "figures")
-        except UserError as error:
-            raise MeasurementError(f"{error}\n{shown_tail(folder)}") from None
+            words = [str(entrance_to(made, out)), *words, "--hosts", "node0:1,node1:1"]
+        run_alone(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
+        measurement = read_measurement(folder / "figures")
         for own, backend in BACKENDS.items():
             link = measured_link(measurement, backend)
             found[f"{place} {own}"] = (link.latency_seconds, link.cpu_seconds_per_byte)
@@ -214,11 +209,8 @@ def fit(point: Point, folder: Path) -> Inputs:
     runs = []
     for workers in (1, 2):
         side, own = side_of(replace(point, workers_per_host=workers)), folder / str(workers)
-        clear_folder(own, keep_failure=False)
-        words, summary = [*side.command(own, 0), *FIT_FLAGS], own / "run" / "summary.json"
-        outcome = start_command(words, own, LIMIT_SECONDS, summary)
-        if outcome.status != "completed":
-            raise MeasurementError(f"{side.shown()}: {outcome.status}\n{shown_tail(own)}")
+        command = [*side.command(own, 0), *FIT_FLAGS]
+        run_alone(command, own, LIMIT_SECONDS, own / "run" / "summary.json")
         runs.append(own / "run")
     return read_inputs(runs)
 
@@ -271,9 +263,8 @@ def take_turns(
             PATIENCE,
             lambda line, at=where: say(f"{label}, {at}, {line}"),  # type: ignore[misc]
         )
-        names = tuple(side.name for side in paced)
         counts = {side.name: side.steps for side in paced}
-        blocks[rate] = Block(1, names, tuple(turns), counts, quiet_cores=scheduler.quiet_cores)
+        blocks[rate] = Block(1, (*counts,), tuple(turns), counts, quiet_cores=scheduler.quiet_cores)
     scheduler.weights()  # raises if the ranks of one hold different ones
     return blocks
 

@@ -38,22 +38,17 @@ NO_GOAL = "for reference"
 NEAR = 0.02
 
 
-def new_folder() -> Path:
-    """Where a record is written if nothing is said."""
-    return Path("runs") / "bench" / utc_stamp()
-
-
 @dataclass(frozen=True)
 class Options:
     """How to measure."""
 
-    out: Path = field(default_factory=new_folder)  # the record's folder
+    # The record's folder.
+    out: Path = field(default_factory=lambda: Path("runs") / "bench" / utc_stamp())
     blocks: int | None = None  # launches of each side, 3 for an interval; None: until a verdict
     turns: int | None = None  # quiet turns of each side in a block; None: the row's own number
     patience: float = PATIENCE  # seconds of waiting for quiet after a disturbed turn
     quick: bool = False  # one short block of a tiny network: does it run?
     gpu: bool = False  # sizes for a GPU, which must be there
-    profile: bool = False  # say what binds, even of goals that are reached
     seed: int = 0  # of the order of starts
 
     @property

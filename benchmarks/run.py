@@ -46,7 +46,6 @@ class Entry:
     measure: Callable[[Options], Measured]
     on_cpu: bool = True
     on_gpu: bool = True
-    unmeasured: tuple[Row, ...] = ()  # what to show of it without a GPU
 
 
 def entries() -> list[Entry]:
@@ -58,13 +57,8 @@ def entries() -> list[Entry]:
         Entry("memory", 14, memory.measure),
     ]
     for one in by_turns.read_goals():
-        rows = tuple(
-            Row(one.row, name, pair.goal, "ratio" if len(pair.sides) == 2 else "images/s",
-                needs="a GPU")
-            for name, pair in one.pair.items()
-        )  # fmt: skip
         measure = partial(by_turns.measure, one)
-        found.append(Entry(one.name, one.row, measure, bool(one.work), bool(one.gpu), rows))
+        found.append(Entry(one.name, one.row, measure, bool(one.work), bool(one.gpu)))
     return sorted(found, key=lambda entry: entry.row)
 
 
@@ -132,8 +126,12 @@ def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
 def needing_gpu(rows: list[Row]) -> list[Row]:
     """The rows that only a GPU can measure, and that are not among these."""
     there = {row.number for row in rows}
-    missing = [one for one in entries() if not one.on_cpu and one.row not in there]
-    return [row for one in missing for row in one.unmeasured]
+    return [
+        replace(by_turns.empty_row(name, pair, one), needs="a GPU")
+        for one in by_turns.read_goals()
+        if not one.work and one.row not in there
+        for name, pair in one.pair.items()
+    ]
 
 
 def choose(only: str | None, gpu: bool) -> list[Entry]:

@@ -6,17 +6,15 @@ that fills the page cache. A trainer's first step has ended when its line is in 
 ratio is of seconds of wall time.
 """
 
-import contextlib
-import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.by_turns import QUICK, Contender, make_side, started
+from benchmarks.by_turns import QUICK, Contender, make_side
 from benchmarks.record import Measured, Options, Row
 from compare.evidence.paired import estimate_ratio
 from compare.plan.blocks import shuffled
-from compare.running.launch import shown_tail
-from compare.running.scheduler import say, wait_for_quiet
+from compare.running.launch import Launches, last_step, shown_tail
+from compare.running.scheduler import say, start_side, wait_for_quiet
 from compare.running.sides import MeasurementError, Side
 
 GOAL = 2.0
@@ -57,23 +55,18 @@ def measure(options: Options) -> Measured:
 
 def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
-    metrics, began = folder / "run" / "metrics.jsonl", time.monotonic()
-    with started(side, folder) as process:
-        while side is IMPORT or not has_step(metrics):
+    metrics, launches, began = folder / "run" / "metrics.jsonl", Launches(), time.monotonic()
+    try:
+        process = start_side(side, side.command(folder.resolve(), 0), folder, launches)
+        while not (process.poll() == 0 if side is IMPORT else last_step(metrics)):
             seconds = time.monotonic() - began
-            if process.poll() == 0 and side is IMPORT:
-                return seconds
             if process.poll() is not None or seconds > LIMIT_SECONDS:
                 raise MeasurementError(
                     f"{side.name}: no step in {seconds:.0f} s:\n{shown_tail(folder)}"
                 )
             time.sleep(POLL_SECONDS)
         seconds = time.monotonic() - began
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)  # of one step: it ends in order
+        launches.wait(20)  # of one step: it ends in order
+    finally:
+        launches.end()
     return seconds
-
-
-def has_step(metrics: Path) -> bool:
-    """Whether a run has written the line of its first step."""
-    return metrics.exists() and '"kind": "step"' in metrics.read_text()

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,19 @@ def test_the_table_and_its_notes() -> None:
     assert text.count("≥") == 1 and text.endswith("14, memory: tiny")
     assert text.index("other") < text.index("speed") < text.index("memory")
     assert "|---" in record.show_rows(rows, markdown=True)
+
+
+def test_what_binds_is_told_where_turns_without_exchange_show_it() -> None:
+    (turn,) = a_block({"a": [10]}).turns
+    phases = {"data": 0.0, "forward": 0.3, "backward": 0.6}
+    turns = [replace(turn, phases=phases)]
+    turns += [replace(turn, purpose="ablation", phases=phases | {"backward": 0.4})]
+    with_exchange, both = (Block(1, ("a",), (*own,), {"a": 1}) for own in (turns[:1], turns))
+    assert by_turns.what_binds([with_exchange], "a") == []
+    assert by_turns.what_binds([with_exchange, both], "a") == [
+        "binds: of a step of 1000 ms data 0.0%, forward 30.0%, backward 40.0%, other 10.0%, "
+        "exposed communication 20.0%"
+    ]
 
 
 def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:

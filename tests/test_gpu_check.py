@@ -9,7 +9,7 @@ import torch
 from launching import ROOT
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import CHECKS, Check, NotPossibleError, Setting, carry_out
+from benchmarks.gpu_check import CHECKS, NotPossibleError, Setting, carry_out
 from recipe.errors import UserError
 
 
@@ -34,15 +34,26 @@ def test_how_a_check_ends(
     run: Any, gpus: int, status: str, reason: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    run.__name__ = "made_up"
-    result = carry_out(Check(run, "", gpus), Setting(tmp_path, dry=False))
-    assert result.status == status and result.reason.startswith(reason)
-    assert bool(result.figures) == (status == "ok")
+    result = carry_out(run, gpus, Setting(tmp_path, dry=False))
+    assert result["status"] == status and result["reason"].startswith(reason)
+    assert bool(result["figures"]) == (status == "ok")
+
+
+def test_what_is_skipped_or_not_seen_does_not_pass(tmp_path: Path, monkeypatch: Any) -> None:
+    """Of pytest: what it skips. Of torch: GPUs that nvidia-smi sees and it does not."""
+    setting = Setting(tmp_path, dry=False)
+    (tmp_path / "output.log").write_text("SKIPPED [2] tests/x.py:1: no Apex\n3 passed, 2 skipped\n")
+    monkeypatch.setattr(Setting, "start", lambda *_, **__: tmp_path)
+    result = carry_out(gpu_check.gpu_tests, 0, setting)
+    assert result["status"] == "not possible" and "2 skipped" in result["reason"]
+    monkeypatch.setattr(gpu_check, "ask_nvidia_smi", lambda field: ["H200"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert carry_out(gpu_check.facts, 0, setting)["status"] == "failed"
 
 
 def test_what_fails_is_in_the_file_and_in_the_exit_code(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpu_check, "CHECKS", (Check(raises(UserError("alas")), "an end"),))
+    monkeypatch.setattr(gpu_check, "CHECKS", {raises(UserError("alas")): 1})
     assert gpu_check.check_gpus(dry=True, out=tmp_path / "found.json") == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["versions"]["torch"] and found["checks"][0]["reason"] == "UserError: alas"
@@ -52,4 +63,4 @@ def test_what_fails_is_in_the_file_and_in_the_exit_code(tmp_path: Path, monkeypa
 
 def test_the_page_names_each_check() -> None:
     page = (ROOT / "docs/gpu.md").read_text()
-    assert all(f"| `{check.name}` |" in page for check in CHECKS)
+    assert all(f"| `{check.__name__}` |" in page for check in CHECKS)

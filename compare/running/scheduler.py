@@ -265,19 +265,20 @@ class Scheduler(Launches):
 
     def weights(self) -> dict[str, str]:
         """Return the digest of each side's weights, where a trainer told it; MeasurementError for
-        a side whose ranks hold different ones: their gradients were not averaged."""
-        digests = defaultdict[str, set[str]](set)
+        a side whose ranks hold different ones: their gradients were not averaged. Copies that
+        know nothing of each other may: the first to be done goes on while another finishes."""
+        digests = defaultdict[tuple[str, int], set[str]](set)
         for rank in self.ranks:
             if "weights" in rank.measured:
-                digests[rank.side].add(rank.measured["weights"])
-        for side, found in digests.items():
+                digests[rank.side, rank.copy].add(rank.measured["weights"])
+        for (side, _), found in digests.items():
             if len(found) > 1:
                 raise MeasurementError(
                     f"{side}: its ranks ended with {len(found)} different weights, so it does not "
                     "average the gradients of all: it does less work than it is to be compared by",
                     side,
                 )
-        return {side: found.pop() for side, found in digests.items()}
+        return {side: found.pop() for (side, _), found in digests.items()}
 
     def request(self, side: Side, wanted: State, until: State, **values: Any) -> list[Rank]:
         """Send all ranks of a side which state to take; return them when all are in `until`."""
