@@ -20,7 +20,7 @@ from compare.prediction.inputs import Inputs
 from compare.prediction.networks import GBIT, Cluster, on_cpus
 from compare.prediction.step import Prediction, fit, predict_step
 from recipe.errors import UserError
-from recipe.files import replace_file
+from recipe.files import replace_file, write_json
 
 RECORD = "points.json"
 FIT: Final = "fit"
@@ -280,12 +280,15 @@ def plot(record: Record) -> str:
 
 
 def write_tables(folder: Path, docs: Path | None) -> str:
-    """Write table.md and predicted.svg beside the record, and the table into a text if
-    one is named; return the table."""
+    """Write table.md, predicted.svg and, for compare/predict.py, table.json beside the record, and
+    the table into a text if one is named; return the table."""
     record = read(folder)
-    if not check(record):
+    if not (checked := check(record)):
         raise UserError(f"{folder}: nothing was measured that can be predicted, see {RECORD}")
     text = show(record)
+    if held_out := [one for one in checked if one.point.role == HELD_OUT]:
+        most = max(one.point.workers for one in held_out)
+        write_json(folder / "table.json", {**summary(held_out), "workers": most})
     replace_file(folder / "table.md", f"{text}\n")
     replace_file(folder / "predicted.svg", plot(record))
     if docs is not None:

@@ -11,7 +11,7 @@ the fit among them, so that what the machine does in these minutes it does to al
 trainings of a model between hosts. What fails is recorded as failed, with the reason; the same
 command with the same --out measures what is missing.
 
-Writes points.json (the record), table.md and predicted.svg. compare/keep.py keeps them.
+Writes points.json (the record), table.md, table.json and predicted.svg. compare/keep.py keeps them.
 """
 
 import contextlib

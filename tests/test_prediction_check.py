@@ -50,11 +50,14 @@ def test_table_and_plot_are_written_from_the_record(tmp_path: Path) -> None:
     assert text.count("\n| resnet18") == len(checked.check(one)) + 2
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-prediction")), ids=str)
-def test_recorded_tables_are_what_the_points_give(folder: Path) -> None:
-    text = checked.show(checked.read(folder))
-    assert (folder / "table.md").read_text() == f"{text}\n"
-    assert text in (ROOT / "docs" / "prediction.md").read_text()
+def test_recorded_tables_are_what_the_points_give() -> None:
+    page = (ROOT / "docs" / "prediction.md").read_text()
+    folders = sorted((ROOT / "results").glob("*/*-prediction"), key=lambda one: one.name)
+    assert ("Not recorded yet." in page) == (not folders)
+    for folder in folders:
+        text = checked.show(checked.read(folder))
+        assert (folder / "table.md").read_text() == f"{text}\n"
+        assert text in page or folder != folders[-1]
 
 
 def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
