@@ -43,4 +43,9 @@ def test_the_page_shows_the_newest_campaign() -> None:
     )
     trials = [Result(**one) for one in read_json(newest)["trials"]]
     assert f"../{newest.relative_to(ROOT)}" in page
-    assert markdown(trials) in page
+    # Other modules set how far tabulate pads cells.
+    rows = [" ".join(line.split()) for line in page.splitlines()]
+    missing = [
+        one for one in markdown(trials).splitlines()[2:] if " ".join(one.split()) not in rows
+    ]
+    assert not missing
