@@ -430,8 +430,9 @@ SCENARIOS = {
         shim=on_one_rank("recipe.training.model", FLIPS),
     ),
     "cut-link": Scenario(
-        cut_link, "no batch for 10 s|lost communication with a remote daemon", [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5,
-        flags=FROZEN, shim=lambda trial: ATTENTIVE, on_hosts=True,
+        cut_link, "no batch for 10 s|lost communication with a remote daemon",
+        [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5, flags=FROZEN,
+        shim=lambda trial: ATTENTIVE, on_hosts=True,
     ),
 }  # fmt: skip
 
