@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -219,10 +220,11 @@ def sentences(
         best = min(tried, key=tried.__getitem__)
         ddp = inputs.engine == "ddp"
         flag = f"--bucket-cap-mb {best:g}" if ddp else f"HOROVOD_FUSION_THRESHOLD={best * MIB:.0f}"
-        pays = max((rate for rate in RATES if fp16_pays(inputs, places[name][-1], rate)), default=0)
+        rates = [rate for rate in RATES if fp16_pays(inputs, places[name][-1], rate)]
+        pays = f"pays up to {rates[-1]:g} Gb/s" if rates else "does not pay"
         lines.append(
-            f"{name}: on 8 hosts the fp16 wire pays up to {pays:g} Gb/s; at {MOST} workers {flag} "
-            "is best (compare/run.py --tune checks it)."
+            f"{name}: on 8 hosts the fp16 wire {pays}; at {MOST} workers {flag} is best "
+            "(compare/run.py --tune checks it)."
         )
         top = max(tables[name], key=lambda row: row["images/s"])
         if top != tables[name][-1]:
@@ -254,9 +256,7 @@ def fp16_pays(inputs: Inputs, cluster: Cluster, gbit_per_s: float) -> bool:
     return narrow < wide
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Predict what the command line asks for and return the exit code."""
-    return run_tool("compare/predict.py", predict, __doc__, argv, errors=(UserError, OSError))
+main = partial(run_tool, "compare/predict.py", predict, __doc__, errors=(UserError, OSError))
 
 
 if __name__ == "__main__":

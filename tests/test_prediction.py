@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import ROOT
 from records import a_summary, an_environment
 from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
 from compare.evidence.collectives import Figure, Measurement
 from compare.page.prediction import render_prediction
+from compare.prediction import published
 from compare.prediction.inputs import MIB, Inputs, read_inputs
 from compare.prediction.networks import (
     BETWEEN,
@@ -313,3 +315,12 @@ def test_a_measured_link_is_fitted_and_takes_its_place(monkeypatch, hosts):
     else:
         assert network.within == link
         assert network.between.latency_seconds == pytest.approx(1e-3 + 48e-6)
+
+
+def test_the_docs_show_the_published_scaling_as_it_is_predicted() -> None:
+    def cells(text: str) -> list[list[str]]:
+        return [[one.strip() for one in row.split("|")] for row in text.splitlines()]
+
+    page = cells((ROOT / "docs" / "prediction.md").read_text())
+    rows = cells(published.table())[2:]
+    assert rows and not [row for row in rows if row not in page]

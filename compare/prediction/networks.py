@@ -114,12 +114,12 @@ def on_cpus(transport: str, gbit_per_s: float = math.inf) -> Network:
     return Network("", own, replace(own, bytes_per_second=gbit_per_s * GBIT), COPY, CAST)
 
 
-def measured_link(measurement: Measurement, backend: str, wire: str = "fp32") -> Link:
-    """The link that fits what compare/collectives.py measured between two workers on CPUs: least
-    squares of the relative errors of latency x rounds + seconds per byte x bytes."""
+def measured_link(measurement: Measurement, backend: str) -> Link:
+    """The link that fits what compare/collectives.py measured of fp32 between two workers on CPUs:
+    least squares of the relative errors of latency x rounds + seconds per byte x bytes."""
     figures = [
         figure for (name, message, its), figure in measurement.figures.items()
-        if (name, its) == (backend, wire) and message.isdigit()
+        if (name, its) == (backend, "fp32") and message.isdigit()
     ]  # fmt: skip
     if len(figures) < 2 or figures[0].workers != 2:
         raise UserError(

@@ -101,9 +101,9 @@ def lines_by_step(run_folder: Path, kind: str) -> dict[int, list[dict[str, Any]]
     metrics, found = run_folder / "metrics.jsonl", defaultdict[int, list[dict[str, Any]]](list)
     text = metrics.read_text() if metrics.exists() else ""
     begin = json.dumps({"kind": kind})[:-1]  # of a long run most lines are steps: parse no others
-    for line in text.splitlines():
-        if line.startswith(begin) and line.endswith("}"):
-            found[json.loads(line)["step"]].append(json.loads(line))
+    lines = (one for one in text.splitlines() if one.startswith(begin) and one.endswith("}"))
+    for line in map(json.loads, lines):
+        found[line["step"]].append(line)
     return dict(found)
 
 
