@@ -33,7 +33,7 @@ bench: setup  ## measure how fast all this is, against its goals (ARGS="--only 4
 bench-gpu: setup  ## the same on this machine's GPU
 	$(IN_VENV) python benchmarks/run.py --gpu $(ARGS)
 
-gpu-check: setup  ## five minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
+gpu-check: setup  ## five to ten minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
 	$(IN_VENV) python benchmarks/gpu_check.py $(ARGS)
 
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)

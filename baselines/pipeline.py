@@ -120,13 +120,19 @@ class Pipeline(Rung):
             self.waiting.clear()
             self.clock.lap("data")
             self.clock.end_step()
+            if len(self.clock.steps) > self.config.log_interval:
+                self.take_times()
         return self.sums
+
+    def take_times(self) -> None:
+        """Count the steps since the last time; the host waits for the device."""
+        for phases in self.clock.take():
+            self.seconds += sum(phases.values())
+            self.idle_seconds += phases["data"]
 
     def whole(self) -> Trainables:
         """All weights on each rank, from the rank that trains them, and all momentum on rank 0."""
-        for phases in self.clock.take():  # here the host waits for the device anyway
-            self.seconds += sum(phases.values())
-            self.idle_seconds += phases["data"]
+        self.take_times()
         state = self.optimizer.state
         has_momentum = any("momentum_buffer" in state[w] for w in self.network.parameters())
         for owner, layers in enumerate(self.stages):

@@ -68,9 +68,6 @@ def choose_device(config: Config, world: World) -> torch.device:
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     refuse((reason := lacks_kernels(device.index), f"{reason}, or pass --no-cuda"))
     torch.cuda.set_device(device)
-    is_slow = config.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if is_slow and world.is_first:
-        print("hint: --precision bf16 or tf32 uses this GPU's tensor cores, which fp32 does not")
     torch.backends.cudnn.benchmark = not config.deterministic
     # One statement for both settings, so that fp32 means fp32 whatever the defaults of the
     # installed torch are.

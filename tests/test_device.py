@@ -11,7 +11,8 @@ import pytest
 import torch
 from making import CPU, a_config, a_world, in_ranks
 
-from recipe import device
+from recipe import device, session
+from recipe.data.batches import Data
 from recipe.device import (
     MAX_DEFAULT_WORKERS,
     choose_device,
@@ -181,19 +182,10 @@ def test_compile_needs_a_compiler(
     choose_device(a_config(), a_world())
 
 
-def test_gpu_by_local_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], switches: dict[str, str]
-) -> None:
+def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch, switches: dict[str, str]) -> None:
     chosen = gpus(monkeypatch, 2)
     world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
     assert choose_device(a_config(), world) == torch.device("cuda", 1)
-    hinted = []
-    for precision, newest in (("fp32", (8, 0)), ("fp32", (7, 5)), ("tf32", (8, 0))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu, newest=newest: newest)
-        choose_device(a_config(precision=precision), a_world())
-        hinted.append("hint: --precision bf16" in capsys.readouterr().out)
-    assert hinted == [True, False, False]
-    del chosen[1:]
     assert chosen == [torch.device("cuda", 1)]
     assert choose_device(a_config(cuda=False), world) == CPU
 
@@ -273,6 +265,40 @@ def test_what_only_gpus_have(settings: dict[str, object], monkeypatch: pytest.Mo
 )
 def test_loader_workers(workers: int | None, kind: str, threads: int, expected: int) -> None:
     assert loader_workers(a_config(workers=workers), torch.device(kind), threads) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "cores", "hints"),
+    [
+        ("fp32", (8, 0), 8, ["--precision bf16"]),
+        ("fp32", (7, 5), 8, []),
+        ("tf32", (8, 0), 8, []),
+        ("bf16", (8, 0), 4, ["--dali"]),
+        ("fp32", (9, 0), 4, ["--dali", "--precision bf16"]),
+    ],
+)
+def test_a_session_on_a_gpu_hints_and_has_workers_by_its_cores(
+    precision: str,
+    capability: tuple[int, int],
+    cores: int,
+    hints: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not by its threads, of which a rank with a GPU may have one."""
+    asked = []
+    for name in ("check_same_training", "comparison_keys", "check_shared_memory"):
+        monkeypatch.setattr(session, name, lambda *_: None)
+    monkeypatch.setattr(session.Session, "_read_on", lambda self: None)
+    monkeypatch.setattr(session, "share_of_cores", lambda *_: cores)
+    monkeypatch.setattr(session, "loader_workers", lambda *words: asked.append(words[-1]) or 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    config = a_config(precision=precision, threads=1, train_dir="images")
+    data = Data(None, None, 100, 8, 10)
+    session.Session("ddp", config, a_world(), data, torch.device("cuda", 0), lambda sums: sums)
+    said = capsys.readouterr().out.splitlines()
+    assert all(hint in line for hint, line in zip(hints, said, strict=True))
+    assert asked == [cores]
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -131,6 +131,7 @@ LOCAL = f"{FEW} --warmup-epochs 0.1"  # gradients are averaged in six steps, the
         rarely("ddp", "fsdp", FEW),
         rarely("fsdp", "fsdp", FEW),
         rarely("zero_optimizer", "ddp", FEW),
+        rarely("zero_optimizer", "zero_optimizer", f"{FEW} --optimizer adamw"),
         rarely("ddp", "zero_optimizer", FEW),
         rarely("ddp", "model_parallel", FEW),
         rarely("parameter_averaging", "parameter_averaging", LOCAL),

@@ -136,3 +136,11 @@ def test_every_torchrun_of_several_hosts_has_an_id() -> None:
 def test_every_page_is_linked() -> None:
     for page in PAGES:
         assert page == "README.md" or f"({page})" in README, page
+
+
+def test_no_gpu_is_said_to_be_measured_before_one_is() -> None:
+    """By the devices of all recorded runs."""
+    folder = ROOT / "results"
+    records = [*folder.rglob("environment.json"), *folder.rglob("runs.jsonl")]
+    measured = any('"device":"cuda"' in one.read_text().replace(" ", "") for one in records)
+    assert records and measured != ("No GPU has been measured" in README)

@@ -48,6 +48,7 @@ def main(
         device = torch.device("cuda", hvd.local_rank())
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = False  # as the trainer in fp32
     if threads:
         torch.set_num_threads(threads)
 

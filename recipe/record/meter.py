@@ -86,7 +86,8 @@ class StepMeter:
         self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
         self.energy = EnergyMeter([device], world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
-        self.warm_up_seconds, self.wall_images = 0.0, 0
+        self.warm_up_seconds = self.wall_seconds = 0.0
+        self.wall_images = 0
         self.sends_for_host = world.local_rank == 0
         self.started = time.perf_counter()
         watch.whereabouts = self.whereabouts
@@ -122,6 +123,7 @@ class StepMeter:
             for sums, (_, rate, step, samples_seen), phases in taken
         ]
         self.energy.sample()  # the clock has waited for the device
+        self.wall_seconds = self.energy.seconds - self.warm_up_seconds
         self.pending.clear()
         return lines
 
@@ -164,10 +166,9 @@ class StepMeter:
 
     @property
     def wall_images_per_second(self) -> float | None:
-        """Throughput of all ranks together since the warm-up, by the time that has passed but for
-        evaluations; None in the warm-up."""
-        seconds = self.energy.seconds - self.warm_up_seconds
-        return self.wall_images / seconds if self.wall_images and seconds else None
+        """Throughput of all ranks together since the warm-up, by the time that has passed up to
+        the last steps that were taken, but for evaluations; None in the warm-up."""
+        return self.wall_images / self.wall_seconds if self.wall_images else None
 
     @property
     def train_seconds(self) -> float:
