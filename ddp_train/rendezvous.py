@@ -77,19 +77,18 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list
 def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
     """A store on a free port of rank 0's host, which rank 0 announces at the first free one of
     the ports that all ranks can work out from the job's and the step's number."""
-    host, ports, mark = slurm_address(os.environ)
-    if world.local_size == world.size:
-        host = "127.0.0.1"
+    node, ports, mark = slurm_address(os.environ)
+    host = "127.0.0.1" if world.local_size == world.size else node
     if not world.is_first:
-        port = _ask_for_port(host, ports, mark, timeout.total_seconds())
+        host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
         return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
-    store = dist.TCPStore(
-        host, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout
-    )
+    store, reached_at = _serve_store(world, timeout)
+    if reached_at == socket.gethostname():
+        reached_at = node
     for port in ports:
         with suppress(OSError):
             listener = socket.create_server((host if host == "127.0.0.1" else "", port))
-            answer = mark + str(store.port).encode()
+            answer = mark + f"{reached_at} {store.port}".encode()
             Thread(target=_tell, args=(listener, answer, world.size - 1), daemon=True).start()
             return store
     raise UserError(
@@ -109,17 +108,18 @@ def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
                 ranks -= asking.recv(len(THANKS)) == THANKS
 
 
-def _ask_for_port(host: str, ports: list[int], mark: bytes, seconds: float) -> int:
-    """The port of the store; UserError if no process at `ports` knows it within `seconds`."""
+def _ask_for_store(host: str, ports: list[int], mark: bytes, seconds: float) -> tuple[str, int]:
+    """Host and port of the store; UserError if no process at `ports` knows it within `seconds`."""
     deadline, error = time.monotonic() + seconds, OSError("other jobs answer there")
     while time.monotonic() < deadline:
         for port in ports:
             try:
                 with socket.create_connection((host, port), ANSWER_SECONDS) as asking:
-                    line = asking.makefile("rb").readline(100)
+                    line = asking.makefile("rb").readline(300)
                     if line.startswith(mark) and line.endswith(b"\n"):
                         asking.sendall(THANKS)
-                        return int(line[len(mark) :])
+                        reached_at, _, own = line[len(mark) :].decode().rpartition(" ")
+                        return reached_at, int(own)
             except OSError as failed:
                 error = failed
         time.sleep(0.2)
@@ -134,19 +134,26 @@ def _store_through_mpi(world: World, timeout: timedelta) -> tuple[dist.Store, st
     comm = start_mpi(world, "start with torchrun").COMM_WORLD
     address: tuple[str, int] | None = None
     if world.is_first:
-        host, listens_at = server_address(world)
-        listener = socket.create_server((listens_at, 0))  # the store's own is open to all networks
-        store = dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            world.size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
-        )
+        store, host = _serve_store(world, timeout)
         address = (host, store.port)
     host, port = comm.bcast(address, root=0)
     if not world.is_first:
         store = dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    return store, host
+
+
+def _serve_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
+    """A store on a free port of this host, at the chosen interface if there is one, and this host
+    as the others reach it."""
+    host, listens_at = server_address(world)
+    listener = socket.create_server((listens_at, 0))  # the store's own is open to all networks
+    store = dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        world.size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
     return store, host

@@ -360,12 +360,13 @@ class RunFlags:
     checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"))
     """Also write a checkpoint when the last one is so many minutes old; 0: never."""
     keep_checkpoints: int = run(2, at_least(0))
-    """Newest checkpoints to keep, beside the best; 0 writes none at all."""
+    """Newest checkpoints to keep, beside the best, one that is an epoch (1,000 steps at most)
+    older, and the one that will follow it; 0 writes none at all."""
     weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"))
     """Compare the ranks' weights every so many steps, as with each checkpoint; 0: only then."""
     rollback: int = run(0, at_least(0), needs=("checkpoints", "training"))
     """On a loss that is not finite go back to a checkpoint from before it, leave that step's images
-    out, and train on, at most so many times; one older checkpoint is kept for this."""
+    out, and train on, at most so many times."""
     evaluate: bool = run(False, aliases=("-e", "--test-only"))
     """Only evaluate: --weights, --pretrained or --resume."""
     desired_acc: float | None = run(None, PERCENTAGE, needs="training")
@@ -375,7 +376,7 @@ class RunFlags:
     stall_timeout: int | None = run(None, at_least(0))
     """Seconds since a rank's last batch after which it takes the run for frozen and ends it; 0:
     never. Default: 60, or what 20 batches usually take if that is longer; but 600 until 20 batches
-    have come since the start, since an evaluation or since a checkpoint."""
+    have come since the start or an evaluation, and 3 since a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def keep_gloo_off_loopback(world: World, first_host: str) -> None:
         own = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
     if not ipaddress.ip_address(own).is_loopback:
         return
-    interfaces = _interfaces()
+    interfaces = own_addresses()
     # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
     # by an address that is nobody's (RFC 5737). Nothing is sent to either.
     found = []
@@ -61,7 +61,7 @@ def keep_gloo_off_loopback(world: World, first_host: str) -> None:
     )
 
 
-def _interfaces() -> dict[str, str]:
+def own_addresses() -> dict[str, str]:
     """The interface of each IPv4 address of this host that others may reach."""
     return {
         address.address: interface
@@ -101,15 +101,15 @@ def server_address(world: World) -> tuple[str, str]:
 
 
 def _own_address() -> str:
-    """This host as the others reach it: by the interface that the user chose for Gloo or NCCL, else
-    by its name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    """This host as the others reach it: by the interface that the user chose for Gloo, or for NCCL
+    if that is the name of one (see `prepare_gloo`), else by its name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is None:
         return socket.gethostname()
-    for address, name in _interfaces().items():
+    for address, name in own_addresses().items():
         if name == interface:
             return address
     raise UserError(
-        f"GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME={interface}: this host has no such interface "
-        "with an IPv4 address; it has " + ", ".join(psutil.net_if_addrs())
+        f"GLOO_SOCKET_IFNAME={interface}: this host has no such interface with an IPv4 address; it "
+        "has " + ", ".join(psutil.net_if_addrs())
     )

@@ -15,6 +15,7 @@ import torch
 from msgspec import convert
 from torch import nn
 
+from recipe import watch
 from recipe.config import Config
 from recipe.data.batches import (
     Batch,
@@ -28,8 +29,16 @@ from recipe.data.batches import (
 )
 from recipe.device import gather, loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
+from recipe.meeting import own_addresses
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
-from recipe.record.environment import Usage, describe, fingerprint, measure_usage, summarize
+from recipe.record.environment import (
+    Usage,
+    describe,
+    fingerprint,
+    measure_usage,
+    straggler,
+    summarize,
+)
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
 from recipe.record.resume import evaluation_on_record, go_back, resume, steps_left_out
@@ -44,7 +53,7 @@ from recipe.training.metrics import (
     validate,
 )
 from recipe.training.state import Progress, Trainables
-from recipe.watch import expect_delay, is_asked_to_end, obey_signals
+from recipe.watch import expect_pause, is_asked_to_end, obey_signals
 from recipe.world import World
 
 CORES_TO_DECODE = 8  # for a GPU: with fewer, DALI's decoding there may pay
@@ -73,15 +82,21 @@ class Session:
         keys = comparison_keys(engine, config, data, device)
         check_same_training(keys, world, device, sum_over_ranks)
         # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-        own = world.host, sorted(os.sched_getaffinity(0))
-        self.places = gather(own, world, sum_over_ranks)
+        own = world.host, sorted(os.sched_getaffinity(0)), [*own_addresses()]
+        rows = gather(own, world, sum_over_ranks)
+        self.places = [(host, cores) for host, cores, _ in rows]
+        for rank, (host, _, addresses) in enumerate(rows):
+            for address in addresses:
+                watch.peers.setdefault(address, (host, []))[1].append(rank)
         cores = share_of_cores(self.places, world.rank)
         self.threads = config.threads or cores
         torch.set_num_threads(self.threads)
         self.workers = loader_workers(config, device, cores)
-        has_few_cores = device.type == "cuda" and cores < CORES_TO_DECODE
-        if has_few_cores and config.train_dir and not config.dali and world.is_first:
-            print(f"hint: {cores} cores a GPU may not decode as fast as it trains: --dali")
+        if world.is_first and device.type == "cuda":
+            if cores < CORES_TO_DECODE and config.train_dir and not config.dali:
+                print(f"hint: {cores} cores a GPU may not decode as fast as it trains: --dali")
+            if config.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0):
+                print("hint: --precision bf16 or tf32 uses this GPU's tensor cores, fp32 does not")
         neighbours = sum(host == world.host for host, _ in self.places)
         check_shared_memory(config, neighbours * self.workers)
         self.config, self.progress, self.left_out = config, Progress(), list[int]()
@@ -103,7 +118,10 @@ class Session:
         known = -1.0, False
         if self.world.is_first:
             known = evaluation_on_record(config, self.folder, self.progress)
-        top1, lacks_evaluation = from_rank_0(torch.tensor(known, dtype=torch.float64)).tolist()
+        # On the device: one worker of DDP sends nothing before its tenth step, and NCCL is to start
+        # before the first.
+        told = torch.tensor(known, dtype=torch.float64, device=self.device)
+        top1, lacks_evaluation = from_rank_0(told).tolist()
         start = self.progress.samples_seen
         # The one that the last step began in; of a run that goes on, the next step will.
         self.epoch = start // data.num_train - int(lacks_evaluation)
@@ -275,7 +293,7 @@ class Session:
     ) -> None:
         """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
         may fail, or be cut off."""
-        expect_delay()
+        expect_pause()
         config, world, progress = self.config, self.world, self.progress
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)
@@ -304,6 +322,8 @@ class Session:
         own = measure_usage(self.meter, self.world, model, self.device)
         used = convert(gather(asdict(own), self.world, sum_over_ranks), list[Usage])
         summary = summarize(self.environment, self.work, self.meter, figures, used, model)
+        if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
+            self.recorder.say(slow)
         self.recorder.close(replace(summary, rung=rung or RungFigures()))
         return 0
 

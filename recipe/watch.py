@@ -34,18 +34,22 @@ PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.p
 # watch, and no sooner than torch.distributed does as it comes (Horovod over Gloo: 30 s).
 ENGINE_TIMEOUT_S = 1800
 # How long no batch may come by default: as long as so many usually take, and a minute at least; but
-# where batches do not come regularly yet, ten.
-BATCHES, LEAST_S, IRREGULAR_S = 20, 60.0, 600.0
+# where batches do not come regularly yet, or not AGAIN so many since a pause, ten.
+BATCHES, LEAST_S, AGAIN, IRREGULAR_S = 20, 60.0, 3, 600.0
 FRAMES = 8  # of a stack that a message shows
 RETRANSMISSIONS = 3  # of the same data, on a connection to a host that is taken to be cut off
 RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # by which torchrun says whether it will start anew
-ANSWER_S = 5.0  # that a launcher may take to pass a signal on
+# That a launcher may take to pass a signal on: mpirun waits for a second, or for as long as it is
+# told.
+ANSWER_S = 2 * float(os.environ.get("OMPI_MCA_odls_base_sigkill_timeout", 1))  # noqa: SIM112
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _obeys = False  # whether the training loop ends by itself when it is asked to
 _asked: signal.Signals | None = None  # the first that came since
 _signs_of_life: deque[float] = deque(maxlen=BATCHES + 1)  # when the last ones were, in seconds
+_paused_at = -math.inf  # when the last pause began
+peers: dict[str, tuple[str, list[int]]] = {}  # the job's hosts, by address: name, and ranks there
 whereabouts: Callable[[], str] = str  # of this rank, in words; none before training
 
 
@@ -69,10 +73,18 @@ def is_asked_to_end() -> bool:
 
 
 def expect_delay() -> None:
-    """Tell the watch that what comes does not go on as regularly as batches did, here or on a rank
-    that this one will wait for: an evaluation, a checkpoint that a slow disk takes."""
+    """Tell the watch that what comes is not as regular as batches were, here or on a rank that this
+    one will wait for: an evaluation."""
     _signs_of_life.clear()
     heartbeat()
+
+
+def expect_pause() -> None:
+    """Tell the watch that the next batch may be late, and those after it are not: a checkpoint that
+    a slow disk takes."""
+    global _paused_at
+    heartbeat()
+    _paused_at = time.monotonic()
 
 
 def engine_timeout(stall_timeout: int | None) -> int:
@@ -187,7 +199,7 @@ def _patience_s(signs: list[float], stall_timeout: int | None) -> float:
     """How long no batch may come after these."""
     if stall_timeout is not None:
         return stall_timeout or math.inf
-    if len(signs) <= BATCHES:
+    if len(signs) <= BATCHES or signs[-AGAIN] <= _paused_at:
         return IRREGULAR_S
     return max(LEAST_S, BATCHES * statistics.median(b - a for a, b in pairwise(signs)))
 
@@ -230,7 +242,7 @@ def _end_frozen(
     stopped = _stopped_ranks(world)
     cut_off = []
     with suppress(OSError):
-        cut_off = [f"{address} does not answer" for address in _unanswering()]
+        cut_off = [f"{host} does not answer" for host in _unanswering()]
     unknown = ["the rank that has no line here, or waits for no other"]
     names = ", ".join([*stopped, *cut_off] or unknown)
     message = (
@@ -258,15 +270,21 @@ def _end_launcher(launchers: dict[int, str], signals: socket.socket) -> None:
     for launcher in list(launchers)[:1]:
         with suppress(OSError):
             os.kill(launcher, signal.SIGTERM)
-            if not select.select([signals], [], [], ANSWER_S)[0]:
-                os.kill(launcher, signal.SIGKILL)
+            until = time.monotonic() + ANSWER_S
+            while _started(launcher) == launchers[launcher] and time.monotonic() < until:
+                if select.select([signals], [], [], ANSWER_S / 20)[0]:
+                    return
+            os.kill(launcher, signal.SIGKILL)
 
 
-def _unanswering() -> set[str]:
-    """Hosts, by IPv4 address, that do not acknowledge what this one has sent them several times."""
+def _unanswering() -> list[str]:
+    """The job's hosts, by IPv4 address, that do not acknowledge what this one has sent them several
+    times, and their ranks."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    addresses = {row[2][:8] for row in rows if int(row[6], 16) >= RETRANSMISSIONS}
-    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in addresses}
+    silent = {row[2][:8] for row in rows if int(row[6], 16) >= RETRANSMISSIONS}
+    addresses = {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in silent}
+    found = dict(peers[address] for address in sorted(addresses & peers.keys()))
+    return [f"{host} (rank {', '.join(map(str, ranks))})" for host, ranks in found.items()]
 
 
 def _stack() -> str:

@@ -14,6 +14,9 @@ refuse() {
 cd "$SLURM_SUBMIT_DIR" || exit
 # mpirun notices within a minute that a node is cut off; by itself it takes eight, or more.
 export OMPI_MCA_oob_tcp_keepalive_{time=20,intvl=5,probes=6}
+# It waits 10 s before it passes SIGTERM on, and 10 s more before it kills: time for a checkpoint.
+export OMPI_MCA_odls_base_sigkill_timeout=10
+export PET_LOG_DIR=/dev/null  # torchrun would leave an empty folder in TMPDIR
 if [ -e slurm/site.sh ]; then . slurm/site.sh; fi
 if [ -n "${VENV:-}" ] || [ -e .venv ]; then . "${VENV:-.venv}/bin/activate"; fi
 RUNS=${RUNS:-runs}
@@ -51,7 +54,7 @@ is_too_short() {  # is_too_short SECONDS: whether the time limit had the job war
 }
 
 train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end
-    local warned_at="" status=0 again=0 pid
+    local warned_at="" cancelled="" status=0 again=0 pid
     if grep -qsx "$SLURM_JOB_ID" "$folder/stop"; then  # of this job, before it was queued again
         rm -f "$folder/stop"
     fi
@@ -62,7 +65,7 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
     trap 'warned_at=$SECONDS; mkdir -p "$folder"; echo "$SLURM_JOB_ID" >"$folder/stop"' USR1
     "$@" &
     pid=$!
-    trap 'kill -TERM "$pid"' TERM
+    trap 'cancelled=1; kill -TERM "$pid"' TERM
     wait "$pid" || status=$?
     while kill -0 "$pid" 2>/dev/null; do  # a signal ended the wait, not the training
         status=0
@@ -72,9 +75,11 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
         wait "$pid" || again=$?
         [ "$again" -eq 127 ] || status=$again
     fi
-    if [ -n "$warned_at" ] && [ ! -e "$folder/stop" ] && [ ! -e "$folder/summary.json" ] &&
+    # 75: ranks that got a signal themselves, as before a preemption, have kept a checkpoint.
+    if { [ -n "$warned_at" ] || [ "$status$cancelled" = 75 ]; } && [ ! -e "$folder/stop" ] &&
+        [ ! -e "$folder/summary.json" ] &&
         compgen -G "$folder/checkpoints/step-*.pt" >/dev/null; then
-        if is_too_short "$warned_at"; then
+        if [ -n "$warned_at" ] && is_too_short "$warned_at"; then
             refuse "--time is hardly longer than the warning before its end (--signal): warned in its \
 first minute, $NAME would make a few steps in each start and is not queued again. Its checkpoint is \
 kept: submit it with NAME=$NAME and a longer --time"

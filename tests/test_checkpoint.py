@@ -45,6 +45,7 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.resume import (
+    changed_settings,
     evaluation_on_record,
     find_checkpoint,
     load_on_all_ranks,
@@ -274,7 +275,12 @@ def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: 
 @pytest.mark.parametrize(
     ("evaluations", "count", "kept"),
     [
-        ({10: 50.0, 20: 70.0, 30: 60.0, 40: 65.0}, 2, {"best.pt": 20, "30.pt": 30, "40.pt": 40}),
+        # One is kept that is older by an epoch, 25 steps, and the one that will follow it.
+        (
+            {10: 50.0, 20: 70.0, 30: 60.0, 40: 65.0, 50: 65.0, 60: 65.0},
+            2,
+            {"best.pt": 20, "30.pt": 30, "40.pt": 40, "50.pt": 50, "60.pt": 60},
+        ),
         # Nothing right, as at first of 1,000 classes; step 15 is of --checkpoint-steps.
         ({10: 0.0, 15: 0.0}, 2, {"best.pt": 10, "10.pt": 10, "15.pt": 15}),
         ({5: None}, 2, {"05.pt": 5}),
@@ -609,11 +615,17 @@ def test_mismatch(saved: dict[str, Any], now: dict[str, Any], words: str | None)
     [
         ({"num_train": 99}, "100 training and 8 validation images, and here are 99 training and 8"),
         ({"num_val": 9}, "100 training and 8 validation images, and here are 100 training and 9"),
-        ({"sha256": "other"}, "or as many of other names or classes"),
+        ({"sha256": "other"}, "or as many of other names, classes or contents"),
+        ({"train_contents_sha256": "other"}, "or as many of other names, classes or contents"),
     ],
 )
 def test_changed_data(data: dict[str, Any], words: str) -> None:
+    """Contents are compared where both are known: those of shards."""
     contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)
+    assert restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt") == PROGRESS
+    if "train_contents_sha256" in data:
+        contents["data"] = {**DATA.identity, "train_contents_sha256": "of shards"}
+        assert restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt") == PROGRESS
     now = replace(DATA)
     vars(now)["identity"] = {**DATA.identity, **data}
     with pytest.raises(UserError, match=f"{words}.*; .* add --allow-changed-data"):
@@ -622,6 +634,17 @@ def test_changed_data(data: dict[str, Any], words: str) -> None:
     allowed, evaluating = replace(CONFIG, allow_changed_data=True), replace(CONFIG, evaluate=True)
     for config, saved in ((allowed, contents), (evaluating, contents), (CONFIG, old)):
         assert restore(saved, trainables(), config, a_world(), now, "c.pt") == PROGRESS
+
+
+def test_what_a_run_does_otherwise_is_said() -> None:
+    contents = contents_of(trainables(), PROGRESS, CONFIG, DATA) | {"world_size": 2}
+    now = replace(CONFIG, batch_size=8, base_lr=0.5, log_interval=3)
+    told = changed_settings(contents, now, a_world(size=3))
+    was = f"(was {CONFIG.batch_size}), --base-lr 0.5 (was {CONFIG.base_lr})"
+    assert told.startswith("workers 3 (was 2), ") and f"--batch-size 8 {was}" in told
+    assert "log" not in told  # the weights do not depend on it
+    same = {key: value for key, value in contents.items() if key != "world_size"}  # older ones
+    assert changed_settings(same, CONFIG, a_world(size=3)) == ""
 
 
 MISSING = object()

@@ -29,6 +29,7 @@ from recipe.record.environment import (
     first_line_of,
     git_commit,
     measure_usage,
+    straggler,
     summarize,
     weights_sha256,
 )
@@ -282,3 +283,23 @@ def test_programs_that_tell_their_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert git_commit() is None and first_line_of("mpirun", "--version") is None
     write_program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'\necho more\n")
     assert first_line_of("mpirun", "--version") == "mpirun (Open MPI) 4.1.8"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [([1.0, 1.9, 1.1, 1.0], None), ([1.0, 2.1], 1), ([1.0, 1.0, 3.0, 1.0], 2), ([0.0], None)],
+)
+def test_a_rank_that_the_others_waited_for_is_named(
+    seconds: list[float], named: int | None
+) -> None:
+    """By the phases in which no rank waits for another: data, forward and optimizer."""
+    ranks = [
+        replace(
+            a_usage(0, 1, 1).rank, rank=rank, host=f"host{rank}", data_seconds=own / 2,
+            forward_seconds=own / 4, backward_seconds=10 - own, optimizer_seconds=own / 4,
+            step_seconds=10.0,
+        )
+        for rank, own in enumerate(seconds)
+    ]  # fmt: skip
+    line = straggler(ranks)
+    assert line == "" if named is None else f"waited for rank {named} on host{named}:" in line

@@ -300,6 +300,28 @@ def test_the_elastic_launcher_fails_without_a_worker(listed: list[str], tmp_path
     assert "mpirun" not in done.stdout
 
 
+@pytest.mark.parametrize("name", HOROVOD)
+def test_a_drained_worker_tells_its_ranks(name: str, tmp_path: Path) -> None:
+    """And waits for their end: a rank here ends a second after it was told."""
+    worker = of_kind(name, "MPIJob")["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    words = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert worker["terminationGracePeriodSeconds"] == 60
+    told, proc = tmp_path / "told", tmp_path / "proc"
+    dies = f"trap 'touch {told}; sleep 1; rm -r {proc}/$$; exit' USR1; echo; "
+    dies += "while :; do sleep 0.1; done"
+    with subprocess.Popen(["sh", "-c", dies], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdout.readline()
+        for pid, cmdline in ((rank.pid, "python\0horovod_train/train.py\0"), (1, "sshd\0-D\0")):
+            (proc / str(pid)).mkdir(parents=True)
+            (proc / str(pid) / "cmdline").write_text(cmdline)
+        try:
+            own = [word.replace("/proc", str(proc)) for word in words]
+            subprocess.run(own, check=True, timeout=30)
+            assert told.exists() and not (proc / str(rank.pid)).exists()
+        finally:
+            rank.kill()
+
+
 # ---- volumes and the image
 
 

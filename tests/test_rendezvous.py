@@ -220,6 +220,22 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
     assert second["store"].get("key") == b"value"
 
 
+def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several hosts; the other ranks learn its address where they ask for the port."""
+    for name, value in variables_of(os.getpid(), next(STEPS), "127.0.0.1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setattr(meeting, "own_addresses", lambda: {"127.0.0.5": "eth7"})
+    worlds = [a_world(rank, 2, local_size=1, launcher="srun") for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(meeting_point, worlds[1])
+        first, second = meeting_point(worlds[0])["store"], late.result(60)["store"]
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
+    assert [one.laddr.ip for one in listening if one.laddr.port == first.port] == ["127.0.0.5"]
+
+
 def test_slurm_without_a_free_port(step: list[int]) -> None:
     with ExitStack() as others, pytest.raises(UserError, match="MASTER_PORT"):
         for port in step:
@@ -273,9 +289,11 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
     assert meeting._own_address() == socket.gethostname()
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    assert meeting._own_address() == "10.0.0.7"
+    for chosen, expected in (("^docker0,lo", socket.gethostname()), ("eth0", "10.0.0.7")):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)  # a name, or what only NCCL understands
+        meeting.prepare_gloo(a_world(0, 4, local_size=2))
+        assert meeting._own_address() == expected
     for missing in ("ib0", "eth9"):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", missing)  # comes first
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", missing)
         with pytest.raises(UserError, match=f"{missing}: .* it has eth0, ib0"):
             meeting._own_address()

@@ -17,6 +17,13 @@ mkdir -p "$folder/checkpoints"; touch "$folder/checkpoints/step-2.pt"
 SECONDS=$1
 train bash -c 'kill -USR1 $0; until [ -e "$1" ]; do sleep 0.01; done; rm "$1"' $$ "$folder/stop"
 """
+# Its ranks get the signal themselves, and end with this code.
+SIGNALLED = """
+. slurm/job.sh
+mkdir -p "$folder/checkpoints"; touch "$folder/checkpoints/step-2.pt"
+SECONDS=100
+train bash -c "exit $1"
+"""
 NOT_PREEMPTED = "PreemptTime=None"
 
 
@@ -92,3 +99,13 @@ def test_a_warned_job_is_queued_again(
         assert asked.read_text() == "requeue 7\n"
     else:
         assert "--time is hardly longer" in done.stderr and "NAME=ddp-7" in done.stderr
+
+
+@pytest.mark.parametrize("status", [75, 76, 1, 0])
+def test_a_job_whose_ranks_kept_a_checkpoint_is_queued_again(status: int, tmp_path: Path) -> None:
+    write_program(tmp_path / "scontrol", f'echo "$@" >> {tmp_path}/asked\n')
+    done = run_in_job(tmp_path, f"set -- {status}\n{SIGNALLED}", RUNS=str(tmp_path / "runs"))
+    assert done.returncode == status
+    asked = tmp_path / "asked"
+    assert asked.exists() == (status == 75)
+    assert not asked.exists() or asked.read_text() == "requeue 7\n"

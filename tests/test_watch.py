@@ -202,13 +202,24 @@ def test_how_long_no_batch_may_come(gaps: list[float], given: int | None, second
 def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Until some have come again: with a checkpoint every few steps the limit stays a minute."""
     signs = deque[float](maxlen=watch.BATCHES + 1)
     monkeypatch.setattr(watch, "_signs_of_life", signs)
+    monkeypatch.setattr(watch, "_paused_at", -math.inf)
     for _ in range(30):
         watch.heartbeat()
     assert watch._patience_s(list(signs), None) == 60
+    for _ in range(3):
+        watch.expect_pause()
+        for _ in range(3):
+            assert watch._patience_s(list(signs), None) == 600
+            watch.heartbeat()
+        assert watch._patience_s(list(signs), None) == 60
     watch.expect_delay()
-    assert watch._patience_s(list(signs), None) == 600
+    for _ in range(watch.BATCHES):
+        assert watch._patience_s(list(signs), None) == 600
+        watch.heartbeat()
+    assert watch._patience_s(list(signs), None) == 60
 
 
 PROC_NET_TCP = """\
@@ -221,8 +232,14 @@ PROC_NET_TCP = """\
 
 
 def test_a_host_that_is_cut_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its ranks, and none of those with which other jobs are connected."""
     monkeypatch.setattr(watch.Path, "read_text", lambda path: PROC_NET_TCP)
-    assert watch._unanswering() == {"10.213.7.11"}
+    for peers, named in (
+        ({"10.213.7.11": ("node1", [2, 3]), "10.213.7.12": ("node2", [4])}, ["node1 (rank 2, 3)"]),
+        ({"10.213.7.12": ("node2", [4])}, []),
+    ):
+        monkeypatch.setattr(watch, "peers", peers)
+        assert watch._unanswering() == named
 
 
 STOP = """

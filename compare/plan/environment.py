@@ -32,6 +32,7 @@ def set_variables() -> dict[str, str]:
         "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
         "PYTHONUNBUFFERED": "1",
         MPIRUN_VARIABLE: ssh_flags(),
+        "PET_LOG_DIR": os.devnull,  # torchrun would leave an empty folder in TMPDIR
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers and CI
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -33,7 +33,7 @@ from recipe.data.images import (
     uniform_numbers,
 )
 from recipe.data.order import Sample, SampleStream, permutation
-from recipe.data.shards import open_images
+from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
 from recipe.world import World
@@ -44,8 +44,8 @@ SYNTHETIC_CLASSES = 1000
 # which were bad, and why, so that others took their place.
 Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]], dict[int, str]]
 # One that is bad, and the others that are tried in its place: few, as a file server that is gone
-# takes 9 s for each, but enough for a small data set with as many bad ones as are let pass.
-MOST_TRIES = 10
+# takes 9 s for each, and a rank that is silent for a minute counts as frozen.
+MOST_TRIES = 6
 # More bad images than 1 in so many, and than so many, end the run.
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 CPU = torch.device("cpu")
@@ -66,17 +66,17 @@ class Data:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be unchanged for a run to resume: the number of images, and a digest of their
-        names, labels and classes, the same for files and shards."""
-        digest = hashlib.sha256()
-        for listing in filter(None, (self.train, self.val)):
-            digest.update(os.fsencode("\0".join(listing.classes)))
-            digest.update(listing.paths.tobytes() + listing.labels.tobytes())
-        return {
-            "num_train": self.num_train,
-            "num_val": self.num_val,
-            "sha256": digest.hexdigest(),
-        }
+        """What must be unchanged for a run to resume: the number of images, a digest of their
+        names, labels and classes, the same for files and shards, and of shards their checksums'."""
+        digest, found = hashlib.sha256(), {"num_train": self.num_train, "num_val": self.num_val}
+        for part, listing in (("train", self.train), ("val", self.val)):
+            if listing is not None:
+                digest.update(os.fsencode("\0".join(listing.classes)))
+                digest.update(listing.paths.tobytes() + listing.labels.tobytes())
+            if isinstance(listing, Shards):
+                contents = hashlib.sha256(listing.checksums.tobytes()).hexdigest()
+                found[f"{part}_contents_sha256"] = contents
+        return {**found, "sha256": digest.hexdigest()}
 
 
 def open_data(config: Config, epoch_images: int = 0) -> Data:

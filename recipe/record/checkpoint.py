@@ -149,11 +149,11 @@ def keep_checkpoint(
         return
     finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
-    contents = contents_of(parts, progress, config, data, momenta)
-    # For --rollback: from a time when what made the loss infinite cannot have begun.
+    contents = contents_of(parts, progress, config, data, momenta) | {"world_size": world.size}
+    # From a time when what ruins a training later cannot have begun.
     older_by = min(1000, data.num_train // samples_per_step(config, world))
-    retention = config.keep_checkpoints, older_by if config.rollback else math.inf
-    WRITES.append(WRITER.submit(save_checkpoint, path, contents, *retention))
+    kept = config.keep_checkpoints
+    WRITES.append(WRITER.submit(save_checkpoint, path, contents, kept, older_by))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:

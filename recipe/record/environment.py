@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ NOT_WORK = set(names_of("speed", "place", "run"))
 
 # Before this process sets any for its engine, as the two engines need other ones.
 VARIABLES_AT_START = dict(os.environ)
+STRAGGLES = 0.1  # of a step's time, by which a rank takes longer than the typical one
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
 
 
@@ -276,6 +278,23 @@ def summarize(
         weights_sha256=weights_sha256(model),
         fingerprint=work,
         ended_utc=utc_now(),
+    )
+
+
+def straggler(ranks: Sequence[Rank]) -> str:
+    """A line on the rank that the others waited for, in all phases but that in which they wait;
+    empty if each took about as long as the typical one."""
+    seconds = [
+        (one.data_seconds or 0.0) + (one.forward_seconds or 0.0) + (one.optimizer_seconds or 0.0)
+        for one in ranks
+    ]
+    slowest, typical = max(seconds), statistics.median_low(seconds)
+    rank = ranks[seconds.index(slowest)]
+    if slowest - typical <= STRAGGLES * (rank.step_seconds or math.inf):
+        return ""
+    return (
+        f"warning: the others waited for rank {rank.rank} on {rank.host}: data, forward and "
+        f"optimizer took it {1000 * slowest:.3g} ms a step, the typical rank {1000 * typical:.3g}"
     )
 
 

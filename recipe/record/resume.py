@@ -64,7 +64,7 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
-            changed = changed_settings(contents["config"], config)
+            changed = changed_settings(contents, config, world)
             if changed and world.is_first:
                 print(f"warning: {name} was trained with other settings: {changed}", flush=True)
     if world.is_first:
@@ -351,14 +351,17 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
     if config.evaluate:
         return None
     images = checkpoint.get("data") or data.identity  # which older ones lack
-    if images != data.identity and not config.allow_changed_data:
+    known = {name: own for name, own in data.identity.items() if name in images}
+    # Contents are known of shards alone.
+    is_changed = known != {name: images[name] for name in known} or "sha256" not in images
+    if is_changed and not config.allow_changed_data:
         then, now = (
             f"{one['num_train']:,} training and {one['num_val']:,} validation images"
             for one in (images, data.identity)
         )
         return (
-            f"was trained on {then}, and here are {now}, or as many of other names or classes; "
-            "bring the old data back, or add --allow-changed-data"
+            f"was trained on {then}, and here are {now}, or as many of other names, classes or "
+            "contents; bring the old data back, or add --allow-changed-data"
         )
     if momenta and not (config.use_adasum and len(momenta) == world.size):
         return (
@@ -373,13 +376,15 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
     return None
 
 
-def changed_settings(saved: dict[str, Any], config: Config) -> str:
+def changed_settings(checkpoint: dict[str, Any], config: Config, world: World) -> str:
     """What this run does otherwise than the one that wrote the checkpoint, in words."""
-    names = (name for name in names_of("work") if FLAGS[name].per_rank == "equal")
+    names = [name for name in names_of("work") if FLAGS[name].per_rank == "equal"]
+    now = {"workers": world.size, **{spelled(name): getattr(config, name) for name in names}}
+    saved = checkpoint["config"]
+    then = {"workers": checkpoint.get("world_size", world.size)}
+    then |= {spelled(name): saved[name] for name in names if name in saved}
     return ", ".join(
-        f"{spelled(name)} {getattr(config, name)} (was {saved[name]})"
-        for name in names
-        if name in saved and saved[name] != getattr(config, name)
+        f"{name} {now[name]} (was {value})" for name, value in then.items() if now[name] != value
     )
 
 
