@@ -1,15 +1,74 @@
-"""Trainings by Horovod on hosts that come and go."""
+"""Trainings on hosts that come and go, and which images each of their steps has seen."""
 
+import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from launching import SMALL, TRAINERS
+from launching import ROOT, SMALL, TRAINERS
 
 from recipe.record.resume import lines_by_step
+
+# As a sitecustomize: each rank notes, with each step that it ends, the images that it has read for
+# it (without loader workers: when it needs them), and which of the starts it belongs to.
+AUDIT = """
+import builtins, json, os, sys, time
+real_import = builtins.__import__
+def patched(name, *args, **kwargs):
+    imported = real_import(name, *args, **kwargs)
+    if name == "recipe.session" and builtins.__import__ is patched:
+        builtins.__import__ = real_import
+        audit(sys.modules[name].Session)
+    return imported
+def audit(session):
+    from recipe.data.batches import Images
+    from recipe.data.images import TrainTransform
+    keys, real_read, real_end_step = [], Images.__getitems__, session.end_step
+    def read(self, own):
+        keys.extend(own if isinstance(self.transform, TrainTransform) else ())
+        return real_read(self, own)
+    def end_step(self, *words):
+        epoch_ended = real_end_step(self, *words)
+        start = self.first_step, self.world.size
+        line = [self.progress.step, time.time(), start, self.world.rank, keys]
+        with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
+            file.write(json.dumps(line) + chr(10))
+        keys.clear()
+        return epoch_ended
+    Images.__getitems__, session.end_step = read, end_step
+builtins.__import__ = patched
+"""
+
+
+def audited(folder: Path) -> dict[str, str]:
+    """The environment in which ranks note what they read, in this folder."""
+    (folder / "sitecustomize.py").write_text(AUDIT.replace("{folder}", str(folder)))
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def check_audit(folder: Path, num_images: int = 1438) -> None:
+    """By what the ranks have read for the steps that count: each image once an epoch."""
+    lines = defaultdict[int, list[list[Any]]](list)  # by step
+    for path in folder.glob("audit-*.jsonl"):
+        for step, *others in map(json.loads, path.read_text().splitlines()):
+            lines[step].append(others)
+    epochs = defaultdict[int, list[int]](list)
+    for step in steps_in(folder):
+        own = sorted(lines[step["step"]])  # by time: of a step that was made again the last counts
+        start = own[-1][1]
+        ranks = {rank: keys for _, its, rank, keys in own if its == start}
+        assert [*sorted(ranks)] == [*range(start[1])], step
+        assert sum(map(len, ranks.values())) == images_of(step), step
+        for epoch, index in (key for keys in ranks.values() for key in keys):
+            epochs[epoch].append(index)
+    assert len(epochs) > 1, "no epoch has ended"
+    for epoch, indices in epochs.items():
+        assert len(set(indices)) == len(indices), f"images come twice in epoch {epoch}"
+        assert epoch == max(epochs) or len(indices) == num_images, f"images lack in epoch {epoch}"
 
 
 def command(folder: Path, flags: str = "", interface: str = "lo", more: str = "") -> list[str]:

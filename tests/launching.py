@@ -31,7 +31,7 @@ TRAINERS = {
 LAUNCHERS = {
     "python": "{python} {trainer}",
     "torchrun": "torchrun --nproc-per-node {ranks} {trainer}",
-    "torchrun --max-restarts": "torchrun --max-restarts 3 --nproc-per-node {ranks} {trainer}",
+    "torchrun --max-restarts": "torchrun --max-restarts 30 --nproc-per-node {ranks} {trainer}",
     "horovodrun": "horovodrun -np {ranks} {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",

@@ -12,7 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
-from elastic import checked_steps, command, images_of, ranks_among, steps_in, write_slots
+from elastic import (
+    audited,
+    check_audit,
+    checked_steps,
+    command,
+    images_of,
+    ranks_among,
+    steps_in,
+    write_slots,
+)
 from launching import rarely, resumed_at, run, wait_until
 
 from horovod_train.announcements import Announcements
@@ -26,17 +35,20 @@ def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
 def train_until_stopped(
     folder: Path, slots: str, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
 ) -> list[dict[str, Any]]:
-    """The steps of a run in which this happens after 20 steps, and which then is asked to stop:
-    without a gap in the stream of images, and none twice."""
+    """The steps of a run in which this happens after 20 steps, and which is asked to stop in its
+    second epoch: without a gap in the stream of images, and none twice."""
     write_slots(folder, slots)
 
     def happen(launcher: subprocess.Popen) -> None:
         wait_until(lambda: len(steps_in(folder)) > 20)
         meanwhile(launcher, folder)
+        wait_until(lambda: steps_in(folder)[-1]["epoch"] > 0)
         (folder / "stop").touch()
 
-    finished = run(command(folder, f"{flags} --checkpoint-steps 5"), 280, happen).checked()
+    words = command(folder, f"{flags} --checkpoint-steps 5")
+    finished = run(words, 280, happen, **audited(folder)).checked()
     steps = checked_steps(folder)
+    check_audit(folder)
     assert f"stopped after step {len(steps)}" in finished.output, finished.output
     return steps
 
@@ -68,7 +80,7 @@ def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
     [
         ("localhost:2", "", kill_then_change_hosts, 3, 3),
         rarely("localhost:1\n127.0.0.1:1", "", lose_host, 1, 1),
-        rarely("localhost:2", "--stall-timeout 5", freeze_rank, 1, 2),
+        rarely("localhost:2", "--stall-timeout 10", freeze_rank, 1, 2),
     ],
 )
 def test_ranks_are_lost_and_hosts_change(

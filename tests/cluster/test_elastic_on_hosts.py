@@ -1,13 +1,23 @@
-"""Horovod's hosts come and go, in network namespaces of this machine."""
+"""Hosts come and go, in network namespaces of this machine."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
-from elastic import checked_steps, command, images_of, ranks_among, steps_in, write_slots
+from elastic import (
+    audited,
+    check_audit,
+    checked_steps,
+    command,
+    images_of,
+    ranks_among,
+    steps_in,
+    write_slots,
+)
 from hosts import SEARCH_PATH, Host
-from launching import resumed_at, run, wait_until
+from launching import SMALL, TRAINERS, resumed_at, run, wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -45,3 +55,46 @@ def test_a_host_leaves_returns_and_is_lost(two_hosts: list[Host], tmp_path: Path
     assert [process.cmdline() for host in two_hosts for process in host.processes()] == []
     assert images_of(checked_steps(tmp_path)[-1]) == 36
     assert len(resumed_at(tmp_path)) == 5
+
+
+# So that a torchrun which is gone is missed within seconds, and others are waited for no longer.
+ATTENTIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5"
+
+
+@pytest.mark.full
+def test_a_torchrun_leaves_and_another_joins(two_hosts: list[Host], tmp_path: Path) -> None:
+    """Of two workers one is left, and then there are three."""
+    node0, node1 = two_hosts
+    variables = audited(tmp_path) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environ = [f"{name}={value}" for name, value in {**variables, "PATH": SEARCH_PATH}.items()]
+    training = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval 1"
+
+    def torchrun(host: Host, ranks: int) -> list[str]:
+        words = (
+            f"torchrun --nnodes 1:2 --nproc-per-node {ranks} --max-restarts 100 --rdzv-id elastic "
+            f"--rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-conf {ATTENTIVE} "
+            f"{TRAINERS['ddp']} {training} --checkpoint-steps 5 --resume auto "
+            f"--log-dir {tmp_path.parent} --name {tmp_path.name}"
+        )
+        return host.inside("env", *environ, *words.split())
+
+    def workers_come_to(number: int) -> None:
+        wait_until(lambda: steps_in(tmp_path) and images_of(steps_in(tmp_path)[-1]) == 12 * number)
+
+    def meanwhile(launcher: subprocess.Popen) -> None:
+        mark = psutil.Process(launcher.pid).environ()["LAUNCH_MARK"]
+        marked_environ = {**os.environ, "LAUNCH_MARK": mark, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(torchrun(node1, 1), env=marked_environ):
+            workers_come_to(2)
+            wait_until(lambda: len(steps_in(tmp_path)) > 20)
+            for process in node1.processes():
+                process.kill()
+        workers_come_to(1)
+        with subprocess.Popen(torchrun(node1, 2), env=marked_environ):
+            workers_come_to(3)
+            wait_until(lambda: steps_in(tmp_path)[-1]["epoch"] > 0)
+            (tmp_path / "stop").touch()
+
+    run(torchrun(node0, 1), 380, meanwhile).checked()
+    checked_steps(tmp_path)
+    check_audit(tmp_path)

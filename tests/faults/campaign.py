@@ -8,6 +8,7 @@ took to end, and to make its next step, is in the table.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -43,18 +44,19 @@ from launching import (
     Finished,
     before_the_launchers_words,
     change_on_rank,
+    launch,
     marked,
     read_json,
     read_lines,
     run,
-    train,
     wait_until,
 )
 
 from tools import namespaces
 
-STEPS = 70  # of SMALL; an epoch ends in step 60, with the first evaluation
-TRAINING = f"{SMALL} --checkpoint-steps 20 --log-interval 1 --name run --resume auto"
+# Of SMALL's 70 steps one ends an epoch, with the first evaluation: step 60.
+LONG = SMALL.replace("--epochs 2", "--epochs 24").replace("--max-steps 70", "--max-steps 1400")
+PLACE = "--log-interval 1 --name run --resume auto"
 Start = tuple[str, str]  # a launcher and an engine
 DDP, DDP_MPI = ("torchrun", "ddp"), ("mpirun --transport mpi", "ddp")
 GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horovod")
@@ -63,6 +65,7 @@ MPIRUN = ("mpirun", "horovod")
 RESTARTS = [
     ("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")
 ]  # fmt: skip
+BETWEEN_HOSTS = [DDP, ("mpirun", "ddp"), GLOO, MPIRUN]
 # One rank on each of two hosts.
 ON_HOSTS = {
     "torchrun": (
@@ -72,7 +75,7 @@ ON_HOSTS = {
     "mpirun": "mpirun -np 2 -H node0:1,node1:1 {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np 2 -H node0:1,node1:1 {python} {trainer}",
 }
-FROZEN = "--stall-timeout 10"
+FROZEN = "--checkpoint-steps 20 --stall-timeout 10"
 # mpirun's own words, torchrun's, and horovodrun's of a process that was killed.
 KILLED = r"exited on signal 9|Signal 9 \(SIGKILL\)|exit(ed)? with (status )?code"
 # A message of ours, after what launchers put before a rank's lines.
@@ -116,11 +119,13 @@ class Scenario:
     said: str = ""  # a regular expression, for what comes on the console
     starts: Sequence[Start] = (DDP, DDP_MPI, GLOO, HOROVODRUN, MPIRUN)
     trials: int = 10  # of each start
-    flags: str = ""
+    flags: str = "--checkpoint-steps 20"
     shim: Callable[["Trial"], dict[str, str]] = lambda trial: {}  # the first start's environment
     saves: bool = False  # a checkpoint of the step at which it stops
     code: int = 75  # mpirun's, after a checkpoint was saved; other launchers make a 1 of it
     heals: bool = False  # goes on by itself, to its end
+    training: str = SMALL
+    limit_s: int = 120  # for a start
     disk_mb: int = 0  # the run is on a disk of its own that has so much room
     on_hosts: bool = False  # one rank on each of two hosts
 
@@ -139,6 +144,7 @@ class Trial:
     began = struck = 0.0  # the last start and the fault, by the monotonic clock
     ended: float | None = None  # so many seconds after the fault
     recovered: float | None = None  # so many after the second start, or after the fault
+    effective: float | None = None  # steps that count, of the time since the last start
     recorded = ""  # before the fault, or the second start
     problem: AssertionError | None = None  # that came while the training went on
 
@@ -195,7 +201,8 @@ class Trial:
     def command(self) -> list[str]:
         line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.launcher]
         line = line.format(python=sys.executable, trainer=TRAINERS[self.engine], ranks=2)
-        words = f"{line} {TRAINING} {self.scenario.flags} --log-dir {self.runs}".split()
+        scenario = self.scenario
+        words = f"{line} {scenario.training} {scenario.flags} {PLACE} --log-dir {self.runs}".split()
         if not self.hosts:
             return words
         here, away = (host.inside(*words) for host in self.hosts)
@@ -214,7 +221,7 @@ class Trial:
             except AssertionError as error:
                 self.problem = error
 
-        finished = run(self.command(), 120, call, **environ)
+        finished = run(self.command(), self.scenario.limit_s, call, **environ)
         with (self.folder / "output.log").open("a") as log:
             log.write(f"$ {shlex.join(self.command())}\n{finished.output}\n")
         if self.problem:
@@ -277,9 +284,13 @@ class Trial:
         """What has to be so in the end."""
         run_folder = self.runs / "run"
         steps = [step["step"] for step in read_lines(run_folder, "step")]
-        assert steps == list(range(1, STEPS + 1)), f"steps {steps}"
+        last = int(self.scenario.training.split()[-1])
+        assert steps == list(range(1, last + 1)), f"steps {steps}"
         assert read_json(run_folder / "summary.json")["weights_sha256"] == expected, "other weights"
         assert not [*run_folder.rglob(".*.partial")], "partial files are left"
+        seconds = sum(step["seconds"] for step in read_lines(run_folder, "step"))
+        if self.scenario.heals:
+            self.effective = seconds / (time.monotonic() - self.began)
 
     def cut(self, state: str) -> None:
         """Bring the link of the last host up, or down."""
@@ -330,6 +341,19 @@ def send(
     return fault
 
 
+def kill_often(trial: Trial) -> None:
+    """A rank every 20 s, for 5 minutes."""
+    assert trial.process is not None
+    trial.wait_for_step()
+    for number in range(15):
+        trial.strikes()
+        trial.random.choice(trial.processes()).kill()
+        recover(trial)
+        with suppress(subprocess.TimeoutExpired):
+            trial.process.wait(max(0.0, 20 - (time.monotonic() - trial.struck)))
+        assert trial.process.poll() is None, f"the training ended after fault {number + 1}"
+
+
 def fill_disk(trial: Trial) -> None:
     trial.wait_for_step()
     trial.strikes()
@@ -342,6 +366,18 @@ def cut_link(trial: Trial) -> None:
     trial.wait_for_step()
     trial.strikes()
     trial.cut("down")
+
+
+def slow_link(trial: Trial) -> None:
+    """For some seconds, in which no step ends."""
+    trial.wait_for_step()
+    namespaces.limit_rate(trial.hosts, 0.001)
+    time.sleep(1)  # of steps that are on their way
+    before = trial.metrics().count('"kind": "step"')
+    time.sleep(5)
+    after = trial.metrics().count('"kind": "step"')
+    namespaces.limit_rate(trial.hosts, None)
+    assert after <= before + 1, f"the link is not slow: {after - before} steps in five seconds"
 
 
 @contextmanager
@@ -395,6 +431,11 @@ SCENARIOS = {
         shim=everywhere(SLOW_DISK),
     ),
     "restart": Scenario(send(signal.SIGKILL), starts=RESTARTS, trials=50, heals=True),
+    # Steps of 0.2 s, so that a checkpoint a second costs little.
+    "kill-often": Scenario(
+        kill_often, starts=RESTARTS, trials=1, flags="--checkpoint-steps 4", heals=True,
+        shim=SLOWLY, training=LONG, limit_s=900,
+    ),
     "signal-rank": Scenario(send(TERM, INT, USR1), saves=True, shim=SLOWLY),
     "signal-launcher": Scenario(
         send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True, shim=SLOWLY
@@ -415,23 +456,23 @@ SCENARIOS = {
         send(signal.SIGSTOP), r"no batch for 10 s .*rank \d on .*stopped", trials=4, flags=FROZEN
     ),
     "disk-full": Scenario(
-        fill_disk, "No space left on device", [DDP, MPIRUN], trials=3, disk_mb=32
+        fill_disk, "No space left on device", trials=2, disk_mb=32
     ),
     "read-errors": Scenario(
-        starts=[DDP, MPIRUN], trials=3, heals=True, shim=everywhere(READ_ERRORS, times=2, error=116)
+        trials=2, heals=True, shim=everywhere(READ_ERRORS, times=2, error=116)
     ),
     "unreadable": Scenario(
-        said="77.jpg: cannot be read", starts=[DDP, MPIRUN], trials=2,
-        shim=everywhere(READ_ERRORS, times=99, error=5),
+        said="77.jpg: cannot be read", trials=1, shim=everywhere(READ_ERRORS, times=99, error=5)
     ),
     "flipped-bit": Scenario(
-        said=r"the ranks hold different weights in \S+: .* on rank [01]", starts=[DDP, MPIRUN],
-        trials=3, flags="--weight-check-steps 10",
+        said=r"the ranks hold different weights in \S+: .* on rank [01]",
+        trials=2, flags="--checkpoint-steps 20 --weight-check-steps 10",
         shim=on_one_rank("recipe.training.model", FLIPS),
     ),
+    "slow-link": Scenario(slow_link, starts=BETWEEN_HOSTS, trials=2, heals=True, on_hosts=True),
     "cut-link": Scenario(
         cut_link, "no batch for 10 s|lost communication with a remote daemon",
-        [DDP, ("mpirun", "ddp"), GLOO, MPIRUN], trials=5, flags=FROZEN,
+        BETWEEN_HOSTS, trials=5, flags=FROZEN,
         shim=lambda trial: ATTENTIVE, on_hosts=True,
     ),
 }  # fmt: skip
@@ -452,6 +493,7 @@ class Result:
     folder: str = ""  # of a trial that failed
     seconds_to_end: float | None = None  # from the fault to the launcher's end
     seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
+    effective_share: float | None = None  # steps that count, of the time since the last start
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -461,18 +503,22 @@ class Result:
 def lacking(name: str) -> list[str]:
     """What a scenario needs and this machine or user lacks."""
     if SCENARIOS[name].on_hosts:
-        return namespaces.missing_tools()
+        return namespaces.missing_tools("tc")
     return ["root"] if SCENARIOS[name].disk_mb and os.geteuid() != 0 else []
 
 
-def undisturbed(folder: Path) -> str:
+@functools.cache
+def undisturbed(training: str) -> str:
     """The digest of the weights of a training that nobody disturbs: by either engine, on CPUs, with
     two workers, over any transport."""
-    return str(train(folder / "undisturbed", *DDP)["weights_sha256"])
+    with tempfile.TemporaryDirectory() as folder:
+        launch(*DDP, f"{training} --name run --log-dir {folder}", timeout=600).checked()
+        return str(read_json(Path(folder, "run", "summary.json"))["weights_sha256"])
 
 
-def attempt(name: str, start: Start, number: int, seed: int, expected: str, parent: Path) -> Result:
+def attempt(name: str, start: Start, number: int, seed: int, parent: Path) -> Result:
     """Carry out a trial; its folder, in `parent`, is kept if it fails."""
+    expected = undisturbed(SCENARIOS[name].training)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
     drawn = random.Random(f"{seed} {name} {start} {number}")
     trial = Trial(SCENARIOS[name], *start, folder, drawn)
@@ -486,6 +532,7 @@ def attempt(name: str, start: Start, number: int, seed: int, expected: str, pare
         return result
     shutil.rmtree(folder)
     result.seconds_to_end, result.seconds_to_recover = trial.ended, trial.recovered
+    result.effective_share = trial.effective
     return result
 
 
@@ -531,7 +578,7 @@ def main() -> int:
         options.seed, results = kept["seed"], [Result(**one) for one in kept["trials"]]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"--seed {options.seed}; what fails is kept in {folder}", flush=True)
-    expected, there = undisturbed(folder), {one.key for one in results}
+    there = {one.key for one in results}
     for name in options.scenario:
         if lacks := lacking(name):
             print(f"{name}: skipped, for it needs {', '.join(lacks)}", flush=True)
@@ -542,7 +589,7 @@ def main() -> int:
             for number in range(1, (options.trials or SCENARIOS[name].trials) + 1):
                 if (name, start[1], start[0], number) in there:
                     continue
-                one = attempt(name, start, number, options.seed, expected, folder)
+                one = attempt(name, start, number, options.seed, folder)
                 results.append(one)
                 told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
                 print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
