@@ -7,7 +7,7 @@ held out enters no prediction.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
@@ -55,6 +55,7 @@ class Point:
     low_seconds: float | None = None
     high_seconds: float | None = None
     turns: int = 0
+    phases: dict[str, float] = field(default_factory=dict)  # of the step, by Inputs' fields
     failed: str = ""  # why there is no measurement
 
     @property
@@ -145,30 +146,37 @@ def write(folder: Path, record: Record) -> None:
 
 def check(record: Record) -> list[Checked]:
     """Predict all measured points from what is known of 1 and 2 workers."""
-    lone = {
-        (point.training, point.workers): point.step_seconds
+    fits = {
+        (point.training, point.workers): point
         for point in record.points
         if point.role == FIT and point.step_seconds
     }
     found = []
     for point in record.points:
-        inputs, seconds = record.inputs.get(point.training), lone.get((point.training, 1))
-        if inputs and seconds and point.step_seconds:
-            inputs = as_by_turns(inputs, seconds, lone.get((point.training, 2)))
+        inputs, lone = record.inputs.get(point.training), fits.get((point.training, 1))
+        pair = fits.get((point.training, 2))
+        if inputs and lone and pair and lone.phases and point.step_seconds:
+            inputs = as_by_turns(inputs, lone, pair)
             cluster = cluster_of(point, record)
             inputs = fit(inputs, cluster.network)
             found.append(Checked(point, point.step_seconds, predict_step(inputs, cluster)))
     return found
 
 
-def as_by_turns(inputs: Inputs, lone: float, pair: float | None) -> Inputs:
-    """The inputs at the speed that the machine had in the turns: with one worker's step taking
-    `lone` seconds there, and that of two `pair`."""
-    factor = lone / inputs.step_seconds
-    phases = ("data", "forward", "backward", "optimizer", "other")
-    scaled = {f"{name}_seconds": factor * getattr(inputs, f"{name}_seconds") for name in phases}
-    ready = tuple(factor * seconds for seconds in inputs.ready_seconds)
-    return replace(inputs, ready_seconds=ready, pair_seconds=pair, **scaled)
+def as_by_turns(inputs: Inputs, lone: Point, pair: Point) -> Inputs:
+    """The inputs as they were in the turns: the phases of one worker's step, and how much longer
+    those of two take."""
+    assert lone.step_seconds
+    later = lone.phases["backward_seconds"] / inputs.backward_seconds
+    phases: dict[str, Any] = {**lone.phases}
+    return replace(
+        inputs,
+        **phases,
+        ready_seconds=tuple(later * seconds for seconds in inputs.ready_seconds),
+        spread_seconds=inputs.spread_seconds * lone.step_seconds / inputs.step_seconds,
+        contention=max(1.0, pair.phases["forward_seconds"] / lone.phases["forward_seconds"]),
+        pair_seconds=pair.step_seconds,
+    )
 
 
 def cluster_of(point: Point, record: Record) -> Cluster:

@@ -1,6 +1,6 @@
 """Check what compare/predict.py foresees: fit it at 1 and 2 workers, and measure it on more.
 
-    python benchmarks/prediction.py                    measure and predict: 35 minutes, as root
+    python benchmarks/prediction.py                    measure and predict: 70 minutes, as root
     python benchmarks/prediction.py --hosts            without hosts, which need root
     python benchmarks/prediction.py --table RECORD     predict anew what was measured there
 
@@ -35,7 +35,7 @@ from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
 from compare.prediction.inputs import Inputs, read_inputs
-from compare.prediction.networks import measured_link
+from compare.prediction.networks import BACKENDS, measured_link
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE, Scheduler, say
 from compare.running.sides import MeasurementError, Side
@@ -56,13 +56,6 @@ MODELS = {
 ROUNDS: dict[float | None, int] = {None: 6, 0.1: 3}
 STEPS: dict[float | None, int] = {None: 12, 0.1: 1, 5: 4}
 FIT_FLAGS = ["--profile-steps", "8", "--max-steps", "45"]
-# Of compare/collectives.py, by engine and transport.
-BACKENDS = {
-    "ddp-gloo": "torch.distributed",
-    "ddp-mpi": "torch-mpi",
-    "horovod-gloo": "horovod-gloo",
-    "horovod-mpi": "horovod-mpi",
-}
 LIMIT_SECONDS = 240.0  # for a run, for all of a group to start, and for a turn
 FITTED = [(1, 1, None), (1, 2, None)]  # hosts, workers on each, rate
 
@@ -132,7 +125,7 @@ def measure(settings: Settings) -> None:
             keys = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")), "hosts")
             names = tuple(f"node{number}" for number in range(max(settings.hosts)))
             made = stack.enter_context(namespaces.hosts(keys, names, reach_here=True))
-        there.links |= measure_links(made[:2], out, there)
+        measure_links(made[:2], out, there)
         for number, name in enumerate(shuffled(groups, 0), start=1):
             minutes = (time.monotonic() - began) / 60
             group = [point for point in points.values() if group_of(point) == name]
@@ -179,10 +172,9 @@ def side_of(point: Point, entrance: Sequence[str] = ()) -> Side:
     return replace(side, launcher=words, over_hosts=bool(entrance))
 
 
-def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple[float, float]]:
-    """The all-reduce alone between two workers, on this host and on these two, as fast as they can:
-    seconds of a round, and CPU seconds a byte."""
-    found = {}
+def measure_links(made: list[Host], out: Path, there: Record) -> None:
+    """Record the all-reduce alone between two workers, on this host and on these two, as fast as
+    they can: seconds of a round, and CPU seconds a byte."""
     for place in ("within", "between") if made else ("within",):
         if f"{place} ddp-gloo" in there.links:
             continue
@@ -198,10 +190,11 @@ def measure_links(made: list[Host], out: Path, there: Record) -> dict[str, tuple
             words = [str(entrance_to(made, out)), *words, "--hosts", "node0:1,node1:1"]
         run_alone(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
         measurement = read_measurement(folder / "figures")
-        for own, backend in BACKENDS.items():
-            link = measured_link(measurement, backend)
-            found[f"{place} {own}"] = (link.latency_seconds, link.cpu_seconds_per_byte)
-    return found
+        for of in BACKENDS:
+            link = measured_link(measurement, *of)
+            own = link.latency_seconds, link.cpu_seconds_per_byte
+            there.links[f"{place} {'-'.join(of)}"] = own
+        write(out, there)
 
 
 def fit(point: Point, folder: Path) -> Inputs:
@@ -272,10 +265,13 @@ def take_turns(
 def measured(point: Point, block: Block) -> Point:
     """The point with its figures, from the turns that count."""
     name = name_of(point)
-    seconds = [turn.seconds / block.steps[name] for turn in block.counted(name)]
+    turns = block.counted(name)
+    seconds = [turn.seconds / block.steps[name] for turn in turns]
+    phases = block.phases(name)
+    phases.pop("step_seconds", None)
     return replace(
         point, step_seconds=median(seconds), low_seconds=min(seconds), high_seconds=max(seconds),
-        turns=len(seconds), failed="",
+        turns=len(seconds), phases=phases, failed="",
     )  # fmt: skip
 
 

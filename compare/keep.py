@@ -79,7 +79,7 @@ def keep_measurement(
             if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
                 texts[name] = without_paths(path.read_text("utf-8", errors="replace"))
         for name in [name for name in texts if len(name.parts) == 1]:
-            if name.suffix in OPEN or name.name == plan.name:
+            if name.suffix in OPEN or name.name in (plan.name, "table.json"):
                 (draft / name).write_text(texts.pop(name), "utf-8")
         (draft / packed.PACKED).write_text(packed.lines_of(texts), "utf-8")
         if plan.name not in WITH_TABLE:

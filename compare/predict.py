@@ -160,12 +160,16 @@ def network_of(inputs: Inputs, settings: Settings) -> Network:
     if settings.collectives is None:
         return named_network(*named)
     measurement = read_measurement(settings.collectives)
-    own = "torch" if inputs.engine == "ddp" else "horovod"
-    name = f"{own}-{inputs.transport}".replace("torch-gloo", "torch.distributed")
-    link = measured_link(measurement, name)
-    if measurement.plan.get("hosts"):
-        return replace(named_network(*named), between=link)
-    return named_network(*named, link)
+    link = measured_link(measurement, inputs.engine, inputs.transport)
+    if not measurement.plan.get("hosts"):
+        return named_network(*named, link)
+    network = named_network(*named)  # between hosts a byte takes the link's time, not a CPU's
+    rate = 1 / max(link.cpu_seconds_per_byte, 1e-15)
+    between = replace(
+        network.between, latency_seconds=link.latency_seconds, bytes_per_second=rate,
+        both_ways_factor=1.0,
+    )  # fmt: skip
+    return replace(network, between=between)
 
 
 def clusters(inputs: Inputs, settings: Settings) -> list[Cluster]:

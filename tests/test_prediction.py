@@ -54,7 +54,7 @@ trainings = st.builds(
     inputs_of,
     st.lists(st.floats(1e3, 1e8), min_size=1, max_size=12),
     engine=st.sampled_from(["ddp", "horovod"]),
-    algorithm=st.sampled_from(["ring", "tree", "two-level"]),
+    algorithm=st.sampled_from(["ring", "halving", "tree", "two-level"]),
     wire_format=st.sampled_from(["fp32", "fp16"]),
     contention=st.floats(1, 2),
     spread_seconds=st.floats(0, 0.05),
@@ -144,6 +144,7 @@ def vectors() -> list[dict]:
     """Inputs and clusters that take every way through the model."""
     changes = [
         {}, {"algorithm": "ring", "contention": 1.2, "spread_seconds": 0.01},
+        {"algorithm": "halving"},
         {"wire_format": "fp16", "algorithm": "two-level"},
         {"engine": "horovod", "cycle_seconds": 0.001, "negotiates": True, "cached": False},
         {"engine": "horovod", "fusion_bytes": 1.2e7, "exchange_factor": 1.5, "image_bytes": 1e5,
@@ -303,16 +304,18 @@ def test_a_measured_link_is_fitted_and_takes_its_place(monkeypatch, hosts):
         for size in (4096, 1 << 20, 1 << 26)
     }
     measured = Measurement({"hosts": hosts}, {}, figures, [], 1, [])
-    link = measured_link(measured, "torch.distributed")
+    link = measured_link(measured, "ddp", "gloo")
     assert (link.latency_seconds, link.cpu_seconds_per_byte) == pytest.approx((1e-3, 2e-9))
     with pytest.raises(UserError, match="two sizes or more"):
-        measured_link(measured, "horovod-mpi")
+        measured_link(measured, "horovod", "gloo")
     monkeypatch.setattr(predict, "read_measurement", lambda folder: measured)
     network = predict.network_of(inputs_of(), predict.Settings(collectives=Path("folder")))
-    assert network.between.cpu_seconds_per_byte == pytest.approx(2e-9)
     if hosts:
-        assert network.between == link != network.within
+        assert network.between.bytes_per_second == pytest.approx(0.5e9)
+        assert network.between.latency_seconds == pytest.approx(1e-3)
+        assert network.between.cpu_seconds_per_byte == network.within.cpu_seconds_per_byte
     else:
+        assert network.between.cpu_seconds_per_byte == pytest.approx(2e-9)
         assert network.within == link
         assert network.between.latency_seconds == pytest.approx(1e-3 + 48e-6)
 

@@ -21,7 +21,9 @@ def record(held_out_factor: float = 1.0) -> Record:
     for point in planned:
         seconds = 0.1 * point.workers * (1.0 if point.role == FIT else held_out_factor)
         figures = {"step_seconds": seconds, "low_seconds": seconds, "high_seconds": seconds}
-        points.append(replace(point, **figures, turns=3))
+        shares = {"data": 0.0, "forward": 0.4, "backward": 0.5, "optimizer": 0.1, "other": 0.0}
+        phases = {f"{name}_seconds": share * seconds for name, share in shares.items()}
+        points.append(replace(point, **figures, phases=phases, turns=3))
     inputs = Inputs(
         engine="ddp", transport="mpi", arch="resnet18", batch_size=8, gradient_bytes=(1e6, 1e6),
         ready_seconds=(0.01, 0.05), data_seconds=0.0, forward_seconds=0.04, backward_seconds=0.05,

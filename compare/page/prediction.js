@@ -10,8 +10,13 @@ function allreduce(inputs, cluster, size, scale) {
     + 2 * (workers - 1 - across) * within.latency_seconds;
   const tree = 2 * Math.ceil(Math.log2(hosts)) * between.latency_seconds
     + 2 * Math.ceil(Math.log2(own)) * within.latency_seconds;
-  const latency = inputs.algorithm === "ring" ? ring : Math.min(ring, tree);
+  const latency = { ring, halving: tree }[inputs.algorithm] ?? Math.min(ring, tree);
   let wire = sent / UNLIMITED(outer.bytes_per_second), cpu = sent * outer.cpu_seconds_per_byte;
+  if (inputs.algorithm === "halving") {
+    const power = 2 ** Math.floor(Math.log2(workers)), folds = power < workers ? 1 : 0;
+    const exchanged = (2 * (power - 1) / power + 0.5 * folds) * outer.both_ways_factor;
+    wire = (exchanged + 1.5 * folds) * size / UNLIMITED(outer.bytes_per_second);
+  }
   if (hosts > 1 && own > 1) wire = Math.max(wire, sent / UNLIMITED(within.bytes_per_second));
   if (inputs.algorithm === "two-level" && hosts > 1) {
     const inside = 2 * (own - 1) / own * size, outside = 2 * (hosts - 1) / hosts * size;
@@ -19,7 +24,8 @@ function allreduce(inputs, cluster, size, scale) {
     cpu = inside * within.cpu_seconds_per_byte + outside / own * between.cpu_seconds_per_byte;
   }
   const factor = inputs.exchange_factor;
-  return [latency * factor * scale.latency, wire / scale.bandwidth, cpu * factor * scale.cpu];
+  const late = latency + 2 * (factor - 1) * outer.latency_seconds;
+  return [late * scale.latency, wire / scale.bandwidth, cpu * factor * scale.cpu];
 }
 
 function simulate(inputs, cluster, scale) {
@@ -46,8 +52,8 @@ function simulate(inputs, cluster, scale) {
         begin = Math.max(ready[first] + delay + inputs.cycle_seconds / 2, ended);
         agreed = Math.max(last, ready.filter((seconds) => seconds + delay <= begin).length);
         const asking = inputs.cached ? 0 : 2 * (workers - 1) * link.latency_seconds;
-        if (inputs.negotiates) begin += share * (allreduce(inputs, cluster, 0, scale)[0]
-          + asking * inputs.exchange_factor * scale.latency);
+        if (inputs.negotiates) begin += allreduce(inputs, cluster, 0, scale)[0]
+          + asking * inputs.exchange_factor * scale.latency;
       }
       while (last < agreed && (size + sizes[last]) * narrow <= inputs.fusion_bytes)
         size += sizes[last++];
@@ -58,7 +64,7 @@ function simulate(inputs, cluster, scale) {
     if (narrow < 1) cpu += size * network.cast_seconds_per_byte * scale.cpu;
     const left = Math.max(0, computed + delay - begin);
     const taken = Math.min(cpu * share, left) * (1 - free);
-    ended = begin + latency * share + Math.max(wire, cpu * share + taken);
+    ended = begin + latency + Math.max(wire, cpu * share + taken);
     delay += taken;
     first = last;
     messages += 1;
@@ -68,7 +74,7 @@ function simulate(inputs, cluster, scale) {
     + inputs.optimizer_seconds + inputs.other_seconds;
   const ranks = Math.max(1, busy * cluster.hosts / cluster.hosts_per_machine);
   const straggler = inputs.spread_seconds * scale.spread * Math.log(ranks);
-  const seconds = step * slow + exposed + straggler;
+  const seconds = (step * slow + exposed + straggler) * (workers > 1 ? scale.model : 1);
   const read = workers * inputs.batch_size * inputs.image_bytes;
   const storage = read / UNLIMITED(cluster.storage_bytes_per_second);
   return { seconds: Math.max(seconds, storage), exposed, alone: step };

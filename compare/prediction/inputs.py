@@ -42,7 +42,7 @@ class Inputs:
     cycle_seconds: float = 0.0  # Horovod's: it looks for gradients that often
     negotiates: bool = False  # Horovod: the ranks agree on what is ready
     cached: bool = True  # by its response cache
-    algorithm: str = "tree"  # of the all-reduce: "ring" | "tree", or halving | "two-level"
+    algorithm: str = "tree"  # of the all-reduce: "ring" | "halving" | "tree" | "two-level"
     threads: int = 1  # that compute, of a rank
     cores: int = 1  # of the measured host
     image_bytes: float = 0.0  # read from storage for an image
@@ -109,10 +109,11 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
 
 
 def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
-    """How messages are added up: Gloo's ranks stand in a ring; MPI and NCCL choose by size."""
+    """How messages are added up: Gloo's ranks stand in a ring; Open MPI halves and doubles; NCCL
+    chooses between ring and tree."""
     if transport == "nccl" and variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
         return "two-level"
-    return "ring" if transport == "gloo" else "tree"
+    return {"gloo": "ring", "mpi": "halving"}.get(transport, "tree")
 
 
 @dataclass(frozen=True)

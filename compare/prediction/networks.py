@@ -9,6 +9,8 @@ from compare.evidence.collectives import Measurement
 from recipe.errors import UserError, near_match
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
+# Open MPI over TCP seldom sends in both directions at once: seen in the recorded check.
+MPI_BOTH_WAYS = 2.0
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Link:
     latency_seconds: float  # of a round in which each sends a message to another, software included
     bytes_per_second: float = math.inf  # between hosts, of all workers of one together
     cpu_seconds_per_byte: float = 0.0  # that a rank computes for each byte that it sends
+    both_ways_factor: float = 1.0  # two messages to each other take so many times as long as one
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,45 @@ def named_network(
     if transport not in ON_CPUS:
         raise UserError(f"{transport} runs on GPUs: say how a host connects them, such as pcie")
     own = measured or ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
-    link = replace(own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate)
+    by_turns = transport == "mpi" and payload == TCP
+    link = replace(
+        own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate,
+        both_ways_factor=MPI_BOTH_WAYS if by_turns else 1.0,
+    )  # fmt: skip
     return Network(between, own, link, COPY, CAST, source)
 
 
 def on_cpus(transport: str, gbit_per_s: float = math.inf) -> Network:
     """Hosts without GPUs, and between them a link of this rate."""
     own = ON_CPUS[transport]
-    return Network("", own, replace(own, bytes_per_second=gbit_per_s * GBIT), COPY, CAST)
+    factor = MPI_BOTH_WAYS if transport == "mpi" else 1.0
+    between = replace(own, bytes_per_second=gbit_per_s * GBIT, both_ways_factor=factor)
+    return Network("", own, between, COPY, CAST)
 
 
-def measured_link(measurement: Measurement, backend: str) -> Link:
-    """The link that fits what compare/collectives.py measured of fp32 between two workers on CPUs:
-    least squares of the relative errors of latency x rounds + seconds per byte x bytes."""
+# Of compare/collectives.py, by engine and transport.
+BACKENDS = {
+    ("ddp", "gloo"): "torch.distributed",
+    ("ddp", "mpi"): "torch-mpi",
+    ("horovod", "gloo"): "horovod-gloo",
+    ("horovod", "mpi"): "horovod-mpi",
+}
+
+
+def measured_link(measurement: Measurement, engine: str, transport: str) -> Link:
+    """What compare/collectives.py measured of fp32 between two workers on CPUs, as a link.
+
+    A round's latency is that of DDP: in Horovod's is the wait for its cycle, and until the ranks
+    agree, which the model counts by themselves.
+    """
+    latency, _ = _fitted(measurement, BACKENDS["ddp", transport])
+    _, per_byte = _fitted(measurement, BACKENDS[engine, transport])
+    return Link(latency, cpu_seconds_per_byte=per_byte)
+
+
+def _fitted(measurement: Measurement, backend: str) -> tuple[float, float]:
+    """Seconds of a round and of a byte: least squares of the relative errors of latency x rounds +
+    seconds per byte x bytes."""
     figures = [
         figure for (name, message, its), figure in measurement.figures.items()
         if (name, its) == (backend, "fp32") and message.isdigit()
@@ -131,4 +160,4 @@ def measured_link(measurement: Measurement, backend: str) -> Link:
     latency, per_byte = np.linalg.lstsq(
         terms / seconds[:, None], np.ones(len(figures)), rcond=None
     )[0]
-    return Link(max(float(latency), 0.0), cpu_seconds_per_byte=max(float(per_byte), 0.0))
+    return max(float(latency), 0.0), max(float(per_byte), 0.0)

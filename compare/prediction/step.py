@@ -21,6 +21,7 @@ UNCERTAIN = {
     "bandwidth": 0.05,
     "cpu": 0.15,  # time of CPUs for messages
     "sharing": 0.05,  # what ranks lose that share cores, beyond their share
+    "model": 0.09,  # what it lacks, by the errors of the recorded check
 }
 AS_TOLD = dict.fromkeys(UNCERTAIN, 1.0)
 QUANTILE = 1.645  # of the normal distribution: an interval of 90 %
@@ -54,10 +55,12 @@ def allreduce(
 ) -> tuple[float, float, float]:
     """Seconds of latency, of the wire, and of each rank's CPU for a message of `size` bytes.
 
-    Ring, halving and doubling, and double binary tree send 2 (n - 1) / n of a message through each
-    rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005; Sanders et al. 2009), of which those
-    between hosts cost the latency there. Two levels send as much within a host, and 2 (h - 1) / h
-    of a message between hosts.
+    Ring, double binary tree, and, of a power of two of ranks, halving and doubling send
+    2 (n - 1) / n of a message through each rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al.
+    2005; Sanders et al. 2009), of which those between hosts cost the latency there. Of other
+    numbers halving leaves some ranks out, for which a neighbour works: half a message goes both
+    ways, and one and a half go one way. Two levels send as much as a ring within a host, and
+    2 (h - 1) / h of it between hosts.
     """
     hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
     within, between = cluster.network.within, cluster.network.between
@@ -71,8 +74,13 @@ def allreduce(
     )
     deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(own))
     tree = 2 * deep * between.latency_seconds + 2 * low * within.latency_seconds
-    latency = ring if inputs.algorithm == "ring" else min(ring, tree)
+    latency = {"ring": ring, "halving": tree}.get(inputs.algorithm, min(ring, tree))
     wire, cpu = sent / outer.bytes_per_second, sent * outer.cpu_seconds_per_byte
+    if inputs.algorithm == "halving":
+        power = 2 ** int(math.log2(workers))
+        folds = power < workers
+        exchanged = (2 * (power - 1) / power + 0.5 * folds) * outer.both_ways_factor
+        wire = (exchanged + 1.5 * folds) * size / outer.bytes_per_second
     if hosts > 1:  # the slowest link holds up all
         wire = max(wire, sent / within.bytes_per_second if own > 1 else 0.0)
     if inputs.algorithm == "two-level" and hosts > 1:
@@ -81,7 +89,8 @@ def allreduce(
         cpu = inside * within.cpu_seconds_per_byte + outside / own * between.cpu_seconds_per_byte
     factor = inputs.exchange_factor
     return (
-        latency * factor * scale["latency"],
+        # Waiting for each other, once a message however many rounds it has.
+        (latency + 2 * (factor - 1) * outer.latency_seconds) * scale["latency"],
         wire / scale["bandwidth"],
         cpu * factor * scale["cpu"],
     )
@@ -115,7 +124,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
             if first >= agreed:  # all agree at once on what is ready when a cycle begins
                 begin = max(ready[first] + delay + inputs.cycle_seconds / 2, ended)
                 agreed = max(last, sum(seconds + delay <= begin for seconds in ready))
-                begin += share * negotiation(inputs, cluster, scale)
+                begin += negotiation(inputs, cluster, scale)
             while last < agreed and (size + sizes[last]) * narrow <= inputs.fusion_bytes:
                 size, last = size + sizes[last], last + 1
         latency, wire, cpu = allreduce(inputs, cluster, size * narrow, scale)
@@ -124,7 +133,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
         cpu += size * cluster.network.cast_seconds_per_byte * (narrow < 1) * scale["cpu"]
         left = max(0.0, computed + delay - begin)  # of the backward pass
         taken = min(cpu * share, left) * (1 - free)  # from it: two threads on one core
-        ended = begin + latency * share + max(wire, cpu * share + taken)
+        ended = begin + latency + max(wire, cpu * share + taken)
         delay += taken
         first, messages = last, messages + 1
     exposed = delay + max(0.0, ended - computed - delay)
@@ -132,6 +141,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
     ranks = max(1.0, busy * cluster.hosts / cluster.hosts_per_machine)
     straggler = inputs.spread_seconds * scale["spread"] * math.log(ranks)
     seconds = inputs.step_seconds * slow + exposed + straggler
+    seconds *= scale["model"] if workers > 1 else 1.0
     read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
     return Step(max(seconds, read), exposed, straggler, messages)
 

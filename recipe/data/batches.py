@@ -68,7 +68,8 @@ class Data:
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a run to resume: the number of images, a digest of their
         names, labels and classes, the same for files and shards, and of shards their checksums'."""
-        digest, found = hashlib.sha256(), {"num_train": self.num_train, "num_val": self.num_val}
+        digest = hashlib.sha256()
+        found: dict[str, Any] = {"num_train": self.num_train, "num_val": self.num_val}
         for part, listing in (("train", self.train), ("val", self.val)):
             if listing is not None:
                 digest.update(os.fsencode("\0".join(listing.classes)))
