@@ -62,14 +62,6 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: entry.row)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure or show what the command line asks for and return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
-        signal.signal(number, signal.default_int_handler)
-    interrupted = "interrupted: the same command with this --out goes on"
-    return run_tool("benchmarks/run.py", bench, __doc__, argv, interrupted=interrupted)
-
-
 def bench(
     options: Options, only: str | None = None, again: bool = False, table: Path | None = None
 ) -> int:
@@ -81,6 +73,8 @@ def bench(
         again: Also what this folder has a record of.
         table: Measure nothing, show this record.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
+        signal.signal(number, signal.default_int_handler)
     rows = measure_rows(options, only, again) if table is None else read_records(table)
     if only is None and not options.gpu:
         rows += needing_gpu(rows)
@@ -156,6 +150,11 @@ def read_records(folder: Path) -> list[Row]:
         raise MeasurementError(f"--table {folder}: holds no record of a benchmark")
     return rows
 
+
+main = partial(
+    run_tool, "benchmarks/run.py", bench, __doc__,
+    interrupted="interrupted: the same command with this --out goes on",
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from compare.evidence.collectives import read_measurement
@@ -97,13 +98,9 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def measure_or_show(argv: list[str]) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    ended = "interrupted: all processes were ended"
-    return run_main(SCRIPT, lambda: measure_or_show(parse_options(argv)), interrupted=ended)
-
-
-def measure_or_show(options: argparse.Namespace) -> int:
+    options = parse_options(argv)
     folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
     if options.show is None:
         missing = missing_lines(options)
@@ -124,7 +121,7 @@ def measure_or_show(options: argparse.Namespace) -> int:
     return 1 if measurement.failed else 0
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str]) -> argparse.Namespace:
     """Read the flags; UserError about what does not go together."""
     options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     options.sizes = sorted(set(options.sizes))
@@ -217,6 +214,10 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
             failed.add(name)
             print(shown_tail(place), flush=True)
 
+
+main = partial(
+    run_main, SCRIPT, measure_or_show, interrupted="interrupted: all processes were ended"
+)
 
 if __name__ == "__main__":
     sys.exit(main())

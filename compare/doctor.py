@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from ipaddress import ip_interface
 from itertools import repeat
 from pathlib import Path
@@ -66,14 +67,8 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Look, tell, and return the exit code."""
-    errors = (UserError, OSError)  # the latter: --json in a folder that is not there
-    return run_main(SCRIPT, lambda: look(argv), errors)
-
-
-def look(argv: list[str] | None) -> int:
-    """Look at what the flags name, and return the exit code."""
+def look(argv: list[str]) -> int:
+    """Look at what the flags name, tell, and return the exit code."""
     options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     take_hostfile(vars(options))
     if options.hosts == SLURM:
@@ -289,6 +284,9 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
     found = f"exit code {code} of `{shlex.join(words)}`"
     return judged("allreduce", code == 0, found, remedy, "failed")
 
+
+# OSError: --json in a folder that is not there.
+main = partial(run_main, SCRIPT, look, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())
