@@ -189,11 +189,10 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         said = said.removeprefix("ssh: ").rstrip(".")
         return HostReport([Finding("ssh", "failed", said, ssh_remedy(name, said), name)])
     found = f"no answer within {ANSWER_SECONDS} s" if code == 124 else said  # timeout(1)'s own
-    remedy = (
-        "the project and its environment must lie at the same paths on all hosts, and no file "
-        "system may hang, such as a dead mount under --data"
-    )
-    return HostReport([Finding("environment", "failed", found, remedy, name)])
+    return HostReport([Finding(
+        "environment", "failed", found, "the project and its environment must lie at the same "
+        "paths on all hosts, and no file system may hang, such as a dead mount under --data", name,
+    )])  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- between the hosts
@@ -207,9 +206,13 @@ def agreement(reports: dict[str, HostReport]) -> Finding:
         if len(set(values.values())) > 1:
             told = ", ".join(f"{value} on {host}" for host, value in values.items())
             differing.append(f"{name} is {told}")
-    remedy = "use one environment that all hosts share, or set each up from the same lock"
-    found = "; ".join(differing) or f"equal on {len(reports)} hosts"
-    return judged("versions", not differing, found, remedy, "failed")
+    return judged(
+        "versions",
+        not differing,
+        "; ".join(differing) or f"equal on {len(reports)} hosts",
+        "use one environment that all hosts share, or set each up from the same lock",
+        "failed",
+    )
 
 
 def common_networks(reports: dict[str, HostReport], interface: str | None) -> Networks:
@@ -280,9 +283,13 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
         *(word for flag, value in given.items() if value is not None for word in (flag, value)),
     ]  # fmt: skip
     code = subprocess.run([sys.executable, *words[1:]]).returncode
-    remedy = "docs/launching.md lists the usual reasons, such as a firewall or the wrong network"
-    found = f"exit code {code} of `{shlex.join(words)}`"
-    return judged("allreduce", code == 0, found, remedy, "failed")
+    return judged(
+        "allreduce",
+        code == 0,
+        f"exit code {code} of `{shlex.join(words)}`",
+        "docs/launching.md lists the usual reasons, such as a firewall or the wrong network",
+        "failed",
+    )
 
 
 # OSError: --json in a folder that is not there.
