@@ -163,9 +163,8 @@ def too_few(plan: Plan) -> str | None:
     if max(plan.workers) == 1:
         return "One worker sends no gradients: their wire format makes no difference."
     found, needed = checks.gpu_bytes() / GIB, GIB_EACH * len(plan.configurations)
-    if found >= needed:
-        return None
-    return f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
+    text = f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
+    return text if found < needed else None
 
 
 @contextlib.contextmanager

@@ -101,8 +101,7 @@ def speed_table(measurement: Measurement) -> str:
             rows.append([label_of(figure), *names, ratio_text(speed), interval, decision])
     head = ["", "speed of", "against", "ratio", INTERVAL, ""]
     align = ["right", "left", "left", "right", "left", "left"]
-    text = tabulate.tabulate(rows, head, colalign=align, disable_numparse=True)
-    return text if rows else ""
+    return tabulate.tabulate(rows, head, colalign=align, disable_numparse=True) if rows else ""
 
 
 def caveats_of(measurement: Measurement) -> list[str]:
