@@ -56,9 +56,10 @@ def entries() -> list[Entry]:
         Entry("start_time", 13, start_time.measure),
         Entry("memory", 14, memory.measure),
     ]
-    for one in by_turns.read_goals():
-        measure = partial(by_turns.measure, one)
-        found.append(Entry(one.name, one.row, measure, bool(one.work), bool(one.gpu)))
+    found += [
+        Entry(one.name, one.row, partial(by_turns.measure, one), bool(one.work), bool(one.gpu))
+        for one in by_turns.read_goals()
+    ]
     return sorted(found, key=lambda entry: entry.row)
 
 
@@ -112,8 +113,7 @@ def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
         except Exception as error:
             known = isinstance(error, MeasurementError)
             say(f"error: {error if known else traceback.format_exception_only(error)[-1].strip()}")
-            name = f"{entry.name}: failed, see above"
-            rows.append(Row(entry.row, name, None, needs=FAILED))
+            rows.append(Row(entry.row, f"{entry.name}: failed, see above", None, needs=FAILED))
     return rows
 
 

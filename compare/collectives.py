@@ -178,8 +178,10 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
-    here = most_on_a_host(options.workers, options.hosts)
-    findings = [check_load(), check_cores(here, options.threads)]
+    findings = [
+        check_load(),
+        check_cores(most_on_a_host(options.workers, options.hosts), options.threads),
+    ]
     warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,14 +194,16 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",
         "seconds", "threads", "cuda", "seed",
     )  # fmt: skip
-    plan = {
-        "created_utc": utc_now(),
-        **{name: getattr(options, name) for name in kept},
-        "cores": os.cpu_count() or 1,
-        "order": launches,
-        "warnings": warnings,
-    }
-    write_json(folder / "collectives.json", plan)
+    write_json(
+        folder / "collectives.json",
+        {
+            "created_utc": utc_now(),
+            **{name: getattr(options, name) for name in kept},
+            "cores": os.cpu_count() or 1,
+            "order": launches,
+            "warnings": warnings,
+        },
+    )
     failed: set[str] = set()
     for number, (block, name) in enumerate(launches, start=1):
         if name in failed:
@@ -208,8 +212,11 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         place.mkdir(parents=True)
         words, out = command(name, options, place), place / "measurements.jsonl"
         outcome = start_command(words, place, options.timeout, out)
-        label = f"[{number}/{len(launches)}] block {block}  {name:17}"
-        print(f"{label}  {outcome.seconds:5.1f} s  {outcome.status}", flush=True)
+        print(
+            f"[{number}/{len(launches)}] block {block}  {name:17}  {outcome.seconds:5.1f} s  "
+            f"{outcome.status}",
+            flush=True,
+        )
         if outcome.status != "completed":
             failed.add(name)
             print(shown_tail(place), flush=True)

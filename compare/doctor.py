@@ -100,8 +100,8 @@ def examine(options: argparse.Namespace) -> list[Finding]:
         if len(reports) > 1:
             networks = common_networks(reports, interface)
             problems = connection_problems(networks, {name: hosts[name] for name in reports})
-            found = [agreement(reports), *network_findings(reports, problems, interface)]
-            findings += show("between the hosts", found)
+            between = network_findings(reports, problems, interface)
+            findings += show("between the hosts", [agreement(reports), *between])
     if options.allreduce and not any(one.status == "failed" for one in findings):
         findings += show("workers", [measure_allreduce(options.hosts, interface)])
     return findings
@@ -148,7 +148,7 @@ def answer(name: str, data: Path | None) -> None:
             problems = {}
             for network, places in json.loads(line).items():
                 tried = pool.map(connection_problem, repeat(name), places, places.values())
-                problems[network] = [problem for problem in tried if problem]
+                problems[network] = [*filter(None, tried)]
             print(json.dumps(problems), flush=True)
 
 
@@ -180,9 +180,13 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         report = msgspec.convert(answered, HostReport)
         skew = report.time - time.time()
         refused = abs(skew) > MOST_CLOCK_SKEW_HOROVOD and report.versions["Horovod"]
-        found, status = f"{skew:+.1f} s from this host's", "failed" if refused else "warning"
-        remedy = "run an NTP client there: else times do not fit, and horovodrun refuses messages"
-        clock = judged("clock", abs(skew) <= MOST_CLOCK_SKEW, found, remedy, status)
+        clock = judged(
+            "clock",
+            abs(skew) <= MOST_CLOCK_SKEW,
+            f"{skew:+.1f} s from this host's",
+            "run an NTP client there: else times do not fit, and horovodrun refuses messages",
+            "failed" if refused else "warning",
+        )
         return replace(report, findings=[*report.findings, replace(clock, host=name)])
     code = host.wait()
     if code == 255 and not is_here(name):  # ssh's own

