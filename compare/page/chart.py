@@ -105,7 +105,8 @@ def logarithmic(values: Iterable[float], label: str = "") -> Scale:
     values_at = [digit * 10.0**decade for decade in decades for digit in digits]
     of_decades = [(value, f"{value:,g}") for value in values_at]
     ticks = linear([low, high]).ticks if high / low < 10 else of_decades
-    return Scale(low, high, [one for one in ticks if low <= one[0] <= high], label, True)
+    inside = [tick for tick in ticks if low <= tick[0] <= high]
+    return Scale(low, high, inside, label, logarithmic=True)
 
 
 # ------------------------------------------------------------------------------------------ plots
