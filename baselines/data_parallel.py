@@ -15,12 +15,10 @@ bit-equal to single_process.py. With several they are not: each GPU normalises i
 batch in BatchNorm, and the parts' gradients are added up in another order.
 """
 
-from recipe.start import run, start
-
-ENGINE = "data_parallel"
+from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import torch
 from torch import nn
@@ -31,20 +29,19 @@ from recipe.loop import Rung
 class OneProcess(Rung):
     """One process for all GPUs that it sees."""
 
-    name, launcher, has_group = ENGINE, "none", False
+    name, launcher, has_group = "data_parallel", "none", False
 
     def distribute(self) -> None:
         """Let the GPUs share each batch; on a CPU there is nothing to share."""
         gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
         if gpus < 2:
-            name = "one GPU" if gpus else "the CPU"
-            print(f"{ENGINE}: runs as one device, {name}: to share a batch takes two GPUs or more")
+            one = "one GPU" if gpus else "the CPU"
+            print(
+                f"{self.name}: runs as one device, {one}: to share a batch takes two GPUs or more"
+            )
         if gpus or not torch.cuda.is_available():  # it would use GPUs in spite of --no-cuda
             self.network = nn.DataParallel(self.model)
             self.devices = [torch.device("cuda", gpu) for gpu in range(gpus)] or self.devices
 
 
 main = OneProcess.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -23,12 +23,10 @@ with one to single_process.py. With more, only the order of additions in the las
 """
 
 from recipe.errors import UserError
-from recipe.start import run, start
-
-ENGINE = "ddp_with_rpc"
+from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import copy
 from collections.abc import Callable
@@ -101,7 +99,7 @@ def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 class Trainer(Rung):
     """What a trainer does together with the server."""
 
-    name, servers, has_remote_calls, is_for_cpu = ENGINE, 1, True, True
+    name, servers, has_remote_calls, is_for_cpu = "ddp_with_rpc", 1, True, True
     lacks = (
         "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema",
         "batches_per_allreduce", "compile",
@@ -162,6 +160,3 @@ class Trainer(Rung):
 
 
 main = Trainer.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -22,12 +22,12 @@ gradients may be added up in another order, and --clip-grad-norm adds up the nor
 """
 
 from recipe.errors import leave
-from recipe.start import run, start
-
-ENGINE = "fsdp"
+from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    # Exchanges of sharded weights can outlive their process group, and Python's own end may then
+    # abort (pytorch pull request 179291).
+    run_script(__file__, end=leave)
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ WHOLE = StateDictOptions(full_state_dict=True)
 class Sharded(Rung):
     """Each rank holds its shard of everything."""
 
-    name = ENGINE
+    name = "fsdp"
     # Each would need code of its own for sharded weights.
     lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "compile")
 
@@ -87,9 +87,3 @@ class Sharded(Rung):
 
 
 main = Sharded.main
-
-if __name__ == "__main__":
-    run(main, config, world)
-    # Exchanges of sharded weights can outlive their process group, and Python's own end may then
-    # abort (pytorch pull request 179291).
-    leave(0)

@@ -17,13 +17,11 @@ numbers, wherever they are.
 
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.start import run, start
+from recipe.start import run_script
 from recipe.world import World
 
-ENGINE = "model_parallel"
-
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import torch
 from torch import nn
@@ -53,7 +51,7 @@ def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
 class TwoDevices(Rung):
     """Each worker has two devices, and DDP averages the gradients of both halves."""
 
-    name = ENGINE
+    name = "model_parallel"
     lacks = ("model_ema",)  # the average would have to be split as well
 
     def __init__(self, config: Config, world: World) -> None:
@@ -77,7 +75,7 @@ class TwoDevices(Rung):
         halves = split(self.model, self.device, self.second)
         if self.world.is_first:
             if self.second == self.device:
-                print(f"{ENGINE}: without GPUs both halves of the network are on the CPU")
+                print(f"{self.name}: without GPUs both halves of the network are on the CPU")
             print(f"weights of a worker: {halves}")
         kept = self.optimizer.state_dict()
         self.optimizer = build_optimizer(self.model, self.config)  # of them where they are now
@@ -87,6 +85,3 @@ class TwoDevices(Rung):
 
 
 main = TwoDevices.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -7,13 +7,11 @@ behind computation. An engine that is not faster than this is not worth its inst
 """
 
 from recipe.config import Config
-from recipe.start import run, start
+from recipe.start import run_script
 from recipe.world import World
 
-ENGINE = "mpi4py"
-
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 from collections.abc import Callable
 
@@ -27,7 +25,7 @@ from recipe.training.metrics import Sums
 class PlainMPI(Rung):
     """The gradients are averaged by hand, over any launcher that starts MPI's ranks."""
 
-    name, transport, launcher, has_group, is_for_cpu = ENGINE, "MPI", None, False, True
+    name, transport, launcher, has_group, is_for_cpu = "mpi4py", "MPI", None, False, True
     has, lacks = ("transport", "ablation_steps"), ("transport gloo", "transport nccl")
 
     def __init__(self, config: Config, world: World) -> None:
@@ -63,6 +61,3 @@ class PlainMPI(Rung):
 
 
 main = PlainMPI.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -18,20 +18,21 @@ an evaluation and a checkpoint the ranks average both, so that a run that goes o
 does what it would have done.
 """
 
-from recipe.start import run, start
+from recipe.start import run_script
 
-ENGINE = "parameter_averaging"
 PERIOD = 4  # steps from one average to the next
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,7 @@ from recipe.training.state import Trainables
 class LocalSGD(Rung):
     """Gradients are averaged until the warm-up is over, then weights."""
 
-    name = ENGINE
+    name = "parameter_averaging"
     # Each rank would have a moving average of its own, and leave out its own steps; it is SGD's
     # state that is averaged; and its warm-up is counted in steps of one size.
     lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs")
@@ -73,6 +74,3 @@ class LocalSGD(Rung):
 
 
 main = LocalSGD.main
-
-if __name__ == "__main__":
-    run(main, config, world)

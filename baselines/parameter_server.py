@@ -29,12 +29,12 @@ another one than DDP's. Without it they depend on who comes first, and differ fr
 
 import sys
 
-from recipe.start import run, start
+from recipe.start import run_script
 
-ENGINE, SYNCHRONOUS = "parameter_server", "--synchronous"
+SYNCHRONOUS = "--synchronous"
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
+    run_script(__file__, [word for word in sys.argv[1:] if word != SYNCHRONOUS])
 
 from collections import Counter
 from threading import Lock
@@ -121,7 +121,7 @@ def pull() -> tuple[Answer, dict, Counter[int]]:
 class Trainer(Rung):
     """What a trainer does by the server instead of by itself."""
 
-    name, transport, servers = ENGINE, "TensorPipe", 1
+    name, transport, servers = "parameter_server", "TensorPipe", 1
     has_remote_calls = is_for_cpu = True
     lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
     version = 0  # of the weights here
@@ -167,6 +167,3 @@ class Trainer(Rung):
 
 
 main = Trainer.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -25,13 +25,11 @@ itself) only the order of additions differs.
 
 from recipe.config import Config
 from recipe.errors import UserError
-from recipe.start import run, start
+from recipe.start import run_script
 from recipe.world import World
 
-ENGINE = "pipeline"
-
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import copy
 from collections.abc import Callable
@@ -53,7 +51,7 @@ from recipe.training.state import Trainables
 class Pipeline(Rung):
     """The stages, of which this rank computes one."""
 
-    name = ENGINE
+    name = "pipeline"
     lacks = (
         "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
         "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
@@ -159,6 +157,3 @@ class Pipeline(Rung):
 
 
 main = Pipeline.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -27,13 +27,11 @@ nearly equal: micro-batches reach a piece in any order, and so do their gradient
 """
 
 from recipe.config import Config
-from recipe.start import run, start
+from recipe.start import run_script
 from recipe.world import World
 
-ENGINE = "rpc_pipeline"
-
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 import logging
 from collections.abc import Callable
@@ -92,7 +90,7 @@ def optimizer_here(weights: list[torch.Tensor]) -> torch.optim.Optimizer:
 class Driver(Rung):
     """Trains the pieces from afar."""
 
-    name, transport, has_group = ENGINE, "TensorPipe", False
+    name, transport, has_group = "rpc_pipeline", "TensorPipe", False
     has_remote_calls = is_for_cpu = True
     lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
 
@@ -159,6 +157,3 @@ class Driver(Rung):
 
 
 main = Driver.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -17,8 +17,14 @@ import os
 
 import torch
 
-from recipe.data.batches import open_data, samples_per_step, to_device, training_batches
-from recipe.data.batches import training_end, validation_batches
+from recipe.data.batches import (
+    open_data,
+    samples_per_step,
+    to_device,
+    training_batches,
+    training_end,
+    validation_batches,
+)
 from recipe.device import choose_device, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
@@ -26,8 +32,14 @@ from recipe.loop import refuse_settings
 from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import evaluate, means
-from recipe.training.model import autocast, build_criterion, build_model, build_optimizer
-from recipe.training.model import build_scaler, seed_step
+from recipe.training.model import (
+    autocast,
+    build_criterion,
+    build_model,
+    build_optimizer,
+    build_scaler,
+    seed_step,
+)
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
 
@@ -48,8 +60,7 @@ def main(config: Config, world: World) -> None:
         )
     data = open_data(config)
     device = choose_device(config, world)
-    place = world.host, sorted(os.sched_getaffinity(0))
-    cores = share_of_cores([place], rank=0)
+    cores = share_of_cores([(world.host, sorted(os.sched_getaffinity(0)))], rank=0)
     torch.set_num_threads(config.threads or cores)
     workers = loader_workers(config, device, cores)
     num_steps, stop = training_end(config, world, data, step=0, samples_seen=0)

@@ -14,12 +14,10 @@ checkpoint needs the whole state, so that all ranks send theirs to rank 0 (as pi
 The weights are bit-equal to those of ddp_train: each is updated once, by the same numbers.
 """
 
-from recipe.start import run, start
-
-ENGINE = "zero_optimizer"
+from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start(ENGINE)
+    run_script(__file__)
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +30,7 @@ from recipe.training.state import Trainables
 class ShardedOptimizer(Rung):
     """DDP averages the gradients; the optimizer's state is divided among the ranks."""
 
-    name = ENGINE
+    name = "zero_optimizer"
 
     def distribute(self) -> None:
         """A checkpoint's state comes whole: each rank keeps its part."""
@@ -59,6 +57,3 @@ class ShardedOptimizer(Rung):
 
 
 main = ShardedOptimizer.main
-
-if __name__ == "__main__":
-    run(main, config, world)

@@ -75,8 +75,7 @@ def measure(options: Options) -> Measured:
     rows = []
     for name, label in NAMES.items():
         note = f"{speeds[name]:,.0f} images per CPU-second, raw {speeds[RAW]:,.0f}"
-        goal = GOAL if name == "pipeline" else None
-        row = Row(3, f"{label}, CPU-seconds", goal, notes=(note,))
+        row = Row(3, f"{label}, CPU-seconds", GOAL if name == "pipeline" else None, notes=(note,))
         rows.append(row.compared(blocks, name, RAW, work_per_cpu_second))
     return Measured(rows, blocks={"input_pipeline": blocks})
 

@@ -50,8 +50,7 @@ def measure(options: Options) -> Measured:
         readings = watch(runs, first, last)
     rows = []
     for number, name in enumerate(sides):
-        own = readings[number * count : (number + 1) * count]
-        before, after = zip(*own, strict=True)
+        before, after = zip(*readings[number * count : (number + 1) * count], strict=True)
         row = Row(14, f"memory after 10,000 / 1,000 steps, {name}", GOAL, at_least=False)
         mean = statistics.mean(before + after) / 2**20
         note = f"{TINY}; {mean:,.0f} MiB on average, after {last:,} and {first:,} steps"
@@ -69,8 +68,9 @@ def watch(runs: Sequence[tuple[int, Path]], first: int, last: int) -> list[tuple
             line = last_step(folder / "run" / "metrics.jsonl") or {"step": 0}
             kept.append((line["step"], resident_bytes(pid)))
             if kept[-1][1] == 0 or time.monotonic() > deadline:
-                tail = shown_tail(folder)
-                raise MeasurementError(f"{folder}: ended, or late, at step {line['step']}:\n{tail}")
+                raise MeasurementError(
+                    f"{folder}: ended, or late, at step {line['step']}:\n{shown_tail(folder)}"
+                )
         time.sleep(POLL_SECONDS)
 
     def after(kept: list[tuple[int, int]], step: int) -> float:

@@ -165,8 +165,7 @@ def measure_and_keep(
         "details": measured.details,
         "blocks": {case: [asdict(one) for one in found] for case, found in measured.blocks.items()},
     }
-    path = options.out / f"{name}.json"
-    write_json(path, json.loads(without_paths(json.dumps(record))))
+    write_json(options.out / f"{name}.json", json.loads(without_paths(json.dumps(record))))
     return measured.rows
 
 

@@ -56,18 +56,11 @@ def entries() -> list[Entry]:
         Entry("start_time", 13, start_time.measure),
         Entry("memory", 14, memory.measure),
     ]
-    for one in by_turns.read_goals():
-        measure = partial(by_turns.measure, one)
-        found.append(Entry(one.name, one.row, measure, bool(one.work), bool(one.gpu)))
+    found += [
+        Entry(one.name, one.row, partial(by_turns.measure, one), bool(one.work), bool(one.gpu))
+        for one in by_turns.read_goals()
+    ]
     return sorted(found, key=lambda entry: entry.row)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measure or show what the command line asks for and return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
-        signal.signal(number, signal.default_int_handler)
-    interrupted = "interrupted: the same command with this --out goes on"
-    return run_tool("benchmarks/run.py", bench, __doc__, argv, interrupted=interrupted)
 
 
 def bench(
@@ -81,6 +74,8 @@ def bench(
         again: Also what this folder has a record of.
         table: Measure nothing, show this record.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
+        signal.signal(number, signal.default_int_handler)
     rows = measure_rows(options, only, again) if table is None else read_records(table)
     if only is None and not options.gpu:
         rows += needing_gpu(rows)
@@ -118,8 +113,7 @@ def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
         except Exception as error:
             known = isinstance(error, MeasurementError)
             say(f"error: {error if known else traceback.format_exception_only(error)[-1].strip()}")
-            name = f"{entry.name}: failed, see above"
-            rows.append(Row(entry.row, name, None, needs=FAILED))
+            rows.append(Row(entry.row, f"{entry.name}: failed, see above", None, needs=FAILED))
     return rows
 
 
@@ -156,6 +150,11 @@ def read_records(folder: Path) -> list[Row]:
         raise MeasurementError(f"--table {folder}: holds no record of a benchmark")
     return rows
 
+
+main = partial(
+    run_tool, "benchmarks/run.py", bench, __doc__,
+    interrupted="interrupted: the same command with this --out goes on",
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -38,8 +38,9 @@ def measure(options: Options) -> Measured:
         for time_ in range(1 if options.quick else TIMES_PER_BLOCK):
             for side in shuffled(sides, options.seed, number, time_):
                 wait_for_quiet(options.patience)
-                path = folder / str(number) / f"{side.name}-{time_}"
-                starts[side.name].append(seconds_to_first_step(side, path))
+                starts[side.name].append(
+                    seconds_to_first_step(side, folder / str(number) / f"{side.name}-{time_}")
+                )
         for name, values in starts.items():
             seconds[name].append(min(values))
         say(f"row 13: block {number}: seconds {starts}")

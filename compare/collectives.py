@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from compare.evidence.collectives import read_measurement
@@ -97,13 +98,9 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def measure_or_show(argv: list[str]) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    ended = "interrupted: all processes were ended"
-    return run_main(SCRIPT, lambda: measure_or_show(parse_options(argv)), interrupted=ended)
-
-
-def measure_or_show(options: argparse.Namespace) -> int:
+    options = parse_options(argv)
     folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
     if options.show is None:
         missing = missing_lines(options)
@@ -124,7 +121,7 @@ def measure_or_show(options: argparse.Namespace) -> int:
     return 1 if measurement.failed else 0
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str]) -> argparse.Namespace:
     """Read the flags; UserError about what does not go together."""
     options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     options.sizes = sorted(set(options.sizes))
@@ -181,8 +178,10 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
 
 def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
-    here = most_on_a_host(options.workers, options.hosts)
-    findings = [check_load(), check_cores(here, options.threads)]
+    findings = [
+        check_load(),
+        check_cores(most_on_a_host(options.workers, options.hosts), options.threads),
+    ]
     warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,14 +194,16 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",
         "seconds", "threads", "cuda", "seed",
     )  # fmt: skip
-    plan = {
-        "created_utc": utc_now(),
-        **{name: getattr(options, name) for name in kept},
-        "cores": os.cpu_count() or 1,
-        "order": launches,
-        "warnings": warnings,
-    }
-    write_json(folder / "collectives.json", plan)
+    write_json(
+        folder / "collectives.json",
+        {
+            "created_utc": utc_now(),
+            **{name: getattr(options, name) for name in kept},
+            "cores": os.cpu_count() or 1,
+            "order": launches,
+            "warnings": warnings,
+        },
+    )
     failed: set[str] = set()
     for number, (block, name) in enumerate(launches, start=1):
         if name in failed:
@@ -211,12 +212,19 @@ def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> No
         place.mkdir(parents=True)
         words, out = command(name, options, place), place / "measurements.jsonl"
         outcome = start_command(words, place, options.timeout, out)
-        label = f"[{number}/{len(launches)}] block {block}  {name:17}"
-        print(f"{label}  {outcome.seconds:5.1f} s  {outcome.status}", flush=True)
+        print(
+            f"[{number}/{len(launches)}] block {block}  {name:17}  {outcome.seconds:5.1f} s  "
+            f"{outcome.status}",
+            flush=True,
+        )
         if outcome.status != "completed":
             failed.add(name)
             print(shown_tail(place), flush=True)
 
+
+main = partial(
+    run_main, SCRIPT, measure_or_show, interrupted="interrupted: all processes were ended"
+)
 
 if __name__ == "__main__":
     sys.exit(main())

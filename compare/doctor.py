@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from ipaddress import ip_interface
 from itertools import repeat
 from pathlib import Path
@@ -66,14 +67,8 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Look, tell, and return the exit code."""
-    errors = (UserError, OSError)  # the latter: --json in a folder that is not there
-    return run_main(SCRIPT, lambda: look(argv), errors)
-
-
-def look(argv: list[str] | None) -> int:
-    """Look at what the flags name, and return the exit code."""
+def look(argv: list[str]) -> int:
+    """Look at what the flags name, tell, and return the exit code."""
     options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     take_hostfile(vars(options))
     if options.hosts == SLURM:
@@ -105,8 +100,8 @@ def examine(options: argparse.Namespace) -> list[Finding]:
         if len(reports) > 1:
             networks = common_networks(reports, interface)
             problems = connection_problems(networks, {name: hosts[name] for name in reports})
-            found = [agreement(reports), *network_findings(reports, problems, interface)]
-            findings += show("between the hosts", found)
+            between = network_findings(reports, problems, interface)
+            findings += show("between the hosts", [agreement(reports), *between])
     if options.allreduce and not any(one.status == "failed" for one in findings):
         findings += show("workers", [measure_allreduce(options.hosts, interface)])
     return findings
@@ -153,7 +148,7 @@ def answer(name: str, data: Path | None) -> None:
             problems = {}
             for network, places in json.loads(line).items():
                 tried = pool.map(connection_problem, repeat(name), places, places.values())
-                problems[network] = [problem for problem in tried if problem]
+                problems[network] = [*filter(None, tried)]
             print(json.dumps(problems), flush=True)
 
 
@@ -185,20 +180,23 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         report = msgspec.convert(answered, HostReport)
         skew = report.time - time.time()
         refused = abs(skew) > MOST_CLOCK_SKEW_HOROVOD and report.versions["Horovod"]
-        found, status = f"{skew:+.1f} s from this host's", "failed" if refused else "warning"
-        remedy = "run an NTP client there: else times do not fit, and horovodrun refuses messages"
-        clock = judged("clock", abs(skew) <= MOST_CLOCK_SKEW, found, remedy, status)
+        clock = judged(
+            "clock",
+            abs(skew) <= MOST_CLOCK_SKEW,
+            f"{skew:+.1f} s from this host's",
+            "run an NTP client there: else times do not fit, and horovodrun refuses messages",
+            "failed" if refused else "warning",
+        )
         return replace(report, findings=[*report.findings, replace(clock, host=name)])
     code = host.wait()
     if code == 255 and not is_here(name):  # ssh's own
         said = said.removeprefix("ssh: ").rstrip(".")
         return HostReport([Finding("ssh", "failed", said, ssh_remedy(name, said), name)])
     found = f"no answer within {ANSWER_SECONDS} s" if code == 124 else said  # timeout(1)'s own
-    remedy = (
-        "the project and its environment must lie at the same paths on all hosts, and no file "
-        "system may hang, such as a dead mount under --data"
-    )
-    return HostReport([Finding("environment", "failed", found, remedy, name)])
+    return HostReport([Finding(
+        "environment", "failed", found, "the project and its environment must lie at the same "
+        "paths on all hosts, and no file system may hang, such as a dead mount under --data", name,
+    )])  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- between the hosts
@@ -212,9 +210,13 @@ def agreement(reports: dict[str, HostReport]) -> Finding:
         if len(set(values.values())) > 1:
             told = ", ".join(f"{value} on {host}" for host, value in values.items())
             differing.append(f"{name} is {told}")
-    remedy = "use one environment that all hosts share, or set each up from the same lock"
-    found = "; ".join(differing) or f"equal on {len(reports)} hosts"
-    return judged("versions", not differing, found, remedy, "failed")
+    return judged(
+        "versions",
+        not differing,
+        "; ".join(differing) or f"equal on {len(reports)} hosts",
+        "use one environment that all hosts share, or set each up from the same lock",
+        "failed",
+    )
 
 
 def common_networks(reports: dict[str, HostReport], interface: str | None) -> Networks:
@@ -285,10 +287,17 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
         *(word for flag, value in given.items() if value is not None for word in (flag, value)),
     ]  # fmt: skip
     code = subprocess.run([sys.executable, *words[1:]]).returncode
-    remedy = "docs/launching.md lists the usual reasons, such as a firewall or the wrong network"
-    found = f"exit code {code} of `{shlex.join(words)}`"
-    return judged("allreduce", code == 0, found, remedy, "failed")
+    return judged(
+        "allreduce",
+        code == 0,
+        f"exit code {code} of `{shlex.join(words)}`",
+        "docs/launching.md lists the usual reasons, such as a firewall or the wrong network",
+        "failed",
+    )
 
+
+# OSError: --json in a folder that is not there.
+main = partial(run_main, SCRIPT, look, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

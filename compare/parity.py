@@ -126,8 +126,10 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
         print(label, file=sys.stderr)
         outcome = start_and_wait(run, folder, live.timeout, label, log_dir=log_dir)
         if outcome.status != "completed":
-            code = f"exit code {outcome.exit_code}"
-            raise UserError(f"{run.name} {outcome.status} ({code}):\n{shown_tail(folders[-1])}")
+            raise UserError(
+                f"{run.name} {outcome.status} (exit code {outcome.exit_code}):\n"
+                f"{shown_tail(folders[-1])}"
+            )
     return folders
 
 

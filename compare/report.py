@@ -56,15 +56,11 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report that the command line asks for and return the exit code."""
+def guarded_report(argv: list[str]) -> int:
+    """Print the report that the command line asks for; UserError for whatever can be expected to go
+    wrong."""
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
         sys.stdout.reconfigure(errors="replace")
-    return run_main(SCRIPT, lambda: guarded_report(argv), exit_code=1)
-
-
-def guarded_report(argv: list[str] | None) -> int:
-    """Make the report; UserError for whatever can be expected to go wrong."""
     options = parse_options(argv)
     try:
         report(options)
@@ -92,7 +88,7 @@ def guarded_report(argv: list[str] | None) -> int:
     return 0
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = parser_of(SCRIPT, __doc__, FLAGS)
     options = parser.parse_args(argv)
     formats = {name: getattr(options, name) for name in ("markdown", "csv", "json", "html")}
@@ -192,6 +188,8 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
     replace_file(path, content)
     print(f"\nwritten: {path}", file=sys.stderr if options.to_terminal else sys.stdout)
 
+
+main = partial(run_main, SCRIPT, guarded_report, exit_code=1)
 
 if __name__ == "__main__":
     sys.exit(main())

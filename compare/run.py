@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -63,15 +64,8 @@ GIB_EACH = 9  # a side of it, on each GPU: 5 are what the backward pass needs (4
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run what the command line asks for and return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_main(
-        "compare/run.py", lambda: answer(argv), interrupted="stopped before the first run"
-    )
-
-
 def answer(argv: list[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
     options = parse_options(argv, __doc__ or "")
     if options.list_plans:
         print(list_plans())
@@ -169,9 +163,8 @@ def too_few(plan: Plan) -> str | None:
     if max(plan.workers) == 1:
         return "One worker sends no gradients: their wire format makes no difference."
     found, needed = checks.gpu_bytes() / GIB, GIB_EACH * len(plan.configurations)
-    if found >= needed:
-        return None
-    return f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
+    text = f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
+    return text if found < needed else None
 
 
 @contextlib.contextmanager
@@ -290,6 +283,8 @@ def warm_up(plan: Plan, folder: Path) -> bool:
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")
     return True
 
+
+main = partial(run_main, "compare/run.py", answer, interrupted="stopped before the first run")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -110,8 +110,7 @@ def merge_runs(
     out = out or Path(os.path.commonpath([run.resolve() for run in runs])) / "timeline.json"
     if out.suffix != ".json" or out.resolve().parent.name == "profile":
         raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
-    trace = merge(profiles, align == "first-step")
-    replace_file(out, json.dumps(trace, separators=(",", ":")))
+    replace_file(out, json.dumps(merge(profiles, align == "first-step"), separators=(",", ":")))
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
     found = [(name, read_exchange(run)) for name, run in zip(names, runs, strict=True)]
     exchanges = [(name, exchange) for name, exchange in found if exchange]

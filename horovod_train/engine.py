@@ -87,10 +87,9 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
         return "NCCL"
     if on_gpu and world.is_first:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
-    enabled = {"gloo": hvd.gloo_enabled(), "mpi": hvd.mpi_enabled()}
     # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
     # CreateOperationManager in its operations.cc.
-    return "Gloo" if enabled["gloo"] else "MPI"
+    return "Gloo" if hvd.gloo_enabled() else "MPI"
 
 
 def average_gradients(optimizer: Any, config: Config, device: torch.device) -> None:

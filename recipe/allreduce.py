@@ -231,5 +231,4 @@ def fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
 
 def wrong_elements(tensor: torch.Tensor, pattern: torch.Tensor) -> int:
     """How many elements of a tensor are not as `fill` with this pattern makes them."""
-    pieces = tensor.split(len(pattern))
-    return sum(int((piece != pattern[: len(piece)]).sum()) for piece in pieces)
+    return sum(int((piece != pattern[: len(piece)]).sum()) for piece in tensor.split(len(pattern)))

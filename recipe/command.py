@@ -44,29 +44,31 @@ def run_tool(
     function's own, or 0 if it returns lines that say what was done. `more`: as of `run_main`."""
     import tyro  # slow, and other commands do without
 
-    def body() -> int:
+    def body(words: list[str]) -> int:
         settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        answer = tyro.cli(tool, prog=name, description=about, args=argv, config=settings)
+        answer = tyro.cli(tool, prog=name, description=about, args=words, config=settings)
         if isinstance(answer, int):
             return answer
         for line in answer:
             print(line)
         return 0
 
-    return run_main(name, body, **more)
+    return run_main(name, body, argv, **more)
 
 
 def run_main(
     name: str,
-    body: Callable[[], int],
+    body: Callable[[list[str]], int],
+    argv: list[str] | None = None,
     errors: tuple[type[Exception], ...] = (UserError,),
     exit_code: int = 2,
     interrupted: str = "interrupted",
 ) -> int:
-    """Run a command's body and return its exit code: of `errors`, which the user can set right, one
-    message and `exit_code`; after Ctrl-C 130; and 1 if nobody reads what it prints any more."""
+    """Run a command's body on its words, those of the command line by default, and return its exit
+    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C 130;
+    and 1 if nobody reads what it prints any more."""
     try:
-        return body()
+        return body(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:  # which `errors` may hold
         return 1
     except errors as error:

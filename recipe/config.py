@@ -100,8 +100,11 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
         group: Any = make_dataclass(section.__name__, flags, frozen=True)
         group.__doc__ = section.__doc__
         sections.append((title, group, field(default_factory=group)))
-    preset_help = "Defaults for all other flags: " + ", ".join(PRESETS)
-    preset = ("preset", Annotated[str, arg(help=preset_help)], base.preset)
+    preset = (
+        "preset",
+        Annotated[str, arg(help="Defaults for all other flags: " + ", ".join(PRESETS))],
+        base.preset,
+    )
     about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
     parsed: Any
     parsed, unknown = tyro.cli(

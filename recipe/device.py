@@ -100,8 +100,7 @@ def lacks_kernels(gpu: int) -> str:
 def missing_to_compile(on_gpu: bool) -> list[str]:
     """What of a compiler is not here, with which torch.compile makes what it runs: Triton takes a C
     compiler, Inductor on the CPU g++, and both Python's headers."""
-    known = {"CC": ("gcc", "clang")} if on_gpu else {"CXX": ("g++",)}
-    ((variable, names),) = known.items()
+    variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
     chosen = [os.environ[variable]] if variable in os.environ else names
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     missing = {

@@ -103,19 +103,14 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
         if table is not None:
             settings = {name: getattr(table, name) for name in SETTINGS[engine]}
             given = {name: value for name, value in settings.items() if value is not None}
-            _check_table(f"--knobs {path}: {engine}", engine, given, table.environment)
+            place = f"--knobs {path}: {engine}"
+            for name, value in given.items():
+                if bound := FLAGS[name].bound:
+                    refuse((not bound.holds(value), f"{place}.{name} = {value!r}: {bound.advice}"))
+            for name in table.environment:
+                refuse((reason := refusal(engine, name), f"{place}.environment.{name}: {reason}"))
             knobs[engine] = Knobs(given, table.environment)
     return knobs
-
-
-def _check_table(
-    place: str, engine: str, settings: dict[str, Any], variables: dict[str, str]
-) -> None:
-    for name, value in settings.items():
-        if bound := FLAGS[name].bound:
-            refuse((not bound.holds(value), f"{place}.{name} = {value!r}: {bound.advice}"))
-    for name in variables:
-        refuse((reason := refusal(engine, name), f"{place}.environment.{name}: {reason}"))
 
 
 def refusal(engine: str, name: str) -> str | None:
@@ -125,8 +120,10 @@ def refusal(engine: str, name: str) -> str | None:
             return "only Horovod reads it; put it under [horovod.environment]"
         if name in HOROVOD_VARIABLES:
             return None
-        hint = near_match(name, HOROVOD_VARIABLES)
-        return f"is none of the variables that only steer Horovod's speed; {hint}"
+        return (
+            "is none of the variables that only steer Horovod's speed; "
+            f"{near_match(name, HOROVOD_VARIABLES)}"
+        )
     if name in NOT_KNOBS:
         return f"is no knob: {NOT_KNOBS[name]}; set it in the shell"
     if name.startswith(FAMILIES) and re.fullmatch(r"\w+", name):

@@ -87,8 +87,7 @@ class Rung(Trainables):
 
     def __init__(self, config: Config, world: World) -> None:
         """UserError for settings that it lacks, and if it was not started as it must be."""
-        lacking = (one for one in ENGINES_OWN if one not in self.has)
-        refuse_settings(config, (*lacking, *self.lacks))
+        refuse_settings(config, (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks))
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
             raise UserError(

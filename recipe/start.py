@@ -1,11 +1,14 @@
 """How a training script starts, and what whoever starts it from Python may hook into it."""
 
+import importlib
 import multiprocessing.forkserver
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -75,7 +78,20 @@ class Hooks:
     epoch_images: int = 0
 
 
-def run(main: Callable[[Config, World, Hooks], int], config: Config, world: World) -> None:
-    """Call a script's `main`; a user's error becomes one message, from one rank."""
+def run_script(
+    path: str,
+    words: list[str] | None = None,
+    hooks: Hooks = Hooks(),
+    end: Callable[[int], object] = sys.exit,
+    **settings: Any,
+) -> None:
+    """Be the training script at this path: `start`, then import its module, which loads torch, and
+    call its `main`; `end` gets the exit code. `settings` win over those of the command line. A
+    user's error becomes one message, from one rank."""
+    folder, script = Path(path).resolve().parent, Path(path).stem
+    engine = (folder.name if script == "train" else script).removesuffix("_train")
+    config, world = start(engine, words)
+    sys.path.insert(0, str(folder.parent))  # by one name for all that pickle what is in it
+    trainer = importlib.import_module(f"{folder.name}.{script}")
     with one_message(world):
-        sys.exit(main(config, world, Hooks()))
+        end(trainer.main(replace(config, **settings), world, hooks))

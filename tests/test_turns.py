@@ -25,7 +25,7 @@ from records import a_block
 from compare.evidence import turns
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import DELAY
+from compare.plan.environment import DELAY, ROOT
 from compare.plan.plan import Run
 from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
@@ -42,6 +42,7 @@ from compare.running.scheduler import (
 )
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
+from recipe import start
 from recipe.flags import Config
 from recipe.training.phases import PHASES
 from recipe.watch import engine_timeout
@@ -255,10 +256,11 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
     assert '"TORCH_NCCL_ENABLE_MONITORING": "0"' in written
     # Nor may an exchange of gradients time out that ended just before the pause.
     seen = list[Config]()
-    monkeypatch.setattr(take_turns, "start", lambda engine: (Config(), read_world()))
+    monkeypatch.setattr(start, "start", lambda engine, words: (Config(), read_world()))
     main = SimpleNamespace(main=lambda config, *_: seen.append(config))
-    monkeypatch.setattr(take_turns.importlib, "import_module", {"ddp_train.train": main}.get)
-    take_turns.train("ddp_train", "train")
+    monkeypatch.setattr(start.importlib, "import_module", {"ddp_train.train": main}.get)
+    with pytest.raises(SystemExit):
+        take_turns.train(str(ROOT / "ddp_train/train.py"))
     assert engine_timeout(seen[0].stall_timeout) == 1_000_000
 
 

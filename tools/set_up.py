@@ -97,8 +97,7 @@ def step_keys(mpi: str, with_horovod: bool, nccl: str = "auto") -> dict[str, str
     project = digest((ROOT / "pyproject.toml").read_bytes(), ROOT, packages)
     keys = {"environment": MADE, "packages": packages, "project": project}
     if with_horovod:
-        gpu = Path("/proc/driver/nvidia/version").exists()
-        with_nccl = {"1": True, "0": False}.get(nccl, gpu)
+        with_nccl = {"1": True, "0": False}.get(nccl, Path("/proc/driver/nvidia/version").exists())
         builder = [file.read_bytes() for file in [BUILDER, *sorted(PATCHES.iterdir())]]
         keys["horovod"] = digest(builder, packages, mpi, with_nccl)
     return keys
@@ -239,8 +238,11 @@ def install_packages(venv: Path, mpi: str, nccl: str) -> None:
 
 
 def install_project(venv: Path, mpi: str, nccl: str) -> None:
-    command = [*pip(venv), "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
-    run([*command, "--quiet"], "project", "this folder, editable")
+    run(
+        [*pip(venv), "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT),
+         "--quiet"],
+        "project", "this folder, editable",
+    )  # fmt: skip
 
 
 def build_horovod(venv: Path, mpi: str, nccl: str) -> None:

@@ -6,7 +6,6 @@ and console, nor the metrics of the training batches. Row 6 compares it with the
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,5 +48,4 @@ def take_instruments_out() -> None:
 if __name__ == "__main__":
     take_instruments_out()
     del sys.argv[0]
-    trainer = Path(sys.argv[0])
-    train(trainer.parent.name, trainer.stem)
+    train(sys.argv[0])

@@ -71,9 +71,8 @@ def pool(estimates: Sequence[Estimate]) -> tuple[Estimate, float]:
         mean = float(np.average(logs, weights=weights))
         return mean, weights.sum() ** -0.5, float(weights @ (logs - mean) ** 2) - degrees
 
-    between = 0.0
-    if pooled(between)[-1] > 0:
-        between = brentq(lambda value: pooled(value)[-1], 0.0, np.var(logs, ddof=1))
+    excess, most = lambda value: pooled(value)[-1], np.var(logs, ddof=1)
+    between = brentq(excess, 0.0, most) if excess(0.0) > 0 else 0.0
     mean, error, _ = pooled(between)
     half = student_quantile(CONFIDENCE, degrees) * error
     ratio, low, high = np.exp([mean, mean - half, mean + half]).tolist()

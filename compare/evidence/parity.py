@@ -157,8 +157,10 @@ def read_trace(run: Path) -> Steps:
 
 def read_losses(run: Path) -> Steps:
     """Return each step's loss, the mean over all ranks, from a run's metrics.jsonl."""
-    lines = read_metrics(run / "metrics.jsonl")[StepLine]
-    return {(line.step, -1): {"loss": np.asarray(line.loss)} for line in lines}
+    return {
+        (line.step, -1): {"loss": np.asarray(line.loss)}
+        for line in read_metrics(run / "metrics.jsonl")[StepLine]
+    }
 
 
 def load(source: Path | Arrays) -> Arrays:
@@ -225,8 +227,7 @@ def compare_steps(
         same = [
             p for p in beyond if (p.step, p.kind, p.layer) == (first.step, first.kind, first.layer)
         ]
-        ranks = [rank for pair in same for rank in pair.ranks]
-        parity.first_divergence = replace(first, ranks=ranks)
+        parity.first_divergence = replace(first, ranks=[r for pair in same for r in pair.ranks])
     return parity
 
 
@@ -294,8 +295,9 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     kinds = [kind for kind in KINDS if not is_own.get(kind)]
     a = {(step, rank): files[step, first] for step, r in files if r == first for rank in others}
     b = {place: file for place, file in files.items() if place[1] != first}
-    names = (f"{run.name}, rank {first}", "its other ranks")
-    parity = compare_steps(names, (a, b), (max_ulps, relative), kinds)
+    parity = compare_steps(
+        (f"{run.name}, rank {first}", "its other ranks"), (a, b), (max_ulps, relative), kinds
+    )
     own = ", ".join(kind for kind in KINDS if kind not in kinds)
     parity.notes.append(f"not compared: {own}: each rank has its own")
     return parity

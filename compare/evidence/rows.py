@@ -218,9 +218,7 @@ class PhaseRow(CellRow):
         """What was sent over the exposed time, bytes/s: no link was faster, since what overlaps
         with the backward pass took time as well."""
         exposed = self.seconds.get("exposed_communication_seconds")
-        if not self.sent_bytes or not exposed or exposed <= 0:
-            return None
-        return self.sent_bytes / exposed
+        return self.sent_bytes / exposed if self.sent_bytes and exposed and exposed > 0 else None
 
 
 def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
@@ -244,8 +242,7 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     rows = []
     for cell in comparison.cells:
         if blocks := [*phases_by_block(comparison, cell).values()]:
-            runs = comparison.complete_runs(cell)
-            gradients = [run.summary.gradient_bytes or 0 for run in runs]
+            gradients = [one.summary.gradient_bytes or 0 for one in comparison.complete_runs(cell)]
             share = 2 * (cell[1] - 1) / cell[1]  # of a ring: nccl-tests, doc/PERFORMANCE.md
             names = [name for name in blocks[0] if all(name in block for block in blocks)]
             rows.append(

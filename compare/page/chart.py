@@ -92,8 +92,7 @@ def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: 
     margin = 0.05 * (high - low)
     low, high = low if zero and low == 0 else low - margin, high + margin
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ticks_at = [(i * step, f"{i * step:,g}".replace("-", "−")) for i in places]
-    return Scale(low, high, ticks_at, label)
+    return Scale(low, high, [(i * step, f"{i * step:,g}".replace("-", "−")) for i in places], label)
 
 
 def logarithmic(values: Iterable[float], label: str = "") -> Scale:
@@ -104,9 +103,8 @@ def logarithmic(values: Iterable[float], label: str = "") -> Scale:
     digits = (1, 2, 5) if high / low < 1000 else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     values_at = [digit * 10.0**decade for decade in decades for digit in digits]
-    ticks = [(value, f"{value:,g}") for value in values_at]
-    if high / low < 10:
-        ticks = list(linear([low, high]).ticks)
+    of_decades = [(value, f"{value:,g}") for value in values_at]
+    ticks = linear([low, high]).ticks if high / low < 10 else of_decades
     inside = [tick for tick in ticks if low <= tick[0] <= high]
     return Scale(low, high, inside, label, logarithmic=True)
 
@@ -232,8 +230,7 @@ class Plot:
             if x and x + width > WIDTH:
                 x, y = 0.0, y + LINE + 1
             for kind, layer in layers.items():
-                line = [(x, y), (x + 24, y)]
-                text += layer.draw(line if kind == "line" else [(x + 12, y)])
+                text += layer.draw([(x, y), (x + 24, y)] if kind == "line" else [(x + 12, y)])
             text += write(x + 29, y + 3.5, label)
             x += width + 12
         return text, (y + LINE / 2 if entries else 0.0) + 8
@@ -251,8 +248,7 @@ class Plot:
         corner = [(left, top)] * bool(self.y.ticks) + [(left, bottom), (right, bottom)]
         text += Layer("line", (), MUTED, 0.8).draw(corner)
         text += write((left + right) / 2, bottom + 2 * LINE + 2, self.x.label, "middle")
-        middle = number((top + bottom) / 2)
-        turned = f' transform="rotate(-90 {FONT_SIZE} {middle})"'
+        turned = f' transform="rotate(-90 {FONT_SIZE} {number((top + bottom) / 2)})"'
         return text + write(FONT_SIZE, (top + bottom) / 2, self.y.label, "middle", INK, turned)
 
 
@@ -261,8 +257,7 @@ def standalone(svg: str) -> str:
     head, body = svg.split(">", 1)
     sizes = re.findall(r'viewBox="0 0 (\S+) (\S+)"', head)[0]
     width, height = (float(size) + 2 * BORDER for size in sizes)
-    box = f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}"'
-    head = re.sub('viewBox="[^"]*"', box, head)
+    head = re.sub('viewBox="[^"]*"', f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}"', head)
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width:g}"'
     frame += ' font-family="Helvetica, Arial, sans-serif"'
     paper = f'<rect x="-{BORDER}" y="-{BORDER}" width="100%" height="100%" fill="{PAPER}"/>'

@@ -94,15 +94,16 @@ def speed_table(measurement: Measurement) -> str:
         decided = holm(p_values, 1 - CONFIDENCE)
         for i, (figure, other, speed) in enumerate(speeds):
             names = [f"{one.backend} {one.wire}" for one in (figure, other)]
-            interval = "too few blocks"
-            if speed.blocks >= MIN_BLOCKS:
-                interval = interval_text(speed).removeprefix(f"{INTERVAL} ")
+            interval = (
+                interval_text(speed).removeprefix(f"{INTERVAL} ")
+                if speed.blocks >= MIN_BLOCKS
+                else "too few blocks"
+            )
             decision = "decided" if i in decided else ""
             rows.append([label_of(figure), *names, ratio_text(speed), interval, decision])
     head = ["", "speed of", "against", "ratio", INTERVAL, ""]
     align = ["right", "left", "left", "right", "left", "left"]
-    text = tabulate.tabulate(rows, head, colalign=align, disable_numparse=True)
-    return text if rows else ""
+    return tabulate.tabulate(rows, head, colalign=align, disable_numparse=True) if rows else ""
 
 
 def caveats_of(measurement: Measurement) -> list[str]:

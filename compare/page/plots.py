@@ -88,8 +88,7 @@ def curve(
     colour, opacity = COLOURS[index % len(COLOURS)], 0.9 if index else 0.55
     style = width if index else 2.2 * width, DASHES[shape], opacity
     line = Layer("line", points, colour, *style, texts=texts, key=name)
-    marks = Layer(list(MARKERS)[shape], points, colour, mark, key=name)
-    return [line, marks] if mark else [line]
+    return [line, Layer(list(MARKERS)[shape], points, colour, mark, key=name)] if mark else [line]
 
 
 # ------------------------------------------------------------------------------------ the verdict

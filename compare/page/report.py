@@ -158,8 +158,11 @@ class Report:
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
-        words = ["python", "compare/run.py", *plan_words(plan)]
-        return [*lines, shlex.join(words), "python compare/report.py"]
+        return [
+            *lines,
+            shlex.join(["python", "compare/run.py", *plan_words(plan)]),
+            "python compare/report.py",
+        ]
 
     @property
     def limits(self) -> list[str]:

@@ -60,12 +60,16 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
 def finding_parts(report: Report, markdown: bool) -> list[str]:
     """Return the verdicts, each with what differs or what supports it, and what a reader must know
     beside them."""
-    parts = []
-    for verdict in report.verdicts:
-        below = [*map(difference_text, verdict.differences), *verdict.support()]
-        parts.append(listed(verdict.sentence(), below, markdown))
-    notices = [listed(f"{title}:", lines, markdown) for title, lines in report.notices]
-    return [*parts, report.ours, report.correction, *notices]
+    verdicts = [
+        (verdict.sentence(), [*map(difference_text, verdict.differences), *verdict.support()])
+        for verdict in report.verdicts
+    ]
+    return [
+        *(listed(sentence, below, markdown) for sentence, below in verdicts),
+        report.ours,
+        report.correction,
+        *(listed(f"{title}:", lines, markdown) for title, lines in report.notices),
+    ]
 
 
 def table_part(table: Table, markdown: bool) -> str:

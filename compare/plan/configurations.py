@@ -101,9 +101,8 @@ class Configuration:
             if self.interface and hosts is not None:
                 on_hosts += ["--network-interface", self.interface]
             return ["horovodrun", f"--{self.controller}", "-np", n, *on_hosts, "python"]
-        placed = [*on_hosts, *self.placing_words()]
-        if hosts is None:
-            placed = ["-H", f"localhost:{n}", "--bind-to", "none"]
+        here = ["-H", f"localhost:{n}", "--bind-to", "none"]
+        placed = here if hosts is None else [*on_hosts, *self.placing_words()]
         return ["mpirun", "-np", n, *placed, *MPIRUN_OF_HOROVODRUN, "python"]
 
     def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:

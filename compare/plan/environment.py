@@ -20,8 +20,7 @@ DELAY = "COMPARE_DELAY"  # variable: which share of a turn a rank waits longer, 
 
 def run_environment() -> dict[str, str]:
     """Return the environment that every run of either engine is started with."""
-    environment = {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES}
-    return environment | set_variables()
+    return {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES} | set_variables()
 
 
 def set_variables() -> dict[str, str]:

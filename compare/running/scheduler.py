@@ -211,8 +211,7 @@ class Scheduler(Launches):
                 for copy in range(side.copies):
                     folder = self.folder / side.name / str(copy)
                     command = side.command(folder.resolve(), copy, by_turns=True)
-                    launcher = start_side(side, command, folder, self, place)
-                    self.copies[side.name, copy] = launcher
+                    self.copies[side.name, copy] = start_side(side, command, folder, self, place)
                 deadline = time.monotonic() + self.timeout
             self.receive(deadline)
             for side in started:
@@ -243,9 +242,10 @@ class Scheduler(Launches):
                     if is_last or not is_disturbed:
                         break
             if round_ % ABLATION_EVERY == ABLATION_EVERY - 1:
-                ablated = [side for side in order if side.ablates]
                 turns += [
-                    self.take_turn(one, round_, "ablation", exchange=False) for one in ablated
+                    self.take_turn(side, round_, "ablation", exchange=False)
+                    for side in order
+                    if side.ablates
                 ]
         return turns, disturbed_seconds
 
@@ -300,8 +300,7 @@ class Scheduler(Launches):
 
     def are(self, state: State, side: Side) -> bool:
         """Tell whether all ranks of a side are in this state."""
-        states = [rank.state for rank in self.of(side)]
-        return states == [state] * side.processes
+        return [rank.state for rank in self.of(side)] == [state] * side.processes
 
     def receive(self, deadline: float) -> None:
         """Take what ranks have sent, within half a second; MeasurementError if a side has ended, or

@@ -28,7 +28,6 @@ turn, with its measurements; PAUSED; ENDED.
 """
 
 import enum
-import importlib
 import json
 import os
 import resource
@@ -38,7 +37,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Connection,
@@ -55,8 +53,7 @@ import psutil
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import DELAY
 from compare.running.launch import busy_cpu_seconds, send_signal
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import Hooks, run_script
 from recipe.world import read_world
 
 # While a side is paused, clocks go on. Longer than that ever takes must those have patience who
@@ -338,24 +335,21 @@ def main() -> None:
     is_trainer = folder.name in TRAINERS  # a module of the project; else as `python SCRIPT` has it
     sys.path[0] = str(folder.parent if is_trainer else folder)
     if is_trainer:
-        train(folder.name, Path(program[0]).stem)
+        train(program[0])
     else:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def train(folder: str, script: str) -> None:
-    """Be this trainer, whose steps are counted, all of batches as large as --batch-size says: it
-    goes on past --max-steps, and no epoch ends in a turn. It keeps the waiting out of its clocks.
+def train(path: str) -> None:
+    """Be the trainer at this path, whose steps are counted, all of batches as large as --batch-size
+    says: it goes on past --max-steps, and no epoch ends in a turn. It keeps the waiting out of its
+    clocks.
 
     Nor does torch give up: the thread that watches over NCCL looks every tenth of a second, and
     then at an exchange's age before it asks whether that has ended, perhaps just before a pause.
     """
-    engine = (folder if script == "train" else script).removesuffix("_train")
-    config, world = start(engine)
-    config = replace(config, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
-    trainer = importlib.import_module(f"{folder}.{script}")  # loads torch: after the knobs are set
-    with one_message(world):
-        trainer.main(config, world, Hooks(step_ended, exchanges, ENDLESS_IMAGES))
+    hooks = Hooks(step_ended, exchanges, ENDLESS_IMAGES)
+    run_script(path, None, hooks, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
 
 
 if __name__ == "__main__":

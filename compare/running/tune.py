@@ -184,9 +184,12 @@ def compare(
     }
     place = folder / f"{len(others)}-values"
     place.mkdir(parents=True, exist_ok=True)
-    pairs = tuple((name, first) for name in others)
     asked = replace(
-        plan, configurations=tuple(own), configuration=own, judged_pairs=pairs, blocks=blocks
+        plan,
+        configurations=tuple(own),
+        configuration=own,
+        judged_pairs=tuple((name, first) for name in others),
+        blocks=blocks,
     )
     asked = resumed(asked, place)
     write_plan(place / "plan.json", checked_record(asked, place))
@@ -264,8 +267,7 @@ def free_knobs(one: Configuration, plan: Plan) -> tuple[dict[str, Values], list[
             lines.append(f"{knob} is left as it is: {min(taken)} is set already")
             continue
         try:
-            words = [*run.arguments, *knob_flags(first)]
-            read_flags(one.engine, run.workers, words, talk=False)
+            read_flags(one.engine, run.workers, [*run.arguments, *knob_flags(first)], talk=False)
             free[knob] = values
         except UserError as error:
             lines.append(f"{knob} is left out: {error}")
@@ -274,5 +276,6 @@ def free_knobs(one: Configuration, plan: Plan) -> tuple[dict[str, Values], list[
 
 def knob_flags(knobs: Knobs) -> list[str]:
     """Return knobs' settings as flags: other hosts need no file for it."""
-    settings = knobs.settings.items()
-    return [word for name, value in settings for word in flag_words(spelled(name), value)]
+    return [
+        word for name, value in knobs.settings.items() for word in flag_words(spelled(name), value)
+    ]

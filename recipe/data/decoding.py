@@ -44,9 +44,8 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
     JPEG with damaged data, which Pillow would silently fill with grey.
     """
     with _named(name, content):
-        if size := _jpeg_size(content):
-            return _decode_jpeg(content, *size, rows)
-        return _decode_by_pillow(content), 0
+        size = _jpeg_size(content)
+        return _decode_jpeg(content, *size, rows) if size else (_decode_by_pillow(content), 0)
 
 
 def suspect(name: str, left_over: int, note: str = "") -> UserError:

@@ -238,8 +238,9 @@ class ValTransform:
 def empty_batch(count: int, height: int, width: int) -> Tensor:
     """Memory for a batch: uint8 [count, 3, height, width], the channels of a pixel side by side, as
     decoders write them."""
-    shape = (count, 3, height, width)
-    return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    return torch.empty(
+        (count, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last
+    )
 
 
 def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:

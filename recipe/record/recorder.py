@@ -81,9 +81,8 @@ class Recorder:
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")] if step else []
             kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
-            records = map(json.loads, kept)
-            steps = [convert(one, StepLine) for one in records if one["kind"] == "step"]
-            self.steps = [line for line in steps if line.epoch == epoch]
+            records = [one for one in map(json.loads, kept) if one["kind"] == "step"]
+            self.steps = [convert(one, StepLine) for one in records if one["epoch"] == epoch]
             replace_file(metrics, "".join(kept))
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
@@ -187,15 +186,16 @@ class Recorder:
         if not self.world.is_first:
             return
         figures, seconds, speed = total(self.steps)
-        line = EpochLine(
-            epoch=epoch,
-            step=self.progress.step,
-            samples_seen=self.progress.samples_seen,
-            **figures,
-            seconds=seconds,
-            images_per_second=speed,
+        self._write(
+            EpochLine(
+                epoch=epoch,
+                step=self.progress.step,
+                samples_seen=self.progress.samples_seen,
+                **figures,
+                seconds=seconds,
+                images_per_second=speed,
+            )
         )
-        self._write(line)
         points = epoch_points("train", figures, seconds, speed)
         self._draw(self.board, epoch + 1, {**points, "Lr": self.steps[-1].learning_rate})
         self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
@@ -211,17 +211,18 @@ class Recorder:
         for one in evaluations if self.world.is_first else ():
             figures, count = means(one.sums), int(one.sums[3])
             train_seconds += one.seconds
-            line = EvalLine(
-                epoch=epoch,
-                step=self.progress.step,
-                samples_seen=self.progress.samples_seen,
-                **figures,
-                num_images=count,
-                seconds=one.seconds,
-                train_seconds_so_far=train_seconds,
-                weights=one.weights,
+            self._write(
+                EvalLine(
+                    epoch=epoch,
+                    step=self.progress.step,
+                    samples_seen=self.progress.samples_seen,
+                    **figures,
+                    num_images=count,
+                    seconds=one.seconds,
+                    train_seconds_so_far=train_seconds,
+                    weights=one.weights,
+                )
             )
-            self._write(line)
             part = "val" if one.weights == "model" else f"val_{one.weights}"
             if not is_repeated:  # else it is drawn already
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
@@ -262,9 +263,11 @@ class Recorder:
         and goes on with --resume. Whether the stop file asked, on rank 0."""
         if not self.world.is_first:
             return False
-        kept = "the same command with --resume auto goes on"
-        if self.config.keep_checkpoints == 0:
-            kept = "--keep-checkpoints 0 keeps nothing to go on from"
+        kept = (
+            "the same command with --resume auto goes on"
+            if self.config.keep_checkpoints
+            else "--keep-checkpoints 0 keeps nothing to go on from"
+        )
         asked = self.folder / STOP_FILE
         by = asked if asked.exists() else "a signal"
         self.say(f"stopped after step {self.progress.step}, as {by} asked: {kept}")

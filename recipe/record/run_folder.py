@@ -125,8 +125,10 @@ def _lock(folder: Path, world: World) -> bool:
             if f" on {world.host} " in holder or waited > LOST_HOST_WAIT_S:
                 raise UserError(f"{message}; wait for its end, or choose another --name") from None
             if waited < 1:
-                wait = f"waiting for {LOST_HOST_WAIT_S:.0f} s, in case that host is lost"
-                print(f"{message}; {wait}", flush=True)
+                print(
+                    f"{message}; waiting for {LOST_HOST_WAIT_S:.0f} s, in case that host is lost",
+                    flush=True,
+                )
             time.sleep(1)
         except OSError as error:
             if error.errno not in NO_LOCKS:

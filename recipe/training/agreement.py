@@ -73,9 +73,8 @@ def check_same_training(
 
     In the CPU's memory, so that it works where one rank found no GPU.
     """
-    gpu = ""
-    if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    is_cuda = device.type == "cuda"
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
     rows = gather([_digest(json.dumps(facts).encode()), gpu], world, sum_over_ranks)
     heartbeat()  # all ranks have met: from now on none may be late
     if len({digest for digest, _ in rows}) > 1:

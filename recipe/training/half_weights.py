@@ -39,9 +39,11 @@ def working_copy(model: nn.Module, config: Config) -> nn.Module:
     """
     if config.precision != "O2":
         return model
-    shared = {}
-    if config.keeps_batch_norm_fp32:
-        shared = {id(module): module for module in model.modules() if isinstance(module, BatchNorm)}
+    shared = {
+        id(module): module
+        for module in model.modules()
+        if config.keeps_batch_norm_fp32 and isinstance(module, BatchNorm)
+    }
     fp16_model = copy.deepcopy(model, shared)
     make_half(fp16_model, config)
     if not config.keeps_batch_norm_fp32:

@@ -114,8 +114,7 @@ def _new_network(config: Config, num_classes: int) -> nn.Module:
 
     if config.drop_path:
         settings["drop_path_rate"] = config.drop_path
-    name = config.arch.removeprefix("timm:")
-    return timm.create_model(name, num_classes=num_classes, **settings)
+    return timm.create_model(config.arch.removeprefix("timm:"), num_classes=num_classes, **settings)
 
 
 def _load_published(
@@ -393,9 +392,11 @@ def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name in ("running_mean", "running_var")
     ]
-    flat = torch.zeros(1)
-    if buffers:  # of a network on two GPUs they are on both
-        flat = torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
+    flat = (
+        torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
+        if buffers  # of a network on two GPUs they are on both
+        else torch.zeros(1)
+    )
     yield flat
     for buffer, values in zip(
         buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)

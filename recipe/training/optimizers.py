@@ -46,11 +46,9 @@ def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, 
         case "apex-adam":
             return apex_optimizers(config, device).FusedAdam, {"betas": config.betas}
         case _:
+            lamb = apex_optimizers(config, device).FusedLAMB
             # Its kernel clips what is longer than this, and divides by it.
-            lamb = with_default(
-                apex_optimizers(config, device).FusedLAMB, "max_grad_norm", math.inf
-            )
-            return lamb, {"betas": config.betas}
+            return with_default(lamb, "max_grad_norm", math.inf), {"betas": config.betas}
 
 
 def with_default(kind: type[torch.optim.Optimizer], name: str, default: Any) -> Optimizer:
