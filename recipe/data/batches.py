@@ -464,8 +464,8 @@ def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
     """Move a batch as uint8, then normalise it there: float [N, 3, H, W] and int64 [N].
 
-    With --channels-last only the images change their layout: the convolutions then run in NHWC and
-    still return contiguous gradients for contiguous weights, the only ones that Horovod accepts.
+    With --channels-last only the images change their layout: the convolutions then run in NHWC, and
+    contiguous weights still get contiguous gradients, the only ones that Horovod accepts.
     Batches of files are on the GPU already, and are returned unchanged.
     """
     if batch[0].is_floating_point():

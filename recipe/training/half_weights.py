@@ -53,9 +53,10 @@ def working_copy(model: nn.Module, config: Config) -> nn.Module:
 
 
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the BatchNorm statistics of `source`."""
-    for theirs, mine in zip(source.buffers(), target.buffers(), strict=True):
-        mine.copy_(theirs)
+    """Give `target` the BatchNorm statistics of `source`: numbers of one kind at once."""
+    pairs = list(zip(source.buffers(), target.buffers(), strict=True))
+    for is_float in (True, False):
+        _copy([pair for pair in pairs if pair[0].is_floating_point() == is_float])
 
 
 def _pairs(

@@ -82,18 +82,26 @@ def test_a_torchrun_leaves_and_another_joins(two_hosts: list[Host], tmp_path: Pa
         wait_until(lambda: steps_in(tmp_path) and images_of(steps_in(tmp_path)[-1]) == 12 * number)
 
     def meanwhile(launcher: subprocess.Popen) -> None:
-        mark = psutil.Process(launcher.pid).environ()["LAUNCH_MARK"]
-        marked_environ = {**os.environ, "LAUNCH_MARK": mark, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(torchrun(node1, 1), env=marked_environ):
-            workers_come_to(2)
-            wait_until(lambda: len(steps_in(tmp_path)) > 20)
-            for process in node1.processes():
-                process.kill()
+        process = psutil.Process(launcher.pid)
+        wait_until(lambda: "LAUNCH_MARK" in process.environ())
+        mark = {"LAUNCH_MARK": process.environ()["LAUNCH_MARK"]}
+        with subprocess.Popen(torchrun(node1, 1), env=os.environ | mark) as first:
+            try:
+                workers_come_to(2)
+                wait_until(lambda: len(steps_in(tmp_path)) > 20)
+            finally:
+                for one in node1.processes():
+                    one.kill()
+                first.kill()
         workers_come_to(1)
-        with subprocess.Popen(torchrun(node1, 2), env=marked_environ):
-            workers_come_to(3)
-            wait_until(lambda: steps_in(tmp_path)[-1]["epoch"] > 0)
-            (tmp_path / "stop").touch()
+        with subprocess.Popen(torchrun(node1, 2), env=os.environ | mark) as second:
+            try:
+                workers_come_to(3)
+                wait_until(lambda: steps_in(tmp_path)[-1]["epoch"] > 0)
+                (tmp_path / "stop").touch()
+                launcher.wait(60)
+            finally:
+                second.kill()
 
     run(torchrun(node0, 1), 380, meanwhile).checked()
     checked_steps(tmp_path)
