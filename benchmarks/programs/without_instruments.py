@@ -16,15 +16,15 @@ from recipe.training import metrics
 
 
 class Nothing:
-    """Stands in for what records and measures: whatever is asked of it, it does nothing."""
+    """Stands in for what records and measures: whatever is asked of it, it does and has nothing."""
 
     input, train_seconds = None, 0.0
 
     def __init__(self, *_: Any) -> None:
         self.energy = self
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+    def __getattr__(self, name: str) -> Callable[..., tuple[()]]:
+        return lambda *_: ()
 
 
 def take_instruments_out() -> None:
