@@ -162,8 +162,9 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def change_on_rank(rank: int, module: str, code: str, folder: Path) -> dict[str, str]:
-    """The environment in which `code` runs on one rank, as soon as that has imported a `module`."""
+def change_on_rank(rank: int | None, module: str, code: str, folder: Path) -> dict[str, str]:
+    """The environment in which `code` runs on one rank, or on each one (None), as soon as that has
+    imported a `module`."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code, RANKS))
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
@@ -188,7 +189,7 @@ def patched(name, *args, **kwargs):
         builtins.__import__ = real_import
         exec({2!r}, {{"module": sys.modules[name]}})
     return imported
-if "{0}" in map(os.environ.get, {3!r}):
+if "{0}" in ("None", *map(os.environ.get, {3!r})):
     builtins.__import__ = patched
 """
 

@@ -395,10 +395,10 @@ def test_auto_passes_over_a_damaged_file(
 
 @pytest.mark.parametrize(
     ("older_by", "kept"),
-    [(math.inf, [90, 100]), (30, [70, 80, 90, 100]), (35, [50, 70, 90, 100]), (500, [10, 90, 100])],
+    [(0, [80, 90, 100]), (30, [70, 80, 90, 100]), (35, [50, 70, 90, 100]), (500, [10, 90, 100])],
 )
 def test_one_checkpoint_is_kept_that_is_older(
-    older_by: float, kept: list[int], tmp_path: Path
+    older_by: int, kept: list[int], tmp_path: Path
 ) -> None:
     """And the one that will take its place."""
     contents = contents_of(trainables(), PROGRESS, CONFIG, DATA)

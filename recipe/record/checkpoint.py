@@ -4,7 +4,6 @@ Training waits only for a copy in memory; a thread of rank 0 writes it to disk m
 """
 
 import copy
-import math
 import os
 import re
 import shutil
@@ -64,7 +63,7 @@ def _copied(value: Any) -> Any:
 
 
 def save_checkpoint(
-    path: Path, contents: dict[str, Any], keep: int | None = None, older_by: float = math.inf
+    path: Path, contents: dict[str, Any], keep: int | None = None, older_by: int = 0
 ) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
     the old file whole. Delete all but the newest `keep`, and one that is `older_by` so many steps
@@ -106,14 +105,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if re.fullmatch(r"step-\d{9}\.pt", name))
 
 
-def outdated(folder: Path, keep: int, older_by: float) -> list[Path]:
+def outdated(folder: Path, keep: int, older_by: int) -> list[Path]:
     """The checkpoints to delete: all but the newest `keep`, the newest of those that are `older_by`
     so many steps, and the oldest of the others, which will be that in time."""
     files = checkpoints_in(folder)
     older = files[:-keep]
-    if older_by == math.inf:
-        return older
-    limit = step_path(folder, max(0, step_in_name(files[-1]) - int(older_by)))
+    limit = step_path(folder, max(0, step_in_name(files[-1]) - older_by))
     old_enough = sum(file <= limit for file in older)
     return [*older[: max(0, old_enough - 1)], *older[old_enough + 1 :]]
 

@@ -47,7 +47,6 @@ from launching import (
     launch,
     marked,
     read_json,
-    read_lines,
     run,
     wait_until,
 )
@@ -92,11 +91,15 @@ def update_ema(ema, model, config, step):
     real(ema, model, config, step)
 module.update_ema = update_ema
 """
-# The same: steps take so long that some are left when the ranks have learned of a signal.
+# The same, until there is a file "hurry": steps take so long that some are left when the ranks have
+# learned of a signal.
 SLOW = """
-import time
+import os, time
 real = module.update_ema
-module.update_ema = lambda *words: (real(*words), time.sleep(0.2))
+def update_ema(*words):
+    real(*words)
+    os.path.exists("{folder}/hurry") or time.sleep(0.2)
+module.update_ema = update_ema
 """
 # Runs in each process at its start: of each hundred images one cannot be read, so many times.
 READ_ERRORS = """
@@ -144,7 +147,7 @@ class Trial:
     began = struck = 0.0  # the last start and the fault, by the monotonic clock
     ended: float | None = None  # so many seconds after the fault
     recovered: float | None = None  # so many after the second start, or after the fault
-    effective: float | None = None  # steps that count, of the time since the last start
+    effective: float | None = None  # steps that count, of the time with faults
     recorded = ""  # before the fault, or the second start
     problem: AssertionError | None = None  # that came while the training went on
 
@@ -161,6 +164,11 @@ class Trial:
         with suppress(FileNotFoundError):
             return (self.runs / "run" / "metrics.jsonl").read_text()
         return ""
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps on record, but for a line that is being written."""
+        lines = (line for line in self.metrics().splitlines(True) if line.endswith("}\n"))
+        return [line for line in map(json.loads, lines) if line["kind"] == "step"]
 
     def makes_steps(self) -> bool:
         """Whether a start that was not recorded before has made a step."""
@@ -283,14 +291,11 @@ class Trial:
     def check_training(self, expected: str) -> None:
         """What has to be so in the end."""
         run_folder = self.runs / "run"
-        steps = [step["step"] for step in read_lines(run_folder, "step")]
+        steps = [step["step"] for step in self.steps()]
         last = int(self.scenario.training.split()[-1])
         assert steps == list(range(1, last + 1)), f"steps {steps}"
         assert read_json(run_folder / "summary.json")["weights_sha256"] == expected, "other weights"
         assert not [*run_folder.rglob(".*.partial")], "partial files are left"
-        seconds = sum(step["seconds"] for step in read_lines(run_folder, "step"))
-        if self.scenario.heals:
-            self.effective = seconds / (time.monotonic() - self.began)
 
     def cut(self, state: str) -> None:
         """Bring the link of the last host up, or down."""
@@ -345,6 +350,7 @@ def kill_often(trial: Trial) -> None:
     """A rank every 20 s, for 5 minutes."""
     assert trial.process is not None
     trial.wait_for_step()
+    began, there = time.monotonic(), len(trial.steps())
     for number in range(15):
         trial.strikes()
         trial.random.choice(trial.processes()).kill()
@@ -352,6 +358,9 @@ def kill_often(trial: Trial) -> None:
         with suppress(subprocess.TimeoutExpired):
             trial.process.wait(max(0.0, 20 - (time.monotonic() - trial.struck)))
         assert trial.process.poll() is None, f"the training ended after fault {number + 1}"
+    seconds = sum(step["seconds"] for step in trial.steps()[there:])
+    trial.effective = seconds / (time.monotonic() - began)
+    (trial.folder / "hurry").touch()
 
 
 def fill_disk(trial: Trial) -> None:
@@ -400,17 +409,17 @@ def everywhere(code: str, **values: int) -> Callable[[Trial], dict[str, str]]:
     return shim
 
 
-def on_one_rank(module: str, code: str) -> Callable[[Trial], dict[str, str]]:
-    """A shim: `code` runs on one rank when it has imported `module`."""
+def on_rank(module: str, code: str, every: bool = False) -> Callable[[Trial], dict[str, str]]:
+    """A shim: `code` runs on one rank, or `every` one, when it has imported `module`."""
 
     def shim(trial: Trial) -> dict[str, str]:
-        change_on_rank(trial.rank, module, code.format(step=trial.step), trial.folder)
-        return {"PYTHONPATH": f"{trial.folder}:{ROOT}"}
+        words = code.format(step=trial.step, folder=trial.folder)
+        return change_on_rank(None if every else trial.rank, module, words, trial.folder)
 
     return shim
 
 
-SLOWLY = on_one_rank("recipe.training.model", SLOW)
+SLOWLY = on_rank("recipe.training.model", SLOW)
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 # mpirun waits so many seconds before it passes a signal on, and again before it kills.
 PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}
@@ -424,7 +433,7 @@ SCENARIOS = {
     # Nothing has to be said: most launchers pass on what their ranks say.
     "kill-launcher": Scenario(send(signal.SIGKILL, to="the launcher"), trials=4),
     "kill-in-evaluation": Scenario(
-        said=KILLED, trials=2, shim=on_one_rank("recipe.training.metrics", DIES)
+        said=KILLED, trials=2, shim=on_rank("recipe.training.metrics", DIES)
     ),
     "kill-in-write": Scenario(
         send(signal.SIGKILL, when=Trial.wait_for_write), KILLED, trials=2,
@@ -434,7 +443,7 @@ SCENARIOS = {
     # Steps of 0.2 s, so that a checkpoint a second costs little.
     "kill-often": Scenario(
         kill_often, starts=RESTARTS, trials=1, flags="--checkpoint-steps 4", heals=True,
-        shim=SLOWLY, training=LONG, limit_s=900,
+        shim=on_rank("recipe.training.model", SLOW, every=True), training=LONG, limit_s=900,
     ),
     "signal-rank": Scenario(send(TERM, INT, USR1), saves=True, shim=SLOWLY),
     "signal-launcher": Scenario(
@@ -467,7 +476,7 @@ SCENARIOS = {
     "flipped-bit": Scenario(
         said=r"the ranks hold different weights in \S+: .* on rank [01]",
         trials=2, flags="--checkpoint-steps 20 --weight-check-steps 10",
-        shim=on_one_rank("recipe.training.model", FLIPS),
+        shim=on_rank("recipe.training.model", FLIPS),
     ),
     "slow-link": Scenario(slow_link, starts=BETWEEN_HOSTS, trials=2, heals=True, on_hosts=True),
     "cut-link": Scenario(
@@ -493,7 +502,7 @@ class Result:
     folder: str = ""  # of a trial that failed
     seconds_to_end: float | None = None  # from the fault to the launcher's end
     seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
-    effective_share: float | None = None  # steps that count, of the time since the last start
+    effective_share: float | None = None  # steps that count, of the time with faults
 
     @property
     def key(self) -> tuple[str, str, str, int]:
