@@ -7,9 +7,7 @@ import os
 import re
 import resource
 import shutil
-import sys
 import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,8 +24,6 @@ from recipe.errors import refuse
 from recipe.world import NVIDIA_DRIVER, World
 
 MAX_DEFAULT_WORKERS = 16
-# Of the first so many seconds of training, this share is a long time to be without a core.
-OBSERVED_S, WITHOUT_CORE = 60.0, 0.25
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and values from malloc.h, man 3 mallopt
 LARGEST_INT = 2**31 - 1
 NO_GPU = (
@@ -172,35 +168,6 @@ def _granted_cores(group: Path) -> float:
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
-
-
-def tell_if_cores_are_taken(world: World) -> None:
-    """After a minute of training from now on, say so if this rank was ready to run for much of it
-    while its cores ran others."""
-    before = _waited_for_core_s()
-
-    def tell() -> None:
-        share = (_waited_for_core_s() - before) / OBSERVED_S
-        if share > WITHOUT_CORE:
-            line = (
-                f"warning: rank {world.rank} on {world.host} waited for a core for {share:.0%} of "
-                f"its first {OBSERVED_S:.0f} s: other programs use those that it may use "
-                f"({core_ranges(sorted(os.sched_getaffinity(0)))}), or the ranks and loader "
-                "workers here are more than its cores"
-            )
-            print(line, file=sys.stderr, flush=True)
-
-    timer = threading.Timer(OBSERVED_S, tell)
-    timer.daemon = True
-    timer.start()
-
-
-def _waited_for_core_s() -> float:
-    """How long the main thread has been ready to run and had no core; 0 where the kernel does not
-    say (Linux, Documentation/scheduler/sched-stats.rst)."""
-    with suppress(OSError):
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
 
 
 def own_row(world: World, values: torch.Tensor) -> torch.Tensor:

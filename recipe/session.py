@@ -27,7 +27,7 @@ from recipe.data.batches import (
     training_batches,
     training_end,
 )
-from recipe.device import gather, loader_workers, share_of_cores, tell_if_cores_are_taken
+from recipe.device import gather, loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.meeting import own_addresses
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
@@ -173,7 +173,6 @@ class Session:
         """Training begins now."""
         self.recorder.open_bar(self.last_step)
         self.meter.start()
-        tell_if_cores_are_taken(self.world)
         self.next_look, self.saved_at = self.first_step, time.monotonic()
         self.looked_at = self.first_step, time.perf_counter()
         if self.keeps_checkpoints:

@@ -1,7 +1,7 @@
 """Ends this rank in time: when a signal asks it to, when its launcher is gone, and when no batch
-has come for too long.
+has come for too long; and says if others take its cores.
 
-A thread looks for all three, since the main thread may hang in an engine's native code, where no
+A thread looks for all of it, since the main thread may hang in an engine's native code, where no
 Python signal handler runs and no exception is raised.
 """
 
@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -37,6 +37,8 @@ ENGINE_TIMEOUT_S = 1800
 # where batches do not come regularly yet, or not AGAIN so many since a pause, ten.
 BATCHES, LEAST_S, AGAIN, IRREGULAR_S = 20, 60.0, 3, 600.0
 FRAMES = 8  # of a stack that a message shows
+# Of the first so many seconds with batches, this share is a long time to be without a core.
+OBSERVED_S, WITHOUT_CORE = 60.0, 0.25
 RETRANSMISSIONS = 3  # of the same data, on a connection to a host that is taken to be cut off
 RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # by which torchrun says whether it will start anew
 # That a launcher may take to pass a signal on: mpirun waits for a second, or for as long as it is
@@ -168,6 +170,7 @@ def _watch(
 ) -> None:
     global _asked
     seen, silent, asked_at = list[float](), 0.0, math.inf
+    cores = _observe_cores(world)
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
             for number in signals.recv(64):
@@ -191,8 +194,35 @@ def _watch(
         signs = list(_signs_of_life)
         silent = silent + POLL_S if signs == seen else 0.0
         seen = signs
+        if signs:
+            next(cores, None)
         if signs and silent >= (patience_s := _patience_s(signs, stall_timeout)):
             _end_frozen(world, patience_s, signals, launchers)
+
+
+def _observe_cores(world: World) -> Iterator[None]:
+    """Advanced once a tick: after a minute, say so if this rank was ready to run for much of it
+    while its cores ran others."""
+    began, before_s = time.monotonic(), _waited_for_core_s()
+    while (seconds := time.monotonic() - began) < OBSERVED_S:
+        yield
+    share = (_waited_for_core_s() - before_s) / seconds
+    if share > WITHOUT_CORE:
+        line = (
+            f"warning: rank {world.rank} on {world.host} waited for a core for {share:.0%} of "
+            f"{seconds:.0f} s: other programs use the {len(os.sched_getaffinity(0))} core(s) that "
+            "it may use, or ranks and loader workers here are more than those"
+        )
+        with suppress(OSError):  # who would read it may be gone
+            print(line, file=sys.stderr, flush=True)
+
+
+def _waited_for_core_s() -> float:
+    """How long the main thread has been ready to run and had no core; 0 where the kernel does not
+    say (Linux, Documentation/scheduler/sched-stats.rst)."""
+    with suppress(OSError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _patience_s(signs: list[float], stall_timeout: int | None) -> float:

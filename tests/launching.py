@@ -32,6 +32,9 @@ LAUNCHERS = {
     "python": "{python} {trainer}",
     "torchrun": "torchrun --nproc-per-node {ranks} {trainer}",
     "torchrun --max-restarts": "torchrun --max-restarts 30 --nproc-per-node {ranks} {trainer}",
+    "torchrun --signals-to-handle": (
+        "torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --nproc-per-node {ranks} {trainer}"
+    ),
     "horovodrun": "horovodrun -np {ranks} {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np {ranks} {python} {trainer}",
     "horovodrun --mpi": "horovodrun --mpi -np {ranks} {python} {trainer}",

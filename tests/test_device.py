@@ -1,18 +1,14 @@
 """Devices, shares of the cores, and what is measured of a process."""
 
 import math
-import os
-import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from launching import ROOT
 from making import CPU, a_config, a_world, in_ranks
 
 from recipe import device, session
@@ -319,49 +315,3 @@ def test_cpu_seconds_counts_children() -> None:
     assert cpu_seconds() - started >= 0.28
     child.communicate(b"\n")
     assert cpu_seconds() - started >= 0.28  # still counted after its end
-
-
-# A rank that trains for two seconds.
-BUSY_RANK = """
-import time
-from making import a_world
-from recipe import device
-device.OBSERVED_S = 1.0
-device.tell_if_cores_are_taken(a_world())
-until = time.monotonic() + 2
-while time.monotonic() < until:
-    pass
-"""
-
-
-def test_a_rank_says_that_others_run_on_its_core() -> None:
-    core = min(os.sched_getaffinity(0))
-    bind = f"import os; os.sched_setaffinity(0, [{core}])\n"
-    busy = [sys.executable, "-c", f"{bind}while True: pass"]
-    neighbours = [subprocess.Popen(busy) for _ in range(2)]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", bind + BUSY_RANK], capture_output=True, text=True, timeout=120,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        )  # fmt: skip
-    finally:
-        for one in neighbours:
-            one.kill()
-            one.wait()
-    assert done.returncode == 0, done.stderr
-    said = rf"rank 0 on \S+ waited for a core for \d+% of its first 1 s: .*\({core}\)"
-    assert re.search(said, done.stderr), done.stderr
-
-
-@pytest.mark.parametrize(("waited_s", "tells"), [(0.0, False), (0.024, False), (0.026, True)])
-def test_a_rank_that_waits_little_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], waited_s: float, tells: bool
-) -> None:
-    clock = iter([5.0, 5.0 + waited_s])
-    monkeypatch.setattr(device, "OBSERVED_S", 0.1)
-    monkeypatch.setattr(device, "_waited_for_core_s", lambda: next(clock))
-    before = set(threading.enumerate())
-    device.tell_if_cores_are_taken(a_world())
-    for timer in set(threading.enumerate()) - before:
-        timer.join(10)
-    assert ("waited for a core" in capfd.readouterr().err) == tells

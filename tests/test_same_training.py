@@ -229,6 +229,7 @@ def test_resume_in_mid_epoch_under_either_engine(
         rarely(HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
         rarely(DDP, DDP, "SIGINT to the launcher"),
         rarely(DDP, DDP, "SIGUSR1 to one rank"),
+        rarely(("torchrun --signals-to-handle", "ddp"), DDP, "SIGUSR1 to the launcher"),
         rarely(HOROVOD, HOROVOD, "SIGTERM to one rank"),
         rarely(HOROVOD_GLOO, DDP, "the stop file"),
         rarely(DDP, DDP, "the stop file"),

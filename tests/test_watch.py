@@ -253,6 +253,49 @@ module.seed_step = seed_step
 """
 
 
+# A rank that trains without a pause, and is watched.
+BUSY = """
+from recipe import watch
+from recipe.world import read_world
+watch.OBSERVED_S = 1.0
+watch.start_watchdog(read_world())
+watch.heartbeat()
+while True:
+    pass
+"""
+
+
+def test_a_rank_says_that_others_run_on_its_core() -> None:
+    bind = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\n"
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    neighbours = [
+        subprocess.Popen([sys.executable, "-c", f"{bind}while True: pass"]) for _ in range(2)
+    ]
+    rank = subprocess.Popen(
+        [sys.executable, "-c", bind + BUSY], stderr=subprocess.PIPE, text=True, env=environ
+    )
+    try:
+        assert rank.stderr is not None
+        said = r"warning: rank 0 on \S+ waited for a core for \d+% of \d+ s: .* the 1 core\(s\) "
+        assert re.match(said, rank.stderr.readline())
+    finally:
+        for process in (rank, *neighbours):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(("waited_s", "tells"), [(0.0, False), (14.0, False), (16.0, True)])
+def test_a_rank_that_waits_little_for_a_core_says_nothing(
+    waited_s: float, tells: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    clock, waited = iter([100.0, 159.0, 160.0]), iter([5.0, 5.0 + waited_s])
+    monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(watch, "_waited_for_core_s", lambda: next(waited))
+    assert len(list(watch._observe_cores(a_world()))) == 1  # a tick in which it waits on
+    assert ("waited for a core" in capsys.readouterr().err) == tells
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("launcher", "engine", "phase"),
