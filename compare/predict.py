@@ -11,6 +11,7 @@ docs/prediction.md says what the model holds, and how far it was off where that 
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,10 @@ from tyro.conf import Positional, arg
 from compare.evidence.collectives import read_measurement
 from compare.page.prediction import render_prediction
 from compare.plan.environment import ROOT
-from compare.prediction.inputs import MIB, Inputs, read_inputs, read_run
-from compare.prediction.networks import GBIT, Cluster, Network, measured_link, named_network
-from compare.prediction.step import at_batch, fit, predict_step, simulate
+from compare.prediction.inputs import Inputs, Run, read_inputs, read_run
+from compare.prediction.networks import Cluster, Network, measured_link, named_network
+from compare.prediction.published import number_above
+from compare.prediction.step import Prediction, at_batch, fit, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file
@@ -33,7 +35,9 @@ from recipe.presets import PRESETS
 
 IMAGENET = 1_281_167
 MOST = 4096  # workers
-RATES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 25, 50, 100, 200, 400)  # Gb/s at which fp16 is tried
+# That the page's chart shows beside the chosen one.
+ON_CPUS = ("1-ethernet", "10-ethernet", "25-ethernet", "100-ethernet")
+ON_GPUS = ("25-roce", "100-infiniband", "200-infiniband", "400-infiniband")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Settings:
 
     network: str = "10-ethernet"
     """Between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
-    400-infiniband."""
+    400-infiniband. The rate in Gb/s is that of a host's link, which all its workers share."""
+    links_per_host: int = 1
+    """How many such links a host has."""
     island: str | None = None
     """Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100."""
     collectives: Path | None = None
@@ -56,12 +62,12 @@ class Settings:
     storage_gbyte_per_s: float = math.inf
     """What all hosts together can read."""
     price_per_node_hour: float = 0.0
-    preset: str = "goyal-90"
-    """The training whose time and cost are shown, by its epochs and images."""
+    preset: str | None = None
+    """The training whose time and cost are shown. Default: that of the runs."""
     images: int | None = None
-    """Of an epoch. Default: the preset's data, 1,281,167 of ImageNet or those of the runs."""
+    """Of an epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs."""
     epochs: float | None = None
-    """Default: the preset's."""
+    """Default: those of the preset, or of the runs."""
 
 
 def predict(
@@ -74,49 +80,84 @@ def predict(
     Args:
         runs: Run folders, or folders that hold some.
         settings: Of the cluster.
-        html: Write the page with sliders.
+        html: Write the page, with a chart over sizes for several networks.
     """
     positive = (
         settings.workers_per_host, settings.cores_per_host or 1, settings.images or 1,
-        settings.epochs or 1, settings.global_batch or 1,
+        settings.epochs or 1, settings.global_batch or 1, settings.links_per_host,
+        settings.storage_gbyte_per_s,
     )  # fmt: skip
     refuse(
         (
             min(positive) <= 0,
-            "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch: above 0",
-        ),
-        (settings.storage_gbyte_per_s <= 0, "--storage-gbyte-per-s: give more than 0"),
-        (
-            settings.preset not in PRESETS,
-            f"--preset {settings.preset}: {near_match(settings.preset, PRESETS)}",
-        ),
+            "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch, "
+            "--links-per-host, --storage-gbyte-per-s: above 0",
+        )
     )
-    known, recipe = configurations(runs), PRESETS[settings.preset]()
-    own_images = max(inputs.images for inputs in known.values())
-    images = settings.images or (own_images if recipe.data else IMAGENET)
-    settings = replace(settings, images=images, epochs=settings.epochs or float(recipe.epochs))
-    fitted, places, tables, lines = {}, {}, {}, []
-    for name, inputs in known.items():
-        places[name] = clusters(inputs, settings)
-        fitted[name] = fit(inputs, places[name][0].network)
-        rows = [row_of(fitted[name], cluster, settings) for cluster in places[name]]
-        tables[name] = [row for row in rows if row]
-        shown = [
+    known = configurations(runs)
+    settings = training_of(settings, [*known.values()])
+    places = {name: clusters(inputs, settings) for name, inputs in known.items()}
+    fitted = {name: fit(inputs, places[name][0].network) for name, inputs in known.items()}
+    tables = {
+        name: [row_of(step, one, settings) for one, step in steps(inputs, places[name], settings)]
+        for name, inputs in fitted.items()
+    }
+    texts = {
+        name: [
             {of: f"{x if isinstance(x, int) else float(f'{x:.3g}'):,.9g}" for of, x in row.items()}
-            for row in tables[name]
+            for row in rows
         ]
-        lines += [
-            name,
-            tabulate(shown, headers="keys", disable_numparse=True, stralign="right"),
-            "",
-        ]
-    lines.append(f"Training: {settings.epochs:g} epochs of {images:,} images, validation left out.")
-    lines += [*sentences(fitted, places, tables), past_error()]
+        for name, rows in tables.items()
+    }
+    lines = [
+        f"{name}\n{tabulate(rows, headers='keys', disable_numparse=True, stralign='right')}\n"
+        for name, rows in texts.items()
+    ]
+    said = [
+        f"Training: {settings.epochs:g} epochs of {settings.images:,} images, validation left out.",
+        *sentences(tables),
+        *limits(known, settings),
+        past_error(),
+    ]
     if html:
-        base = {name: clusters[0] for name, clusters in places.items()}
-        replace_file(html, render_prediction(fitted, base, settings, past_error()))
-        lines.append(f"Written: {html}")
-    return lines
+        charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
+        replace_file(html, render_prediction(texts, charts, said))
+        said = [*said, f"Written: {html}"]
+    return lines + said
+
+
+def training_of(settings: Settings, known: Sequence[Inputs]) -> Settings:
+    """The settings, with images and epochs of the training whose time is shown; UserError for a
+    preset that trains on other images than these runs."""
+    images, epochs = max(one.images for one in known), max(one.epochs for one in known)
+    if settings.preset is not None:
+        hint = near_match(settings.preset, PRESETS)
+        refuse((settings.preset not in PRESETS, f"--preset {settings.preset}: {hint}"))
+        recipe = PRESETS[settings.preset]()
+        others = {one.pixels for one in known} - {recipe.train_crop_size}
+        refuse(
+            (
+                others,
+                f"--preset {settings.preset} trains on images of {recipe.train_crop_size} pixels, "
+                f"and these runs on {', '.join(map(str, others))}: their steps say nothing of its "
+                "hours. Measure runs of that size, or leave --preset out",
+            )
+        )
+        images, epochs = images if recipe.data else IMAGENET, float(recipe.epochs)
+    return replace(settings, images=settings.images or images, epochs=settings.epochs or epochs)
+
+
+def limits(known: dict[str, Inputs], settings: Settings) -> list[str]:
+    """What these predictions cannot know, where it matters."""
+    on_gpus = [one for one in known.values() if one.transport == "nccl"]
+    unknown = [one for one in known.values() if settings.global_batch and one.fixed_share is None]
+    return [
+        "On GPUs images/s and efficiency are upper bounds: the model was above the published "
+        "efficiency in {} of {} cases (docs/prediction.md).".format(*number_above())
+    ] * bool(on_gpus) + [
+        "Upper bound: which part of a step no smaller batch makes shorter was not measured. Give "
+        "runs of one worker with a smaller --batch-size, too."
+    ] * bool(unknown)
 
 
 def past_error(results: Path = ROOT / "results") -> str:
@@ -139,18 +180,22 @@ def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
     folders = {one.parent for path in paths for one in sorted(path.rglob("summary.json"))}
     if not (read := [read_run(folder) for folder in sorted(folders)]):
         raise UserError(f"{' '.join(map(str, paths))}: no complete run is there; give run folders")
-    groups: dict[tuple[object, ...], dict[str, list[Path]]] = {}
-    for run in read:
-        config, environment = run.config, run.environment
-        training = config.arch, config.batch_size, environment.engine
-        transport = environment.transport if run.workers > 1 else ""
-        groups.setdefault(training, {}).setdefault(transport, []).append(run.folder)
+    alone = defaultdict[tuple[str, str], list[Run]](list)
+    trainings = defaultdict[tuple[str, str, int, str], list[Run]](list)
+    for run in sorted(read, key=lambda run: -run.workers):
+        arch, engine = training = str(run.config.arch), run.environment.engine
+        if run.workers > 1:
+            trainings[arch, engine, run.batch_size, run.environment.transport].append(run)
+        else:
+            alone[training].append(run)
+    for arch, engine in alone.keys() - {(key[0], key[1]) for key in trainings}:
+        trainings[arch, engine, max(run.batch_size for run in alone[arch, engine]), ""] = []
     found = {}
-    for (arch, batch, engine), by_transport in groups.items():
-        alone = by_transport.pop("", [])
-        for transport, folders_of in (by_transport or {"": []}).items():
-            over = f" over {transport}" if transport else ""
-            found[f"{arch}, batch {batch}, {engine}{over}"] = read_inputs([*alone, *folders_of])
+    for (arch, engine, batch, transport), runs in trainings.items():
+        lone = [run for run in alone[arch, engine] if run.batch_size <= batch]
+        over = f" over {transport}" if transport else ""
+        folders_of = [run.folder for run in (*lone, *runs)]
+        found[f"{arch}, batch {batch}, {engine}{over}"] = read_inputs(folders_of)
     return found
 
 
@@ -158,11 +203,11 @@ def network_of(inputs: Inputs, settings: Settings) -> Network:
     """The named network, with the link that was measured."""
     named = settings.network, inputs.transport, settings.island
     if settings.collectives is None:
-        return named_network(*named)
+        return named_network(*named, links_per_host=settings.links_per_host)
     measurement = read_measurement(settings.collectives)
     link = measured_link(measurement, inputs.engine, inputs.transport)
     if not measurement.plan.get("hosts"):
-        return named_network(*named, link)
+        return named_network(*named, link, settings.links_per_host)
     network = named_network(*named)  # between hosts a byte takes the link's time, not a CPU's
     rate = 1 / max(link.cpu_seconds_per_byte, 1e-15)
     between = replace(
@@ -180,14 +225,31 @@ def clusters(inputs: Inputs, settings: Settings) -> list[Cluster]:
     return [Cluster(math.ceil(n / own), min(n, own), cores, network, 1, storage) for n in sizes]
 
 
-def row_of(inputs: Inputs, cluster: Cluster, settings: Settings) -> dict[str, float]:
-    """A line of the table; none where a worker has less than an image."""
-    if settings.global_batch:
-        if settings.global_batch < cluster.workers:
-            return {}
-        inputs = at_batch(inputs, settings.global_batch / cluster.workers)
-    step = predict_step(inputs, cluster)
-    hours = (settings.images or IMAGENET) / step.images_per_second / 3600
+def steps(
+    inputs: Inputs, places: Sequence[Cluster], settings: Settings
+) -> list[tuple[Cluster, Prediction]]:
+    """The step at each size at which a worker has an image or more."""
+    batch = settings.global_batch
+    return [
+        (one, predict_step(at_batch(inputs, batch / one.workers) if batch else inputs, one))
+        for one in places
+        if not batch or batch >= one.workers
+    ]
+
+
+def chart_of(inputs: Inputs, settings: Settings) -> dict[str, list[tuple[Cluster, Prediction]]]:
+    """The steps over sizes, by network: the chosen one and, unless it was measured, others."""
+    names = ON_GPUS if inputs.transport == "nccl" else ON_CPUS
+    chart = {}
+    for name in dict.fromkeys([settings.network, *(names if not settings.collectives else ())]):
+        places = clusters(inputs, replace(settings, network=name))
+        chart[name] = steps(fit(inputs, places[0].network), places, settings)
+    return chart
+
+
+def row_of(step: Prediction, cluster: Cluster, settings: Settings) -> dict[str, float]:
+    """A line of the table."""
+    hours = (settings.images or 0) / step.images_per_second / 3600
     training = hours * (settings.epochs or 1)
     return {
         "workers": cluster.workers,
@@ -204,60 +266,26 @@ def row_of(inputs: Inputs, cluster: Cluster, settings: Settings) -> dict[str, fl
     }
 
 
-def sentences(
-    fitted: dict[str, Inputs],
-    places: dict[str, list[Cluster]],
-    tables: dict[str, list[dict[str, float]]],
-) -> list[str]:
-    """The knobs that the model would set, and where the better choice changes."""
+def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Where more workers gain nothing, and where the fastest choice changes."""
     lines = []
-    rivals: dict[object, list[str]] = {}
-    for name, inputs in fitted.items():
-        tried = {}
-        for size in (1.0, 5.0, 25.0, 50.0, 100.0):
-            # Each engine looks at its own.
-            own = replace(
-                inputs, first_bucket_bytes=size * MIB, bucket_bytes=size * MIB,
-                fusion_bytes=size * MIB,
-            )  # fmt: skip
-            tried[size] = simulate(own, places[name][-1]).seconds
-        best = min(tried, key=tried.__getitem__)
-        ddp = inputs.engine == "ddp"
-        flag = f"--bucket-cap-mb {best:g}" if ddp else f"HOROVOD_FUSION_THRESHOLD={best * MIB:.0f}"
-        rates = [rate for rate in RATES if fp16_pays(inputs, places[name][-1], rate)]
-        pays = f"pays up to {rates[-1]:g} Gb/s" if rates else "does not pay"
-        lines.append(
-            f"{name}: on 8 hosts the fp16 wire {pays}; at {MOST} workers {flag} is best "
-            "(compare/run.py --tune checks it)."
-        )
-        top = max(tables[name], key=lambda row: row["images/s"])
-        if top != tables[name][-1]:
+    rivals = defaultdict[str, list[str]](list)
+    for name, rows in tables.items():
+        top = max(rows, key=lambda row: row["images/s"])
+        if top != rows[-1]:
             lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
-        rivals.setdefault((inputs.arch, inputs.batch_size), []).append(name)
+        rivals[name.rpartition(", ")[0]].append(name)  # of one model and batch
     for names in rivals.values():
         before = ""
-        for at in range(1, len(tables[names[0]]) if len(names) > 1 else 0):
-            rows = {name: tables[name][at] for name in names}
-            first, *others = sorted(names, key=lambda name: rows[name]["step, ms"])
-            apart = all(rows[first]["high"] < rows[name]["low"] for name in others)
-            now = (
-                f"{first} is the fastest." if apart else f"none of {len(names)} is clearly faster."
-            )
+        for at, size in enumerate(tables[names[0]][1:] if len(names) > 1 else (), start=1):
+            own = {name: tables[name][at] for name in names}
+            first, *others = sorted(names, key=lambda name: own[name]["step, ms"])
+            is_apart = all(own[first]["high"] < own[name]["low"] for name in others)
+            now = f"{first} is the fastest" if is_apart else f"none of {len(names)} clearly is"
             if now != before:
-                lines.append(f"From {rows[first]['workers']} workers on {now}")
+                lines.append(f"From {size['workers']} workers on {now}.")
             before = now
     return lines
-
-
-def fp16_pays(inputs: Inputs, cluster: Cluster, gbit_per_s: float) -> bool:
-    """Whether gradients in 16 bits make a step on 8 hosts shorter, casts included, with links of
-    this rate."""
-    link = replace(cluster.network.between, bytes_per_second=gbit_per_s * GBIT)
-    cluster = replace(cluster, hosts=8, network=replace(cluster.network, between=link))
-    narrow, wide = (
-        simulate(replace(inputs, wire_format=wire), cluster).seconds for wire in ("fp16", "fp32")
-    )
-    return narrow < wide
 
 
 main = partial(run_tool, "compare/predict.py", predict, __doc__, errors=(UserError, OSError))

@@ -1,4 +1,4 @@
-"""The model of a step: its bounds, what must be equal, and the same figures in JavaScript."""
+"""The model of a step: its bounds, what must be equal, what is refused, and the page."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
 from compare.evidence.collectives import Figure, Measurement
-from compare.page.prediction import render_prediction
 from compare.prediction import published
 from compare.prediction.inputs import MIB, Inputs, read_inputs
 from compare.prediction.networks import (
@@ -28,11 +27,18 @@ from compare.prediction.networks import (
     named_network,
     on_cpus,
 )
-from compare.prediction.step import QUANTILE, UNCERTAIN, fit, predict_step, simulate
+from compare.prediction.step import (
+    AS_TOLD,
+    allreduce,
+    at_batch,
+    fit,
+    negotiation,
+    predict_step,
+    simulate,
+)
 from recipe.errors import UserError
 from recipe.training.phases import WARM_UP_STEPS
 
-VECTORS = Path(__file__).with_name("prediction_vectors.json")
 PHASES = {
     "data_seconds": 0.001, "forward_seconds": 0.1, "backward_seconds": 0.2,
     "optimizer_seconds": 0.01, "other_seconds": 0.002,
@@ -136,71 +142,49 @@ def test_the_fit_makes_a_pair_take_what_it_was_measured_to():
 @pytest.mark.parametrize("island", [None, *ISLANDS])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_each_named_network_has_a_source(name, island):
-    network = named_network(name, "mpi", island)
+    network = named_network(name, "nccl" if island else "mpi", island)
     assert network.source and 0 < network.between.latency_seconds < 1e-3
+    twice = named_network(name, "nccl" if island else "mpi", island, links_per_host=2).between
+    assert twice == replace(network.between, bytes_per_second=2 * network.between.bytes_per_second)
 
 
-def vectors() -> list[dict]:
-    """Inputs and clusters that take every way through the model."""
-    changes = [
-        {}, {"algorithm": "ring", "contention": 1.2, "spread_seconds": 0.01},
-        {"algorithm": "halving"},
-        {"wire_format": "fp16", "algorithm": "two-level"},
-        {"engine": "horovod", "cycle_seconds": 0.001, "negotiates": True, "cached": False},
-        {"engine": "horovod", "fusion_bytes": 1.2e7, "exchange_factor": 1.5, "image_bytes": 1e5,
-         "wire_format": "fp16", "negotiates": True},
-    ]  # fmt: skip
-    places = [
-        cluster_of(1, 1), cluster_of(1, 8), cluster_of(7, 1), cluster_of(4, 3, 0.1),
-        cluster_of(512, 8, 25), cluster_of(4, 1, cores_per_host=0.5, hosts_per_machine=4),
-        cluster_of(2, 1, storage_bytes_per_second=1e5),
-        Cluster(16, 8, 64, named_network("100-infiniband", "nccl", "nvlink-a100")),
-    ]  # fmt: skip
-    return [
-        {
-            "inputs": msgspec.json.decode(msgspec.json.encode(inputs_of(**change))),
-            "cluster": msgspec.json.decode(msgspec.json.encode(cluster)),
-            "expected": msgspec.to_builtins(predict_step(inputs_of(**change), cluster)),
-        }
-        for change in changes
-        for cluster in places
-    ]
+def test_gpus_have_an_island_and_cpus_have_none():
+    with pytest.raises(UserError, match=r"--island nvlink-h100 connects GPUs, and .* by gloo"):
+        named_network("25-roce", "gloo", "nvlink-h100")
+    with pytest.raises(UserError, match="say how a host connects them"):
+        named_network("25-roce", "nccl")
 
 
-def test_the_vectors_are_what_the_model_says():
-    """python -c "import test_prediction as t; t.write_vectors()" writes them anew."""
-    for old, new in zip(json.loads(VECTORS.read_text()), vectors(), strict=True):
-        assert (old["inputs"], old["cluster"]) == (new["inputs"], new["cluster"])
-        assert old["expected"] == pytest.approx(new["expected"], rel=1e-9)
+def test_nccl_takes_the_faster_of_ring_and_tree_for_each_size():
+    inputs = inputs_of(transport="nccl")
+    cluster = Cluster(64, 8, 128, named_network("100-infiniband", "nccl", "nvlink-a100"))
+    seconds = {}
+    for size in (8.0, 1e6, 1e9):
+        ring, best = (
+            sum(allreduce(replace(inputs, algorithm=name), cluster, size, AS_TOLD)[:2])
+            for name in ("ring", "tree")
+        )
+        seconds[size] = best, ring
+    assert seconds[8.0][0] < seconds[8.0][1]  # few rounds
+    assert seconds[1e9][0] == seconds[1e9][1]  # and a message that crosses a link once less
+    least = 2 * 511 / 512 * 1e6 / cluster.network.between.bytes_per_second
+    assert seconds[1e6][0] > least * 1.05  # never a tree's rounds at a ring's rate
 
 
-def write_vectors() -> None:
-    VECTORS.write_text(json.dumps(vectors(), indent=0) + "\n")
+def test_horovods_ranks_do_not_agree_over_nccl():
+    own = inputs_of(engine="horovod", negotiates=True, transport="nccl")
+    cluster = Cluster(16, 8, 128, named_network("100-infiniband", "nccl", "nvlink-a100"))
+    bare = replace(cluster, network=replace(cluster.network, control=None))
+    over_mpi = replace(cluster, network=cluster.network.control)
+    assert negotiation(own, cluster, AS_TOLD) == negotiation(own, over_mpi, AS_TOLD)
+    assert negotiation(own, cluster, AS_TOLD) > negotiation(own, bare, AS_TOLD)
 
 
-def test_the_page_computes_the_same(browser, tmp_path):  # noqa: F811
-    known, noted = json.loads(VECTORS.read_text()), []
-    page_path = tmp_path / "prediction.html"
-    own, of = {"ours": inputs_of()}, predict.Settings(images=1000, epochs=2)
-    page_path.write_text(render_prediction(own, {"ours": cluster_of(1)}, of, "Past error: 7 %"))
-    with opened(browser, page_path, noted=noted) as page:
-        call = "([known, sd, q]) => known.map((v) => predictStep(v.inputs, v.cluster, sd, q))"
-        found = page.evaluate(call, [known, UNCERTAIN, QUANTILE])
-        before = page.inner_text("#predicted")
-        page.evaluate("hosts.value = 10; hosts.dispatchEvent(new Event('input', {bubbles: true}))")
-        assert page.inner_text("#predicted") != before
-        assert "Past error: 7 %" in page.inner_text("header")
-    for vector, one in zip(known, found, strict=True):
-        expected = {name: vector["expected"][name] for name in one}
-        assert one == pytest.approx(expected, rel=1e-9)
-    assert noted == [page_path.as_uri()]  # asks for nothing, and has no error
-
-
-def write_run(folder: Path, workers: int, seconds: float) -> Path:
+def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -> Path:
     """A run of DDP as the trainer records it, with a profile of two gradients of 4 MB."""
     (folder / "profile").mkdir(parents=True)
-    flags = {"profile_steps": 1, "bucket_cap_mb": 5.0}
-    config = {"log_dir": "runs", "name": folder.name, "arch": "resnet18", "batch_size": 8}
+    flags = {"profile_steps": 1, "bucket_cap_mb": 5.0, "train_crop_size": 20}
+    config = {"log_dir": "runs", "name": folder.name, "arch": "resnet18", "batch_size": batch_size}
     parts = {"data": 0.01, "forward": 0.25, "backward": 0.6, "optimizer": 0.1}  # of a step
     phases = {f"{name}_seconds": share * seconds for name, share in parts.items()}
     line = {"epoch": 0, "samples_seen": 8, "loss": 1.0, "top1": 1.0, "top5": 5.0,
@@ -212,7 +196,7 @@ def write_run(folder: Path, workers: int, seconds: float) -> Path:
     times = {"backward": 0, "end": 100, "ready": {"late": 80, "early": 20}}
     elements = {"late": 1_000_000, "early": 1_000_000}
     environment = an_environment(world_size=workers, local_size=workers, cores=2, threads=1)
-    summary = a_summary(world_size=workers, fingerprint={"num_images": 1797})
+    summary = a_summary(world_size=workers, fingerprint={"num_images": 1797, "epochs": 4})
     for name, record in {
         "config.json": {**config, "flags": flags}, "environment.json": environment,
         "summary.json": summary,
@@ -239,25 +223,47 @@ def test_inputs_are_read_from_run_folders(runs):
     assert (inputs.transport, inputs.algorithm, inputs.cores, inputs.images) == (
         "gloo", "ring", 2, 1797,
     )  # fmt: skip
-    with pytest.raises(UserError, match="starts from a run with one worker"):
+    with pytest.raises(UserError, match=r"starts from a run with one worker.*python .*--name one"):
         read_inputs([runs / "two"])
+
+
+def test_a_smaller_batch_tells_what_no_batch_makes_shorter(runs, capsys):
+    words = [str(runs), "--global-batch", "16"]
+    assert predict.main(words) == 0 and "Upper bound" in capsys.readouterr().out
+    write_run(runs / "half", 1, 0.075, batch_size=4)  # half of a step is there for no image, too
+    inputs = read_inputs([runs / name for name in ("one", "two", "half")])
+    assert (inputs.batch_size, inputs.fixed_share) == (8, pytest.approx(0.5))
+    assert at_batch(inputs, 1).forward_seconds == pytest.approx(0.025 * (0.5 + 0.5 / 8))
+    assert predict.main(words) == 0 and "Upper bound" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "flags, hours",
     [
-        ([], 90 * 1_281_167 * 0.1 / 8 / 3600),
-        (["--preset", "digits"], 4 * 1797 * 0.1 / 8 / 3600),
-        (["--preset", "dle-50", "--images", "1000"], 50 * 1000 * 0.1 / 8 / 3600),
+        ([], 4 * 1797 * 0.1 / 8 / 3600),
+        (["--preset", "digits", "--epochs", "7"], 7 * 1797 * 0.1 / 8 / 3600),
+        (["--images", "1000"], 4 * 1000 * 0.1 / 8 / 3600),
     ],
 )
-def test_the_command_predicts_a_presets_training(runs, tmp_path, capsys, flags, hours):
-    page = tmp_path / "page.html"
-    assert predict.main([str(runs), "--html", str(page), *flags]) == 0
+def test_the_command_predicts_a_training(runs, capsys, flags, hours):
+    assert predict.main([str(runs), *flags]) == 0
     out = capsys.readouterr().out
     one = next(line.split() for line in out.splitlines() if line.split()[:2] == ["1", "1"])
     assert float(one[-2].replace(",", "")) == pytest.approx(hours, rel=0.01)
-    assert "Past error" in out and "Past error" in page.read_text()
+    assert "Past error" in out
+
+
+def test_the_page_shows_a_line_for_each_network(browser, runs, tmp_path, capsys):  # noqa: F811
+    path, noted = tmp_path / "prediction.html", []
+    assert predict.main([str(runs), "--network", "25-ethernet", "--html", str(path)]) == 0
+    with opened(browser, path, noted=noted) as page:
+        assert page.locator("figure svg").count() == 1
+        assert page.locator("table tbody tr").count() == 13  # 1 to 4,096 workers
+        shown = page.inner_text("body")
+        legend = page.locator("figure svg text").all_text_contents()
+    assert "Past error" in shown and "resnet18, batch 8, ddp over Gloo" in shown
+    assert {"1-ethernet", "10-ethernet", "25-ethernet", "100-ethernet"} <= {*legend}
+    assert noted == [path.as_uri()]  # asks for nothing, and has no error
 
 
 def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
@@ -273,6 +279,9 @@ def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
     "flags, message",
     [
         (["--preset", "dle-55"], "did you mean dle-50"),
+        (["--preset", "goyal-90"], "on images of 224 pixels, and these runs on 20"),
+        (["--island", "nvlink-v100"], "by gloo on CPUs"),
+        (["--links-per-host", "0"], "above 0"),
         (["--network", "10-ethernt"], "did you mean 10-ethernet"),
         (["--images", "-1"], "above 0"),
         (["--collectives", "nowhere"], "holds no measurement"),
@@ -281,6 +290,16 @@ def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
 def test_the_command_says_what_is_wrong(runs, capsys, flags, message):
     assert predict.main([str(runs), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_on_gpus_the_docs_errors_stand_beside_a_prediction(runs):
+    gpus = {"x": inputs_of(transport="nccl")}
+    above, of = published.number_above()
+    assert (
+        f"above the published efficiency in {above} of {of}"
+        in predict.limits(gpus, predict.Settings())[0]
+    )
+    assert not predict.limits({"x": inputs_of()}, predict.Settings())
 
 
 def test_the_past_error_is_that_of_the_newest_check(tmp_path):

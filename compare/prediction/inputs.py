@@ -1,5 +1,6 @@
 """What is known of one configuration (model, batch, engine, transport) from its measured runs."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,9 @@ class Inputs:
     cores: int = 1  # of the measured host
     image_bytes: float = 0.0  # read from storage for an image
     images: int = 0  # of the training set
+    epochs: float = 1.0  # of the runs
+    pixels: int = 0  # of the side of a training image
+    fixed_share: float | None = None  # of forward and backward pass: of a batch of no image
 
     @property
     def step_seconds(self) -> float:
@@ -56,21 +60,25 @@ class Inputs:
 
 
 def read_inputs(runs: Sequence[Path]) -> Inputs:
-    """Read the runs of one configuration: with one worker and, if there are such, with two on one
-    host, which tell how far they disturb each other. Repeated ones count by their medians.
+    """Read the runs of one training: with one worker and, if there are such, with two on one host,
+    which tell how far they disturb each other. Repeated ones count by their medians. Lone runs with
+    a smaller batch tell which part of a step no batch makes shorter.
 
-    UserError if none has one worker, or they are not of one configuration.
+    UserError if none has one worker, or they are not of one model.
     """
     if not (read := [read_run(path) for path in runs]):
         raise UserError("give the folder of at least one run")
-    lone = [run for run in read if run.workers == 1]
+    largest = max(run.batch_size for run in read)
+    lone = [run for run in read if run.workers == 1 and run.batch_size == largest]
+    smaller = [run for run in read if run.workers == 1 and run.batch_size < largest]
     pairs = [run for run in read if run.workers == 2 and run.environment.local_size == 2]
-    asked = {(run.config.arch, run.config.batch_size) for run in read}
-    if not lone or len(asked) > 1:
+    models = {run.config.arch for run in read}
+    if not lone or len(models) > 1 or any(pair.batch_size != largest for pair in pairs):
+        command = [*(pairs or read)[0].environment.command, "--profile-steps", "8", "--name", "one"]
         raise UserError(
-            f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, and of "
-            f"one model and batch; these have {sorted(run.workers for run in read)} workers, and "
-            f"{asked}"
+            f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, of the "
+            f"same model and batch as the others; these have {sorted(run.workers for run in read)} "
+            f"workers and train {', '.join(map(str, models))}. Make it with: {shlex.join(command)}"
         )
     of, flags = (pairs or lone)[0], (pairs or lone)[0].config.flags
     phases = {
@@ -80,11 +88,12 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
     first, cap = flags.get("first_bucket_mb"), flags.get("bucket_cap_mb")
+    is_horovod, transport = of.environment.engine == "horovod", of.environment.transport.lower()
     return Inputs(
         engine=of.environment.engine,
-        transport=of.environment.transport.lower(),
+        transport=transport,
         arch=str(of.config.arch),
-        batch_size=int(of.config.batch_size or 1),
+        batch_size=largest,
         wire_format=str(flags.get("wire_format") or "fp32"),
         gradient_bytes=sizes,
         ready_seconds=tuple(share * phases["backward_seconds"] for share in shares),
@@ -95,17 +104,29 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         first_bucket_bytes=MIB * (first or cap or 1.0),
         bucket_bytes=MIB * (cap or 25.0),
         fusion_bytes=float(variables.get("HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
-        cycle_seconds=float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000
-        if of.environment.engine == "horovod"
-        else 0.0,
-        negotiates=of.environment.engine == "horovod",
-        algorithm=algorithm_of(of.environment.transport.lower(), variables),
+        cycle_seconds=is_horovod * float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000,
+        negotiates=is_horovod,
+        algorithm=algorithm_of(transport, variables),
         cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
         threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
         cores=of.environment.cores,
         image_bytes=median(run.image_bytes for run in lone),
         images=int(of.summary.fingerprint.get("num_images", 0)),
+        epochs=float(of.summary.fingerprint.get("epochs", 1)),
+        pixels=int(flags.get("train_crop_size", 0)),
+        fixed_share=fixed_share(lone, smaller),
     )
+
+
+def fixed_share(lone: Sequence["Run"], smaller: Sequence["Run"]) -> float | None:
+    """The part of forward and backward pass that does not shrink with the batch, by a straight line
+    through two batches; None where only one was measured."""
+    if not smaller:
+        return None
+    batches = [run.batch_size for run in (*lone, *smaller)]
+    seconds = [run.phases["forward"] + run.phases["backward"] for run in (*lone, *smaller)]
+    slope, least = np.polyfit(batches, seconds, 1)
+    return float(np.clip(least / (least + slope * lone[0].batch_size), 0, 1))
 
 
 def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
@@ -131,6 +152,10 @@ class Run:
     @property
     def workers(self) -> int:
         return self.summary.world_size
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.config.batch_size or 1)
 
     @property
     def image_bytes(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from compare.evidence.collectives import Measurement
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
 # Open MPI over TCP seldom sends in both directions at once: seen in the recorded check.
@@ -18,7 +18,7 @@ class Link:
     """One level of a network, as a worker sees it."""
 
     latency_seconds: float  # of a round in which each sends a message to another, software included
-    bytes_per_second: float = math.inf  # between hosts, of all workers of one together
+    bytes_per_second: float = math.inf  # between hosts: of a host, for all its workers together
     cpu_seconds_per_byte: float = 0.0  # that a rank computes for each byte that it sends
     both_ways_factor: float = 1.0  # two messages to each other take so many times as long as one
 
@@ -33,6 +33,7 @@ class Network:
     copy_seconds_per_byte: float = 0.0  # into a buffer and back
     cast_seconds_per_byte: float = 0.0  # to fp16 and back
     source: str = ""
+    control: "Network | None" = None  # over which Horovod's ranks agree; None: over this one
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,34 @@ ISLANDS = {
 
 
 def named_network(
-    between: str, transport: str, island: str | None = None, measured: Link | None = None
+    between: str,
+    transport: str,
+    island: str | None = None,
+    measured: Link | None = None,
+    links_per_host: int = 1,
 ) -> Network:
     """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None), within a host as
-    measured or as in ON_CPUS; UserError says which names there are."""
+    measured or as in ON_CPUS; UserError says which names there are, and what does not fit."""
     for name, known in ((between, [*BETWEEN]), (island, [None, *ISLANDS])):
         if name not in known:
             hint = near_match(str(name), [one for one in known if one])
             raise UserError(f"{name!r} is no network: {hint}")
+    refuse(
+        (
+            island and transport in ON_CPUS,
+            f"--island {island} connects GPUs, and these runs exchanged gradients by {transport} on"
+            " CPUs: leave it out, or give runs over NCCL",
+        ),
+        (
+            not island and transport not in ON_CPUS,
+            f"{transport} runs on GPUs: say how a host connects them, as in --island pcie",
+        ),
+    )
     gbit, payload, (latency, source) = BETWEEN[between]
-    rate = gbit * GBIT * payload
+    rate = gbit * GBIT * payload * links_per_host
     if island:
-        within = ISLANDS[island]
-        return Network(f"{between}, {island}", within, Link(latency, rate), source=source)
-    if transport not in ON_CPUS:
-        raise UserError(f"{transport} runs on GPUs: say how a host connects them, such as pcie")
+        link, control = Link(latency, rate), named_network(between, "mpi")
+        return Network(f"{between}, {island}", ISLANDS[island], link, 0, 0, source, control)
     own = measured or ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
     by_turns = transport == "mpi" and payload == TCP
     link = replace(

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from compare.prediction.inputs import Inputs
 from compare.prediction.networks import Cluster, named_network
-from compare.prediction.step import predict_step
+from compare.prediction.step import Prediction, predict_step
 
 MB = 1e6
 EVENLY = tuple((number + 1) / 50 for number in range(50))
@@ -55,35 +55,43 @@ PUBLISHED: list[Row] = [
 ]  # fmt: skip
 
 
-def rows_of(
-    inputs: Inputs, between: str, island: str, own: int, efficiencies: dict[int, float], base: int
-) -> list[dict[str, object]]:
-    """Lines of the table."""
-    network = named_network(between, "nccl", island)
+def cases() -> list[tuple[Row, int, float, Prediction, float]]:
+    """Each publication's row, number of workers and efficiency, the model's step, and the step of
+    its base in seconds."""
+    found = []
+    for row in PUBLISHED:
+        inputs, between, island, own, efficiencies, base = row
+        network = named_network(between, "nccl", island)
+        steps = {
+            workers: predict_step(inputs, Cluster(hosts, workers // hosts, 1024, network))
+            for workers in (base, *efficiencies)
+            for hosts in [max(1, workers // own)]
+        }
+        alone = steps[base].step_seconds
+        found += [(row, n, share, steps[n], alone) for n, share in efficiencies.items()]
+    return found
 
-    def at(workers: int) -> Cluster:
-        hosts = max(1, workers // own)
-        return Cluster(hosts, workers // hosts, 1024, network)
 
-    alone = predict_step(inputs, at(base)).step_seconds
-    steps = {workers: predict_step(inputs, at(workers)) for workers in efficiencies}
-    return [
+def number_above() -> tuple[int, int]:
+    """In how many published cases the model's efficiency is above, and how many there are."""
+    above = [alone / step.step_seconds > share for _, _, share, step, alone in cases()]
+    return sum(above), len(above)
+
+
+def table() -> str:
+    """All of it as Markdown."""
+    rows = [
         {
             "training": inputs.arch,
             "workers": workers,
-            "published": f"{100 * efficiencies[workers]:.0f} %",
+            "published": f"{100 * published:.0f} %",
             "model": f"{100 * alone / step.step_seconds:.0f} %",
             "90 % interval": f"{100 * alone / step.high_seconds:.0f} to "
             f"{min(100, 100 * alone / step.low_seconds):.0f} %",
             "assumed": f"{between}, {island}, lone step {inputs.step_seconds * 1e3:.0f} ms",
         }
-        for workers, step in steps.items()
+        for (inputs, between, island, *_), workers, published, step, alone in cases()
     ]
-
-
-def table() -> str:
-    """All of it as Markdown."""
-    rows = [row for one in PUBLISHED for row in rows_of(*one)]
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 

@@ -1,5 +1,4 @@
-"""The model: what a step takes on a cluster. compare/page/prediction.js computes the same, and
-tests/prediction_vectors.json holds what both must give.
+"""The model: what a step takes on a cluster.
 
 A rank computes; its gradients get ready in their order; one thread of it sends messages, one after
 the other. The events of a step are the begins and ends of its messages, so that their number does
@@ -25,6 +24,7 @@ UNCERTAIN = {
 }
 AS_TOLD = dict.fromkeys(UNCERTAIN, 1.0)
 QUANTILE = 1.645  # of the normal distribution: an interval of 90 %
+TREE_RATE = 0.92  # of a ring's, by src/graph/tuning.cc of NCCL
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class Prediction:
     exposed_seconds: float
     images_per_second: float  # of all workers
     efficiency: float  # of as many workers, each as fast as a lone one
-    messages: int
 
 
 def allreduce(
@@ -55,16 +54,21 @@ def allreduce(
 ) -> tuple[float, float, float]:
     """Seconds of latency, of the wire, and of each rank's CPU for a message of `size` bytes.
 
-    Ring, double binary tree, and, of a power of two of ranks, halving and doubling send
-    2 (n - 1) / n of a message through each rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al.
-    2005; Sanders et al. 2009), of which those between hosts cost the latency there. Of other
-    numbers halving leaves some ranks out, for which a neighbour works: half a message goes both
-    ways, and one and a half go one way. Two levels send as much as a ring within a host, and
-    2 (h - 1) / h of it between hosts.
+    Ring, and, of a power of two of ranks, halving and doubling send 2 (n - 1) / n of a message
+    through each rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005), of which those between
+    hosts cost the latency there. Of other numbers halving leaves some ranks out, for which a
+    neighbour works: half a message goes both ways, and one and a half go one way. A double binary
+    tree has 2 log2(n) rounds, too, and sends the whole message twice (Sanders et al. 2009), at a
+    little less than a ring's rate. NCCL takes the faster of ring and tree for each size. Two levels
+    send as much as a ring within a host, and 2 (h - 1) / h of it between hosts.
     """
     hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
     within, between = cluster.network.within, cluster.network.between
     outer = between if hosts > 1 else within
+    # The slowest link holds up all.
+    seconds_per_byte = 1 / outer.bytes_per_second
+    if hosts > 1 and own > 1:
+        seconds_per_byte = max(seconds_per_byte, 1 / within.bytes_per_second)
     sent = 2 * (workers - 1) / workers * size
     # Rounds between hosts and within one. Each part of a message goes round a ring that enters each
     # host once.
@@ -74,19 +78,23 @@ def allreduce(
     )
     deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(own))
     tree = 2 * deep * between.latency_seconds + 2 * low * within.latency_seconds
-    latency = {"ring": ring, "halving": tree}.get(inputs.algorithm, min(ring, tree))
-    wire, cpu = sent / outer.bytes_per_second, sent * outer.cpu_seconds_per_byte
+    latency, wire, cpu = ring, sent * seconds_per_byte, sent * outer.cpu_seconds_per_byte
     if inputs.algorithm == "halving":
         power = 2 ** int(math.log2(workers))
         folds = power < workers
         exchanged = (2 * (power - 1) / power + 0.5 * folds) * outer.both_ways_factor
-        wire = (exchanged + 1.5 * folds) * size / outer.bytes_per_second
-    if hosts > 1:  # the slowest link holds up all
-        wire = max(wire, sent / within.bytes_per_second if own > 1 else 0.0)
-    if inputs.algorithm == "two-level" and hosts > 1:
-        inside, outside = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
-        wire = inside / within.bytes_per_second + outside / between.bytes_per_second
-        cpu = inside * within.cpu_seconds_per_byte + outside / own * between.cpu_seconds_per_byte
+        one_way = (exchanged + 1.5 * folds) * size / outer.bytes_per_second
+        latency, wire = tree, max(wire, one_way)
+    if inputs.algorithm == "tree":
+        by_tree = tree, 2 * size * seconds_per_byte / TREE_RATE
+        latency, wire = min((ring, wire), by_tree, key=sum)
+    if inputs.algorithm == "two-level":
+        latency = min(ring, tree)
+        if hosts > 1:
+            inside, outside = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
+            wire = inside / within.bytes_per_second + outside / between.bytes_per_second
+            cpu = inside * within.cpu_seconds_per_byte
+            cpu += outside / own * between.cpu_seconds_per_byte
     factor = inputs.exchange_factor
     return (
         # Waiting for each other, once a message however many rounds it has.
@@ -147,8 +155,9 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
-    """Seconds until Horovod's ranks agree on what is ready: an all-reduce of a few bits; without
-    its response cache rank 0 asks each."""
+    """Seconds until Horovod's ranks agree on what is ready, by MPI or Gloo, never by NCCL: an
+    all-reduce of a few bits; without its response cache rank 0 asks each."""
+    cluster = replace(cluster, network=cluster.network.control or cluster.network)
     latency = allreduce(inputs, cluster, 0.0, scale)[0]
     link = cluster.network.between if cluster.hosts > 1 else cluster.network.within
     asking = 0 if inputs.cached else 2 * (cluster.workers - 1) * link.latency_seconds
@@ -170,7 +179,6 @@ def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
         exposed_seconds=step.exposed_seconds,
         images_per_second=cluster.workers * inputs.batch_size / step.seconds,
         efficiency=inputs.step_seconds / step.seconds,
-        messages=step.messages,
     )
 
 
@@ -190,14 +198,16 @@ def fit(inputs: Inputs, network: Network) -> Inputs:
 
 
 def at_batch(inputs: Inputs, batch_size: float) -> Inputs:
-    """The same training with another batch of a worker: what depends on images in proportion, the
-    rest as it was."""
-    factor = batch_size / inputs.batch_size
+    """The same training with another batch of a worker: images of forward and backward pass take
+    their time each, beside the part that no batch makes shorter."""
+    ratio = batch_size / inputs.batch_size
+    fixed = inputs.fixed_share or 0.0
+    factor = fixed + (1 - fixed) * ratio
     return replace(
         inputs,
         batch_size=batch_size,
         ready_seconds=tuple(seconds * factor for seconds in inputs.ready_seconds),
-        data_seconds=inputs.data_seconds * factor,
+        data_seconds=inputs.data_seconds * ratio,
         forward_seconds=inputs.forward_seconds * factor,
         backward_seconds=inputs.backward_seconds * factor,
     )
