@@ -1,5 +1,5 @@
-"""Merge the profiles of one or several runs into one file that opens in Perfetto, and draw the
-exchange of gradients.
+"""Merge the profiles of one or several runs into one file that opens in Perfetto, and list when
+gradients were ready and exchanged.
 
     torchrun ... ddp_train/train.py --profile-steps 5 --name a     writes runs/a/profile/
     python compare/timeline.py runs/a              merges it into runs/a/timeline.json
@@ -11,8 +11,10 @@ another one with a thread for each tensor (Horovod) or bucket (DDP). All of a ru
 the hosts' own: between hosts it is as good as their clocks agree. Several runs are shifted so that
 their first profiled steps begin together (--align none leaves them where they were).
 
-Of runs on CPUs with at least two ranks, a picture lies beside the file (.svg): when each gradient
-of a step was ready, and when its all-reduce began and ended, with the same axes for all runs.
+The list is of runs on CPUs with at least two ranks: the messages of a typical step on rank 0, in ms
+since its backward pass began. Horovod begins an all-reduce when all ranks have its gradients. DDP's
+begins as soon as rank 0 has them and one of Gloo's two threads (MPI's one) is free, which is
+inferred, and waits for the other ranks.
 
 A profile slows a run down: read orders and overlaps from it, and speeds from a run without.
 """
@@ -29,11 +31,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from compare.evidence.exchange import read_exchange
+from compare.evidence.exchange import exchange_lines, read_exchange
 from compare.evidence.profiles import Event, RunProfile, read_run
 from compare.evidence.words import shortest_unique_names
-from compare.page.chart import standalone
-from compare.page.exchange import plot_exchanges
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import replace_file
@@ -94,7 +94,7 @@ def merge_runs(
     out: Annotated[Path | None, arg(aliases=["-o"])] = None,
     align: Literal["first-step", "none"] = "first-step",
 ) -> int:
-    """Write the merged file and the picture, and say what they hold.
+    """Write the merged file, and list the exchange of gradients.
 
     Args:
         runs: Run folders with profile/ in them.
@@ -112,14 +112,9 @@ def merge_runs(
         raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
     replace_file(out, json.dumps(merge(profiles, align == "first-step"), separators=(",", ":")))
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
-    found = [(name, read_exchange(run)) for name, run in zip(names, runs, strict=True)]
-    exchanges = [(name, exchange) for name, exchange in found if exchange]
-    for name, exchange in exchanges:
-        print(f"{name}: all-reduce, medians of the profiled steps: {exchange.sentence()}")
-    if exchanges:
-        picture = out.with_suffix(".svg")
-        replace_file(picture, standalone(plot_exchanges(exchanges).svg))
-        print(f"Written: {picture}, the exchange of gradients")
+    for name, run in zip(names, runs, strict=True):
+        if steps := read_exchange(run):
+            print("", name, *exchange_lines(steps), sep="\n")
     return 0
 
 

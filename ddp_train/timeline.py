@@ -1,5 +1,5 @@
-"""A timeline of DDP's buckets, as Horovod has one of its tensors: it is for --profile-steps, and
-compare/timeline.py reads both."""
+"""A timeline of DDP's buckets on CPUs, as Horovod has one of its tensors: for --profile-steps, and
+compare/timeline.py reads both. On GPUs torch's own profile has NCCL's kernels."""
 
 import heapq
 import json
@@ -23,52 +23,25 @@ THREADS = {"gloo": 2}
 # A bucket of a step: its number and its gradients; when the last of these was ready, and when their
 # average was back, in ns of the Unix clock.
 Message = tuple[int, list[str], int, int]
-Moment = int | torch.cuda.Event  # ns of the Unix clock, or on a GPU what its stream comes to
-_origin: tuple[torch.cuda.Event, int] | None = None  # on a GPU: the same moment in both
 _path: Path | None = None  # while a timeline is made
-_moments: list[tuple[int, list[str], Moment, Moment]] = []  # of a message, as in Message
+_messages: list[Message] = []
 
 
 def start_timeline(path: str) -> None:
     """From now on note what becomes of each bucket."""
-    global _origin, _path
+    global _path
     _path = Path(path)
-    _moments.clear()
-    if torch.cuda.is_initialized():
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        event.synchronize()
-        _origin = event, time.time_ns()
-
-
-def _now() -> Moment:
-    """On a GPU the host's clock would tell when NCCL was asked: its futures are complete then."""
-    if _origin is None:
-        return time.time_ns()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()  # in a future's callback on a stream that waits for its message
-    return event
-
-
-def _unix_ns(moment: Moment) -> int:
-    if isinstance(moment, int):
-        return moment
-    assert _origin is not None
-    return _origin[1] + round(1e6 * _origin[0].elapsed_time(moment))
+    _messages.clear()
 
 
 def stop_timeline() -> None:
-    """Write what was noted, in the form of Horovod's timeline."""
-    global _origin, _path
+    """Write what was noted, in the form of Horovod's timeline; nothing on GPUs."""
+    global _path
     assert _path is not None
-    if _origin is not None:
-        torch.cuda.synchronize()
-    messages = [
-        (bucket, gradients, _unix_ns(full), _unix_ns(ended))
-        for bucket, gradients, full, ended in _moments
-    ]
-    replace_file(_path, json.dumps(trace_of(messages, THREADS.get(dist.get_backend(), 1))))
-    _origin = _path = None
+    if _messages:
+        trace = trace_of(_messages, THREADS.get(dist.get_backend(), 1))
+        replace_file(_path, json.dumps(trace))
+    _path = None
 
 
 def noted(hook: Hook, model: nn.Module) -> Hook:
@@ -78,12 +51,12 @@ def noted(hook: Hook, model: nn.Module) -> Hook:
     def noting(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if _path is None:
             return hook(state, bucket)
-        gradients, full = [names[id(one)] for one in bucket.parameters()], _now()
+        gradients, full = [names[id(one)] for one in bucket.parameters()], time.time_ns()
         number = bucket.index()
 
         def end(future: Future[torch.Tensor]) -> torch.Tensor:
             average = future.value()
-            _moments.append((number, gradients, full, _now()))
+            _messages.append((number, gradients, full, time.time_ns()))
             return average
 
         return hook(state, bucket).then(end)
@@ -98,7 +71,7 @@ def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
     as soon as one was.
     """
     messages = sorted(messages, key=lambda message: message[2])
-    start = messages[0][2] if messages else time.time_ns()
+    start = messages[0][2]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
     ]

@@ -1,10 +1,9 @@
-"""When gradients were ready and exchanged: read from either engine's files, and one picture."""
+"""When gradients were ready and exchanged: read from either engine's files, and listed."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,10 +11,13 @@ import torch.distributed as dist
 from making import TinyNet, a_config
 from torch.nn.parallel import DistributedDataParallel
 
-from compare.evidence.exchange import Message, read_exchange
-from compare.page.chart import standalone
-from compare.page.exchange import plot_exchanges
-from compare.page.plots import plot_exchange
+from compare.evidence.exchange import (
+    Message,
+    exchange_lines,
+    exposed_ms,
+    hidden_ms,
+    read_exchange,
+)
 from ddp_train import timeline
 from ddp_train.buckets import bucket_hook
 from recipe.errors import UserError
@@ -81,36 +83,34 @@ def a_horovod_run(run: Path) -> Path:
 
 
 def test_buckets_of_ddp(tmp_path: Path) -> None:
-    exchange = read_exchange(a_ddp_run(tmp_path))
-    assert exchange is not None and len(exchange.steps) == 2
-    for step in exchange.steps:
-        assert step.messages == (Message(2, 8.004, 20, 25, 20, 55), Message(1, 4.0, 40, 45, 55, 60))
-        assert step.ready == ((10, 8.0), (20, 0.004), (40, 4.0))
-        assert (step.computed, step.hidden, step.exposed) == (40, 20, 20)
+    steps = read_exchange(a_ddp_run(tmp_path))
+    assert len(steps) == 2
+    for step in steps:
+        assert step == [Message(2, 8.004, 20, 25, 20, 55), Message(1, 4.0, 40, 45, 55, 60)]
+        assert (hidden_ms(step), exposed_ms(step)) == (20, 20)
 
 
 def test_a_backend_with_two_threads_sends_two_buckets_at_once(tmp_path: Path) -> None:
-    exchange = read_exchange(a_ddp_run(tmp_path, threads=2))
-    assert exchange is not None
-    assert [message.began for message in exchange.typical.messages] == [20, 40]
-    assert exchange.typical.hidden == 20, "time, not the sum of messages"
+    step, _ = read_exchange(a_ddp_run(tmp_path, threads=2))
+    assert [message.began for message in step] == [20, 40]
+    assert hidden_ms(step) == 20, "time, not the sum of messages"
 
 
 def test_what_horovod_fused_is_one_message(tmp_path: Path) -> None:
-    exchange = read_exchange(a_horovod_run(tmp_path))
-    assert exchange is not None and len(exchange.steps) == 1, "the other sent nothing"
-    assert exchange.typical.messages == (
-        Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004),
-    )  # fmt: skip
-    hidden, exposed = exchange.typical.hidden, exchange.typical.exposed
-    assert (hidden, exposed) == (10, pytest.approx(22.004, abs=0.001))
-    assert exchange.sentence() == "10 ms hidden, 22 ms exposed"
+    [step] = read_exchange(a_horovod_run(tmp_path))  # the other sent nothing
+    assert step == [Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004)]
+    assert (hidden_ms(step), exposed_ms(step)) == (10, pytest.approx(22.004, abs=0.001))
+    table, sentence = exchange_lines([step])
+    assert [line.split() for line in table.splitlines()[2:]] == [
+        ["1", "8.0", "10.0", "10.0", "12.0", "22.0"], ["2", "4.0", "40.0", "40.0", "42.0", "62.0"],
+    ]  # fmt: skip
+    assert "10 ms hidden, 22 ms exposed" in sentence
 
 
 def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
-    assert read_exchange(tmp_path) is None
+    assert read_exchange(tmp_path) == []
     write_times(tmp_path, 0, 0)
-    assert read_exchange(tmp_path) is None, "one worker"
+    assert read_exchange(tmp_path) == [], "one worker"
 
 
 @pytest.mark.parametrize("damaged", [
@@ -129,29 +129,13 @@ def test_a_step_whose_messages_are_not_all_known_does_not_count(tmp_path: Path) 
     """As of Horovod's groups, which do not name their tensors."""
     path = a_horovod_run(tmp_path) / "profile" / "horovod-timeline.json"
     path.write_text(path.read_text().replace("allreduce.fc", "grouped_allreduce.1"))
-    assert read_exchange(tmp_path) is None
+    assert read_exchange(tmp_path) == []
 
 
-def test_one_picture_with_the_same_axes_for_all_runs(tmp_path: Path) -> None:
-    runs = {"DDP": a_ddp_run(tmp_path / "a"), "Horovod": a_horovod_run(tmp_path / "b")}
-    plot = plot_exchanges([(name, read_exchange(run)) for name, run in runs.items()])
-    assert {t.split(", on all")[0] for layer in plot.layers for t in layer.texts if t} == {
-        "1 gradients, 8.00 MB: ready 10.0 ms", "2 gradients, 4.00 MB: ready 40.0 ms",  # Horovod
-        "2 gradients, 8.00 MB: ready 20.0 ms", "1 gradients, 4.00 MB: ready 40.0 ms",  # DDP
-    }  # fmt: skip
-    texts = [t for e in ElementTree.fromstring(standalone(plot.svg)).iter() if (t := e.text)]
-    assert texts.count("10 MB") == 2 and {"DDP", "20 ms hidden, 20 ms exposed"} <= {*texts}
-
-
-def test_the_page_shows_it_of_each_configurations_first_profiled_run(tmp_path: Path) -> None:
-    runs: list[Any] = [
-        SimpleNamespace(configuration=name, folder=tmp_path / folder)
-        for name, folder in (("ddp", "plain"), ("ddp", "a"), ("horovod", "b"), ("other", "plain"))
-    ]
-    assert plot_exchange(runs) is None
-    a_ddp_run(tmp_path / "a")
-    a_horovod_run(tmp_path / "b")
-    assert {row.name for row in plot_exchange(runs).rows} == {"ddp", "horovod"}
+def test_on_a_gpu_buckets_are_not_noted() -> None:
+    """Its futures are complete as soon as NCCL was asked."""
+    model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert bucket_hook(a_config(profile_steps=2), model) is None
 
 
 def test_ddp_notes_its_buckets_and_averages_as_without(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
+
+from tabulate import tabulate
 
 from compare.evidence.profiles import TIMELINES, Event, Lane, read_timeline
 from compare.evidence.run_folder import read_record
@@ -31,104 +34,71 @@ class GradientTimes:
     steps: list[StepTimes]
 
 
-@dataclass(frozen=True)
-class Message:
-    """Gradients that travelled together: a bucket of DDP, or a fused response of Horovod.
-
-    Times in ms since rank 0 began the step's backward pass.
-    """
+class Message(NamedTuple):
+    """Gradients that travelled together: a bucket of DDP, or what Horovod fused. Times in ms since
+    rank 0 began the step's backward pass."""
 
     gradients: int
-    megabytes: float
+    megabytes: float  # in fp32
     ready: float  # the last of them, on rank 0
     met: float  # the last of them, on the last rank: before that the all-reduce waits
     began: float
     ended: float
 
 
-@dataclass(frozen=True)
-class ExchangeStep:
-    """The exchange of a step's gradients, as rank 0 saw it; times as in `Message`."""
-
-    ready: tuple[tuple[float, float], ...]  # of each gradient, in order: when, and its MB
-    met: tuple[tuple[float, float], ...]  # the same, on the last rank to have it
-    messages: tuple[Message, ...]  # in the order in which they began
-
-    @property
-    def computed(self) -> float:
-        """When the last gradient was ready: what travels later hides behind nothing."""
-        return self.ready[-1][0]
-
-    @property
-    def ended(self) -> float:
-        """When the last all-reduce ended."""
-        return max(message.ended for message in self.messages)
-
-    @property
-    def exposed(self) -> float:
-        """Milliseconds from the last gradient to the end of the last all-reduce."""
-        return max(0.0, self.ended - self.computed)
-
-    @property
-    def hidden(self) -> float:
-        """Milliseconds of the backward pass in which at least one all-reduce was under way."""
-        total, reached = 0.0, -math.inf
-        for message in self.messages:
-            ended = min(message.ended, self.computed)
-            total += max(0.0, ended - max(message.began, reached))
-            reached = max(reached, ended)
-        return total
+Step = list[Message]  # in the order in which they began
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """The profiled steps of a run."""
-
-    steps: tuple[ExchangeStep, ...]
-
-    @property
-    def typical(self) -> ExchangeStep:
-        """The step whose exchange ended neither early nor late; the first of two such."""
-        return sorted(self.steps, key=lambda step: step.ended)[(len(self.steps) - 1) // 2]
-
-    def sentence(self) -> str:
-        """The medians over the steps, in words."""
-        hidden = median(step.hidden for step in self.steps)
-        exposed = median(step.exposed for step in self.steps)
-        return f"{hidden:.3g} ms hidden, {exposed:.3g} ms exposed"
+def exposed_ms(step: Step) -> float:
+    """From the step's last gradient to the end of its last all-reduce."""
+    return max(0.0, max(m.ended for m in step) - max(m.ready for m in step))
 
 
-def read_exchange(run: Path) -> Exchange | None:
-    """Read a profiled run; None where it did not record this: it ran on GPUs, whose times the CPU
-    does not see, or with one worker, or its engine did not name each gradient (as Horovod's groups
-    do not). UserError if its files are damaged."""
+def hidden_ms(step: Step) -> float:
+    """How much of the backward pass had an all-reduce under way."""
+    computed, total, reached = max(message.ready for message in step), 0.0, -math.inf
+    for message in step:
+        ended = min(message.ended, computed)
+        total += max(0.0, ended - max(message.began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+def exchange_lines(steps: Sequence[Step]) -> list[str]:
+    """The messages of a typical step as a table, and what is hidden and exposed in the median."""
+    typical = sorted(steps, key=lambda step: max(m.ended for m in step))[(len(steps) - 1) // 2]
+    heads = ("gradients", "MB", "ready, ms", "on all ranks", "all-reduce begins", "ends")
+    hidden, exposed = (median(map(ms, steps)) for ms in (hidden_ms, exposed_ms))
+    return [
+        tabulate(typical, heads, floatfmt=".1f"),
+        f"All-reduce, medians of {len(steps)} steps: {hidden:.3g} ms hidden, {exposed:.3g} ms "
+        "exposed",
+    ]
+
+
+def read_exchange(run: Path) -> list[Step]:
+    """Read a profiled run's steps; none where it did not record this: it ran on GPUs, whose times
+    the CPU does not see, or with one worker, or its engine did not name each gradient (as Horovod's
+    groups do not). UserError if its files are damaged."""
     folder = run / "profile"
     timelines = [folder / name for name in TIMELINES if (folder / name).exists()]
     if not timelines or not (folder / "gradients-rank-0.json").exists():
-        return None
+        return []
     paths = sorted(folder.glob("gradients-rank-*.json"))
     ranks = [read_record(path, GradientTimes) for path in paths]
     lane, elements = read_timeline(timelines[0], ""), ranks[0].elements
-    on_all_ranks = zip(*(rank.steps for rank in ranks), strict=False)
+    on_all_ranks = [*zip(*(rank.steps for rank in ranks), strict=False)]
     try:
-        steps = [exchange_of(step, elements, lane) for step in on_all_ranks]
+        [elements[name] for step in on_all_ranks for one in step for name in one.ready]
+        steps = [messages_of(step, elements, lane) for step in on_all_ranks]
     except LookupError as error:
         raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None
-    whole = [s for s in steps if sum(m.gradients for m in s.messages) == len(elements)]
-    return Exchange(tuple(whole)) if whole else None
+    return [step for step in steps if sum(m.gradients for m in step) == len(elements)]
 
 
-def exchange_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane) -> ExchangeStep:
+def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane) -> Step:
     """Put together a step of rank 0, when every rank had each gradient, and the engine's spans."""
     step = ranks[0]
-
-    def ms(ns: int) -> float:
-        return (ns - step.backward) / 1e6
-
-    def in_order(times: dict[str, int]) -> tuple[tuple[float, float], ...]:
-        return tuple(sorted((ms(ns), elements[n] * BYTES / 1e6) for n, ns in times.items()))
-
-    met = {name: max(rank.ready[name] for rank in ranks) for name in step.ready}
     spans = [
         event
         for event in lane.events
@@ -140,11 +110,15 @@ def exchange_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane
         names = [name for span in group for name in names_in(span, lane)]
         megabytes = sum(elements[name] for name in names) * BYTES / 1e6
         times = (
-            max(step.ready[name] for name in names), max(met[name] for name in names),
-            group[0]["ts"], max(span["ts"] + span["dur"] for span in group),
-        )  # fmt: skip
-        messages.append(Message(len(names), megabytes, *map(ms, times)))
-    return ExchangeStep(in_order(step.ready), in_order(met), tuple(messages))
+            max(step.ready[name] for name in names),
+            max(rank.ready[name] for rank in ranks for name in names),
+            group[0]["ts"],
+            max(span["ts"] + span["dur"] for span in group),
+        )
+        messages.append(
+            Message(len(names), megabytes, *((ns - step.backward) / 1e6 for ns in times))
+        )
+    return messages
 
 
 def fused(spans: list[Event]) -> list[list[Event]]:

@@ -1,11 +1,9 @@
 """The page's plots."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from compare.evidence.exchange import Exchange, read_exchange
 from compare.evidence.records import RunRecord
 from compare.evidence.rows import ALONE, PHASES, PhaseRow
 from compare.evidence.verdicts import Verdict
@@ -26,9 +24,7 @@ from compare.page.chart import (
     linear,
     logarithmic,
 )
-from compare.page.exchange import plot_exchanges
 from compare.page.report import Report
-from recipe.errors import UserError
 
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
 MAX_RINGS = 60  # of a verdict: of a thousand blocks none is made out among the others
@@ -56,7 +52,7 @@ def draw_plots(report: Report) -> list[Plot]:
         runs = sorted((run for run in runs if run.workers == most),
                       key=lambda run: order(run.configuration))  # fmt: skip
         plots = [draw(report, case) for draw in (plot_throughput, plot_drift, plot_phases)]
-        plots += [plot_exchange(runs), plot_time_to_accuracy(report, runs)]
+        plots += [plot_time_to_accuracy(report, runs)]
         found += placed(plots, case)
     return found
 
@@ -255,17 +251,6 @@ def phase_layers(y: int, row: PhaseRow) -> list[Layer]:
             start, end = end, end + ms
             layers.append(bar(start, end, y + 0.14, colour, 13, opacity, told, PHASES[field]))
     return layers
-
-
-def plot_exchange(runs: Iterable[RunRecord]) -> Plot | None:
-    """Show the exchange of gradients in each configuration's first run with --profile-steps; None
-    if there is none."""
-    found: dict[str, Exchange] = {}
-    for run in runs:
-        with suppress(UserError):  # a damaged profile keeps back no report; timeline.py names it
-            if run.configuration not in found and (exchange := read_exchange(run.folder)):
-                found[run.configuration] = exchange
-    return plot_exchanges(list(found.items())) if found else None
 
 
 def plot_time_to_accuracy(report: Report, runs: Sequence[RunRecord]) -> Plot | None:
