@@ -7,7 +7,9 @@
 Each check is a row of CHECKS. What a check cannot do here it says, with what is missing.
 """
 
+import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -40,7 +42,8 @@ DRY = (
     "--threads 1 --no-channels-last"
 )
 DRY_STEPS = "--max-steps 12"
-LIMIT_SECONDS = 100  # of one training or tool; three times as long on a CPU, which others may use
+# Of one training or tool; three times as long on a CPU, which others may use, and with a compiler.
+LIMIT_SECONDS = 100
 # Prints a line a synchronising call: torch would else say each only once.
 COUNTED = (
     "import runpy, sys, torch; torch.set_warn_always(True); "
@@ -68,7 +71,7 @@ class Setting:
         folder = self.folder / str(time.time_ns())
         command = ["env", "NCCL_DEBUG=INFO", sys.executable]
         command += [word.replace("{folder}", str(folder)) for word in words]
-        limit_seconds = LIMIT_SECONDS * (3 if self.dry else 1)
+        limit_seconds = LIMIT_SECONDS * (3 if self.dry or "--compile" in command else 1)
         run_alone(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
         return folder
 
@@ -214,11 +217,14 @@ def stopped_neighbour(setting: Setting) -> dict[str, Any]:
     one = Side("one", ("python",), program, 4 if setting.dry else 64, 3 if setting.dry else 40)
     with Scheduler(setting.folder / "stopped") as scheduler:
         scheduler.start(one)
-        alone = [scheduler.take_turn(one, n).images_per_second for n in range(4)]
+        turns = range(4 if setting.dry else 12)
+        alone = [scheduler.take_turn(one, n).images_per_second for n in turns]
         scheduler.start(replace(one, name="other"))
-        beside = [scheduler.take_turn(one, n).images_per_second for n in range(4)]
-    cost = 1 - max(beside) / max(alone)
-    return expect(setting.dry or cost < 0.01, "costs more than 1 %", alone=alone, beside=beside)
+        beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
+    ratio = fmean(beside) / fmean(alone)
+    error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
+    is_well = setting.dry or ratio + 2 * error > 0.99
+    return expect(is_well, "costs more than 1 %", ratio=ratio, error=error)
 
 
 def jpegs(setting: Setting) -> dict[str, Any]:
@@ -247,12 +253,16 @@ def energy(setting: Setting) -> dict[str, Any]:
         is_training = (folder / "run/metrics.jsonl").exists()
         if not setting.dry and is_training and not (folder / "run/summary.json").exists():
             gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # its own order is another
-            watts.append(float(ask_nvidia_smi("power.draw", "--id", gpu)[0]))
+            with contextlib.suppress(ValueError):  # "[N/A]" where the power is not shown
+                watts.append(float(ask_nvidia_smi("power.draw", "--id", gpu)[0]))
 
     done = setting.train("--batch-size 256 --precision bf16 --max-steps 300", look=look)["energy"]
-    if setting.dry or done["gpu_watts"] is None:
-        raise NotPossibleError(f"no counter of NVML (in --dry it is left out); {done}")
-    ratio = done["gpu_watts"] / (fmean(watts) if watts else 1)
+    if setting.dry or done["gpu_watts"] is None or not watts:
+        raise NotPossibleError(
+            "no counter of NVML, or nvidia-smi shows no power (in --dry both are left out); "
+            f"{done}, {watts}"
+        )
+    ratio = done["gpu_watts"] / fmean(watts)
     return expect(0.85 < ratio < 1.15, "they differ", energy=done, nvidia_smi_watts=watts)
 
 

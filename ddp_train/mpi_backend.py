@@ -62,7 +62,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        super().__init__(store, rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch 2.11 takes no store
         self.comm = MPI.COMM_WORLD.Split(key=rank)  # no message of others is taken for one of these
         self.handed_over: SimpleQueue[Future[None] | None] = SimpleQueue()
         self.thread = Thread(target=self._communicate, name="MPI", daemon=True)

@@ -148,7 +148,7 @@ class LockstepGroup(dist.ProcessGroup):
     one is an error of torch's."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: object) -> None:
-        super().__init__(store, rank, size)
+        super().__init__(rank, size)
         self.own = threading.current_thread()
 
     def _ask(self, name: str, tensors: Tensors, given: Any, exchange: Any) -> dist.Work:

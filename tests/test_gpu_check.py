@@ -1,7 +1,8 @@
 """make gpu-check: that each check's end is told. CI carries out the checks by ARGS=--dry."""
 
+import contextlib
 import json
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ NCCL = (
     "host:71:84 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
     "host:72:85 [1] NCCL INFO Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM\n"
 )
-SMI = {"name": "NVIDIA H100 80GB HBM3\n", "driver_version": "580.95.05\n", "power.draw": "612.33\n"}
+SMI = {"name": "NVIDIA H100 80GB HBM3\n", "driver_version": "580.95.05\n"}
 
 
 @pytest.fixture
@@ -138,13 +139,44 @@ def test_the_clocks_are_compared_in_large_batches(
 
 
 @pytest.mark.parametrize(
-    ("watts", "status"), [(600.0, "ok"), (400.0, "failed"), (None, "not possible")]
+    ("watts", "shown", "status"),
+    [
+        (600.0, "612.33\n", "ok"),
+        (400.0, "612.33\n", "failed"),
+        (None, "612.33\n", "not possible"),
+        (600.0, "[N/A]\n", "not possible"),
+    ],
 )
 def test_energy_is_that_of_the_power_which_nvidia_smi_shows(
-    watts: float | None, status: str, on_gpu: Setting, monkeypatch: Any
+    watts: float | None, shown: str, status: str, on_gpu: Setting, monkeypatch: Any
 ) -> None:
+    monkeypatch.setitem(SMI, "power.draw", shown)
     trains(monkeypatch, {"energy": {"gpu_watts": watts}})
     assert carry_out(gpu_check.energy, 1, on_gpu)["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("speeds", "status"),
+    [([100, 101, 99], "ok"), ([97, 98, 96], "failed"), ([80, 110, 100], "ok")],
+)
+def test_a_neighbours_cost_is_judged_by_more_than_its_noise(
+    speeds: list[float], status: str, on_gpu: Setting, monkeypatch: Any
+) -> None:
+    class Turns(contextlib.nullcontext[Any]):
+        started = 0
+
+        def start(self, *sides: Any) -> None:
+            self.started += 1
+            self.speeds = cycle([100, 101, 99] if self.started == 1 else speeds)
+
+        def take_turn(self, *_: Any) -> Any:
+            return SimpleNamespace(images_per_second=next(self.speeds))
+
+        def __enter__(self) -> "Turns":
+            return self
+
+    monkeypatch.setattr(gpu_check, "Scheduler", Turns)
+    assert carry_out(gpu_check.stopped_neighbour, 1, on_gpu)["status"] == status
 
 
 def test_two_engines_need_horovod(on_gpu: Setting, monkeypatch: Any) -> None:

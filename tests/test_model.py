@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partialmethod
 from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import Mock
@@ -433,8 +434,7 @@ def test_ddp_compiles_the_graphs_that_horovod_compiles(monkeypatch: pytest.Monke
         graphs.append(graph)
         return graph.forward
 
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_module(block, backend=count))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=count))
     counts = []
     for wrap in (
         lambda model: model,
@@ -447,6 +447,8 @@ def test_ddp_compiles_the_graphs_that_horovod_compiles(monkeypatch: pytest.Monke
             network(torch.rand(2, 3, 32, 32)).sum().backward()
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 0
+    sizes = [n.meta["example_value"] for g in graphs for n in g.graph.find_nodes(op="placeholder")]
+    assert sizes and not any(isinstance(one, torch.SymInt) for one in sizes), "symbolic sizes"
 
 
 def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
@@ -460,8 +462,8 @@ def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
 
 def test_batches_that_grow_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond torch's limit of versions the rest of a training would not be compiled."""
-    compile_block = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_block(block, backend="eager"))
+    eager = partialmethod(nn.Module.compile, backend="eager")
+    monkeypatch.setattr(nn.Module, "compile", eager)
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch._dynamo.reset()
     model = build_model(a_config(arch="resnet10", compile=True), 10, download=False)

@@ -186,10 +186,13 @@ def compile_blocks(model: nn.Module) -> None:
     # from (a block's gradients come at its end) and Horovod's blocks are not.
     torch._dynamo.config.optimize_ddp = False
     # Each kind of block is one more version of the same code, in training and in evaluation, and
-    # once more in each when the size of its batches changes.
-    torch._dynamo.config.recompile_limit = max(8, 4 * len(blocks))
+    # once more in each for each size of batches and images.
+    most = max(8, 16 * len(blocks))
+    torch._dynamo.config.recompile_limit = most
+    torch._dynamo.config.accumulated_recompile_limit = max(256, most)
     for block in blocks:
-        block.compile()
+        # Else torch takes another block's shape for a new size of the same, and makes it symbolic.
+        block.compile(dynamic=False)
 
 
 def _check_image_sizes(model: nn.Module, config: Config) -> None:
