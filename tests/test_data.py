@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -572,6 +573,59 @@ def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> 
     is_bad = pytest.raises(UserError, match=re.escape(data.train.name(4)))
     with is_bad if meter.replaced else contextlib.nullcontext():
         list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
+
+
+class Failing:
+    """A transform's last step fails for one image, whose pixels are all 201."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        if (image[2] == 201).all():
+            raise self.error
+        return image
+
+
+@pytest.mark.parametrize("where", ["decoding", "transforming"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("can't allocate memory"), "can't allocate memory"),
+        (OverflowError("too large"), "too large"),
+        (zlib.error("bad"), "bad"),
+        (Image.DecompressionBombError("bomb"), "bomb"),
+    ],
+)
+def test_whatever_an_image_raises_names_it_or_replaces_it(
+    colored: Config, where: str, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, opened = open_data(colored), Image.open
+    assert data.train is not None
+    content = data.train.read(7)
+    if where == "decoding":
+        fail = Mock(side_effect=error)
+        monkeypatch.setattr(
+            Image, "open", lambda file: fail() if file.getvalue() == content else opened(file)
+        )
+    else:
+        monkeypatch.setattr(images_module, "_steps_after_crop", lambda config: [Failing(error)])
+    meter = InputMeter()
+    list(training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter))
+    reason = f"{data.train.name(7)}: cannot be read as an image ({words})"
+    assert list(meter.replaced) == [7] and meter.replaced[7].startswith(reason)
+    strict = replace(colored, bad_images="error")
+    with pytest.raises(UserError, match=re.escape(reason)):
+        list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
+
+
+def test_an_error_in_validation_names_the_image(
+    folders: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images_module, "resize", Mock(side_effect=RuntimeError("no memory")))
+    with pytest.raises(UserError, match=r"val/a/0\.png: .*\(no memory\)"):
+        list(validation_batches(open_data(folders), folders, a_world(), CPU, 0))
 
 
 def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:

@@ -3,9 +3,11 @@
 import io
 import pickle
 import random
+import struct
 import warnings
 from contextlib import nullcontext, suppress
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from scipy.stats import ks_2samp
 from test_optimizers import needs_timm
 from torch import Tensor
@@ -162,6 +165,58 @@ def test_file_that_is_no_image(content: bytes, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
+LEVELS = np.linspace(0, 1, WIDTH * HEIGHT, dtype=np.float32).reshape(HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encoded(Image.fromarray(LEVELS), "TIFF"),
+        encoded(Image.fromarray((LEVELS * 255).astype(np.int32)), "TIFF"),
+        encoded(Image.fromarray((LEVELS * 2**31 * 0.99).astype(np.int32)), "TIFF"),
+        b"Pf 61 47 -1.0\n" + LEVELS.tobytes(),
+    ],
+    ids=["float", "32 bits of which 8 are used", "32 bits", "PFM"],
+)
+def test_levels_of_no_known_range_are_refused(content: bytes) -> None:
+    """They used to become black, or white. By the head already, so that shards are not made."""
+    for look in (decode, image_size):
+        with pytest.raises(UserError, match=r"a\.tif: .* no known range: convert it to 8 bits"):
+            look(content, "a.tif")
+
+
+def test_levels_of_12_bits_are_not_taken_for_16() -> None:
+    """Two pixels in three bytes, as TIFF packs them; Pillow writes none. PGM states its range."""
+    tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: 3}
+    fields = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items())
+    tiff = b"II*\0" + struct.pack("<I", 12) + b"\xff\xf8\x00\0" + struct.pack("<H", 9) + fields
+    for content in (tiff + bytes(4), b"P5 2 1 4095\n" + struct.pack(">2H", 4095, 2048)):
+        assert decode(content, "a.tif")[0][0, :, 0].tolist() == [255, 128]
+
+
+def text(compressed: bool) -> PngInfo:
+    notes = PngInfo()
+    notes.add_text("XML:com.adobe.xmp", "<x:xmpmeta>" * 200_000, zip=compressed)
+    notes.add_itxt("Comment", "A" * 2**21, zip=compressed)
+    return notes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pnginfo": text(True)},
+        {"pnginfo": text(False)},
+        {"icc_profile": bytes(2**21)},
+        {"pnginfo": text(True), "icc_profile": bytes(2**21)},
+    ],
+    ids=["compressed text", "plain text", "colour profile", "both"],
+)
+def test_large_texts_and_colour_profiles_do_not_hinder(options: dict[str, Any]) -> None:
+    content = encoded(picture(), **options)
+    assert (array(decode(content, "a.png")[0]) == array(picture())).all()
+    assert image_size(content, "a.png") == (HEIGHT, WIDTH)
+
+
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
 def test_too_many_pixels_are_refused_before_they_are_decoded(
     image_format: str, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +310,41 @@ def test_val_transform_resizes_the_short_side_and_crops_the_centre() -> None:
     out, _ = validate(encoded(picture(96, 64)), 32, 24)
     resized = array(picture(96, 64).resize((48, 32), Image.Resampling.BILINEAR))
     assert abs(out.permute(1, 2, 0).numpy() - resized[4:28, 12:36]).max() <= 1
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("width", [2, 5, 40])
+@pytest.mark.parametrize("length", [800, 801])
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_a_strip_the_middle_is_resized_alone(
+    interpolation: str, width: int, length: int, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all of it would be too large; with the same centre. To enlarge and to shrink it."""
+    places = (np.arange(length) - length / 2) / (8 * width) + 0.5  # in the middle it rises
+    waves = abs(places % 2 - 1)[:, None, None] * np.full((width, 3), 255.0)
+    image = Image.fromarray(waves.astype(np.uint8))
+    content = encoded(image.transpose(Image.Transpose.TRANSPOSE) if turned else image)
+    config = Config(val_resize_size=20, val_crop_size=16, interpolation=interpolation)
+    whole, middle = empty_batch(2, 16, 16)
+    ValTransform(config)(content, "a.png", (0, 0, 0), whole)
+    monkeypatch.setattr(images, "MAX_PIXELS", 20 * 20 * 8)
+    resized = Mock(side_effect=resize)
+    monkeypatch.setattr(images, "resize", resized)
+    ValTransform(config)(content, "a.png", (0, 0, 0), middle)
+    assert max(resized.call_args.args[0].shape) <= 8 * width + 1
+    assert (whole.int() - middle.int()).abs().max() <= 1
+    assert whole.float().std() > 5
+
+
+@pytest.mark.parametrize("size", [(2, 60_000), (2_000_000, 2), (1, 5_000_000)])
+def test_strips_take_little_memory(size: tuple[int, int]) -> None:
+    """The second one, resized as a whole, would take 196 GB."""
+    content, color = encoded(Image.new("RGB", size, (7, 8, 9))), torch.tensor([7, 8, 9])
+    cut, _ = validate(content, 256, 224)
+    cropped = empty_batch(1, 224, 224)[0]
+    a_transform(224)(content, "a.png", (0, 0, 0), cropped)
+    for out in (cut, cropped):
+        assert (out == color[:, None, None]).all()
 
 
 # ---- one key, one result ----

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
-from recipe.data.decoding import SuspectImages, suspect
+from recipe.data.decoding import SuspectImages, named, suspect
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import (
@@ -224,7 +224,8 @@ class Images(Dataset):
     def _read(self, number: int, index: int, out: torch.Tensor) -> tuple[int, int]:
         """Read an image in this pass into `out`: the bytes of its file, and those left over."""
         content, name = self.listing.read(index), self.listing.name(index)
-        left_over = self.transform(content, name, (self.seed, number, index), out)
+        with named(name, content):
+            left_over = self.transform(content, name, (self.seed, number, index), out)
         if left_over and self.replaces:
             raise suspect(name, left_over)
         return len(content), left_over

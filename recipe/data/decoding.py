@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from recipe.data.image_folder import Listing
 from recipe.errors import UserError
@@ -24,6 +24,8 @@ ROWS_BELOW = 2
 # Of an image of any format: half a GiB as RGB. Asked of its head, before anything is decoded.
 MAX_PIXELS = 2**29 // 3
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, and warns below it
+# As much for a PNG's texts and its colour profile; Pillow refuses the image for more than 1 MiB.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 3 * MAX_PIXELS
 # libjpeg-turbo's only warning that need not be about damage: the marker is that of the image's end.
 LEFT_OVER = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 
@@ -33,17 +35,18 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
     uint8 [at least rows, width, 3]. And how many bytes are left over behind a JPEG's last row,
     where all were decoded: most damage leaves some, but so do some programs.
 
-    Grey becomes equal channels, 16-bit grey keeps its upper 8 bits (16-bit colour does so in
-    Pillow), transparency is dropped and the colour below it kept, of an animation the first frame
-    is taken. CMYK JPEGs are read as Adobe writes them, inverted, which is what Pillow does even
-    where the Adobe marker is missing. EXIF orientation is ignored, as in torchvision and hence in
-    the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does on
-    GPUs by default.
+    Grey becomes equal channels, 12- and 16-bit grey keeps its upper 8 bits (16-bit colour does so
+    in Pillow), transparency is dropped and the colour below it kept, of an animation the first
+    frame is taken. CMYK JPEGs are read as Adobe writes them, inverted, which is what Pillow does
+    even where the Adobe marker is missing. EXIF orientation is ignored but in TIFF, as in
+    torchvision and hence in the published ImageNet results. A JPEG's colours are upsampled without
+    a filter, as DALI does on GPUs by default.
 
-    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, or a
-    JPEG with damaged data, which Pillow would silently fill with grey.
+    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, grey
+    in floating-point, 32-bit or signed numbers, or a JPEG with damaged data, which Pillow would
+    silently fill with grey.
     """
-    with _named(name, content):
+    with named(name, content):
         size = _jpeg_size(content)
         return _decode_jpeg(content, *size, rows) if size else (_decode_by_pillow(content), 0)
 
@@ -58,20 +61,25 @@ def suspect(name: str, left_over: int, note: str = "") -> UserError:
 
 def image_size(content: bytes, name: str) -> tuple[int, int]:
     """Height and width of an image in pixels, from its head; UserError as in `decode`."""
-    with _named(name, content):
+    with named(name, content):
         return _jpeg_size(content) or _open_by_pillow(content).size[::-1]
 
 
 @contextmanager
-def _named(name: str, content: bytes) -> Iterator[None]:
-    """Turn any exception of a decoder into a UserError about the file `name`."""
+def named(name: str, content: bytes) -> Iterator[None]:
+    """Turn any exception of a decoder or a transform into a UserError about the file `name`."""
     try:
         yield
-    except (MemoryError, UserError):
+    except UserError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsing runs into
-        # Pillow's own words on an unknown format speak of an object at an address.
-        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else error
+        # Pillow's own words on an unknown format speak of an object at an address; Python's
+        # MemoryError has none.
+        reason = (
+            "of no known format"
+            if isinstance(error, UnidentifiedImageError)
+            else str(error) or type(error).__name__
+        )
         # Its first bytes show a page of text, or a pointer of git-lfs.
         raise UserError(
             f"{name}: cannot be read as an image ({reason}). It has {len(content):,} bytes and "
@@ -135,8 +143,8 @@ def _decode_by_pillow(content: bytes) -> np.ndarray:
     image = _open_by_pillow(content)
     image.load()
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips it at 255
-        levels = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
-        image = Image.fromarray(levels.astype(np.uint8))
+        bits = getattr(image, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]  # or 12
+        image = Image.fromarray((np.asarray(image) >> bits - 8).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # the same colours, without Pillow's warning
     return np.array(image.convert("RGB"))  # a copy: Pillow's is read-only
@@ -145,6 +153,9 @@ def _decode_by_pillow(content: bytes) -> np.ndarray:
 def _open_by_pillow(content: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     _check_size(image.height, image.width)
+    # In PGM and, by an older Pillow, PNG the levels of mode I go to 65,535.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
+        raise ValueError("float, 32-bit or signed levels of no known range: convert it to 8 bits")
     return image
 
 

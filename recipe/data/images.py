@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from recipe.config import Config
-from recipe.data.decoding import decode, image_size
+from recipe.data.decoding import MAX_PIXELS, decode, image_size
 
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
 MEAN_COLOR = (124, 116, 104)
@@ -223,8 +223,14 @@ class ValTransform:
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """As that of TrainTransform, whatever the key."""
         image, left_over = decode(content, name)
-        short, crop = min(image.shape[:2]), self.config.val_crop_size
-        height, width = (self.config.val_resize_size * side // short for side in image.shape[:2])
+        size, crop = self.config.val_resize_size, self.config.val_crop_size
+        short, long = sorted(image.shape[:2])
+        if size * size * long > MAX_PIXELS * short:
+            # A strip, of whose length the crop shows no more than its width, and filters reach
+            # twice as far at most: both its ends go.
+            cut = max(0, long // 2 - 4 * short)
+            image = image[cut : long - cut] if long == len(image) else image[:, cut : long - cut]
+        height, width = (size * side // short for side in image.shape[:2])
         resized = empty_batch(1, height, width)[0]
         resize(image, resized, self.config.interpolation)
         top, left = round((height - crop) / 2), round((width - crop) / 2)
