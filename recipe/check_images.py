@@ -24,7 +24,7 @@ from tyro.conf import Positional
 from recipe.command import run_tool
 from recipe.config import cache_folder
 from recipe.data.decoding import ONE_IN, decode, suspect
-from recipe.data.folder_errors import SPLIT_NAMES
+from recipe.data.folder_errors import PASSED_OVER, SPLIT_NAMES
 from recipe.data.image_folder import Listing
 from recipe.data.shards import open_images
 from recipe.errors import UserError
@@ -75,12 +75,20 @@ def check_images(
         json: A file for all that is wrong; -: standard output.
         cache_dir: For the folder's listing.
     """
-    inner = {path.name for path in folder.glob("[!.]*") if path.is_dir()}
+    inner = {
+        path.name
+        for path in folder.glob("*")
+        if path.is_dir() and not PASSED_OVER.match(os.fsencode(path.name))
+    }
     parts = sorted(inner & {"train", "val"}) if inner <= SPLIT_NAMES else []
-    cache = Path(cache_folder(cache_dir))
-    listings = [open_images(folder / part, cache) for part in parts or [""]]
+    listings = [open_images(folder / part, Path(cache_folder(cache_dir))) for part in parts or [""]]
     faults = [faults_of(listing) for listing in listings]
-    told: dict[str, Any] = {"images": sum(map(len, listings)), "bad": [], "suspect": []}
+    told: dict[str, Any] = {
+        "images": sum(map(len, listings)),
+        "left_out": [f"{one.root}: {one.left_out}" for one in listings if one.left_out],
+        "bad": [],
+        "suspect": [],
+    }
     for kind, name, reason in itertools.chain(*faults):
         told[kind].append({"image": name, "reason": reason})
     is_printed = json == Path("-")
@@ -94,9 +102,11 @@ def check_images(
     summary = (
         f"{folder}: {told['images']:,} images, {len(told['bad']):,} bad, "
         f"{len(told['suspect']):,} that may be damaged"
+        + "".join(f"; {line}" for line in told["left_out"])
     )
-    pairs = zip(listings, faults, strict=True)
-    if told["bad"] or any(len(found) > len(listing) // ONE_IN for listing, found in pairs):
+    if told["bad"] or any(
+        len(found) > len(listing) // ONE_IN for listing, found in zip(listings, faults, strict=True)
+    ):
         raise UserError(
             f"{summary}. Bring good copies back, or remove them; --bad-images replace trains "
             "without."

@@ -46,7 +46,7 @@ IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
 # What the index says beside names and labels: of each shard, and of each image in it.
 MEASURED = {"shard_bytes": "int64", "offsets": "int64", "sizes": "int64", "checksums": "uint32"}
 NUM_READING_THREADS, IMAGES_AHEAD = 8, 64
-JPEG_SUFFIXES = (".jpeg", ".jpe", ".jfif")
+ONE_SUFFIX = dict.fromkeys((".jpeg", ".jpe", ".jfif"), ".jpg")
 
 
 def make_shards(
@@ -70,6 +70,7 @@ def make_shards(
                 lines.append(
                     f"{shards.root}: {len(shards.shards):,} shards, {len(shards):,} images of "
                     f"{len(shards.classes):,} classes, {shards.shard_bytes.sum() / 1e9:,.3f} GB"
+                    f"{listing.left_out and '; '}{listing.left_out}"
                 )
         (target / ".lock").unlink(missing_ok=True)
     except OSError as error:
@@ -136,8 +137,7 @@ def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any
             for index, data in zip(indices, read_ahead(listing, indices), strict=True):
                 image_size(data, listing.name(index))  # UserError unless its head is an image's
                 suffix = os.path.splitext(listing.name(index))[1].lower()
-                suffix = ".jpg" if suffix in JPEG_SUFFIXES else suffix
-                _add(tar, f"{index:09d}{suffix}", data)
+                _add(tar, f"{index:09d}{ONE_SUFFIX.get(suffix, suffix)}", data)
                 blocks = -(-len(data) // tarfile.BLOCKSIZE)
                 found["offsets"].append(file.tell() - blocks * tarfile.BLOCKSIZE)
                 found["sizes"].append(len(data))

@@ -97,6 +97,9 @@ class Session:
                 print(f"hint: {cores} cores a GPU may not decode as fast as it trains: --dali")
             if config.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0):
                 print("hint: --precision bf16 or tf32 uses this GPU's tensor cores, fp32 does not")
+        for listing in (data.train, data.val):
+            if world.is_first and listing is not None and listing.left_out:
+                print(f"{listing.root}: {listing.left_out}", flush=True)
         neighbours = sum(host == world.host for host, _ in self.places)
         check_shared_memory(config, neighbours * self.workers)
         self.config, self.progress, self.left_out = config, Progress(), list[int]()

@@ -45,9 +45,25 @@ def test_a_good_set(
         root = tmp_path / "shards"
     line = f"{root / part}: {count} images, 0 bad, 0 that may be damaged\n"
     assert check(root / part) == (0, line, "")
-    told = {"images": count, "bad": [], "suspect": []}
+    told = {"images": count, "left_out": [], "bad": [], "suspect": []}
     code, out, err = check(root / part, "--json", "-")
     assert (code, json.loads(out), err) == (0, told, "")
+
+
+def test_what_file_servers_keep_is_passed_over_and_what_is_left_out_is_told(
+    root: Path, check: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Beside train/ and val/ as well. The shards have what the folder's listing takes."""
+    for file in ("lost+found/1.txt", "train/@eaDir/1.jpg", "train/a/@eaDir/1.jpg", "val/a/1.heic"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+    line = f"{root}/val: left out: 1 files without a known suffix (1 .heic)"
+    good = f"{root}: 12 images, 0 bad, 0 that may be damaged; {line}\n"
+    assert check(root) == (0, good, "")
+    assert json.loads(check(root, "--json", "-")[1])["left_out"] == [line]
+    train, val = make_shards(root, tmp_path / "shards", tmp_path / "cache")
+    assert train.endswith(" GB") and val.endswith(f" GB; {line.partition(': ')[2]}")
+    assert check(tmp_path / "shards")[1].startswith(f"{tmp_path}/shards: 12 images, 0 bad")
 
 
 def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_path: Path) -> None:

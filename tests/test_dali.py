@@ -159,6 +159,29 @@ def test_damaged_image_is_named(folders: Config, tmp_path: Path) -> None:
             batches_of(config)
 
 
+@needs_dali
+@pytest.mark.parametrize("image_format", ["GIF", "AVIF"])
+def test_a_format_that_dali_does_not_read(
+    folders: Config, tmp_path: Path, image_format: str
+) -> None:
+    config = replace(folders, train_dir=str(tmp_path / "train"), dali=True)
+    file = write_photographs(tmp_path / "train", 4) / "b" / "2.jpg"
+    Image.open(file).save(file, image_format)
+    with pytest.raises(
+        UserError, match=r"--dali: DALI .* first: \S*/b/2\.jpg, .* words: nvImageCodec"
+    ):
+        batches_of(config)
+
+
+@needs_dali
+def test_levels_of_no_known_range_are_refused(folders: Config, tmp_path: Path) -> None:
+    config = replace(folders, train_dir=str(tmp_path / "train"), dali=True)
+    file = write_photographs(tmp_path / "train", 4) / "b" / "2.jpg"
+    Image.open(file).convert("F").save(file, "TIFF")
+    with pytest.raises(UserError, match=r"b/2\.jpg: .*convert it to 8 bits"):
+        batches_of(config)
+
+
 def test_refused_without_dali(folders: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(UserError, match=r"--dali: .*imagenet-horovod-ddp\[dali\]"):

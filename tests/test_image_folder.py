@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import at_once
+from making import CPU, a_world, at_once, folder_config
 from PIL import Image
+from torchvision.datasets import ImageFolder
 
+from recipe import session
 from recipe.data import digits, folder_errors, image_folder
+from recipe.data.batches import open_data
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.errors import UserError
 
@@ -69,6 +72,12 @@ TREES = {
         "a/10/1.jpg a/10/deep/1.jpg a/2.jpg b/only/below/1.jpg",
     ),
     "an unpacked archive that was kept": ("n01440764.tar n01440764/1.JPEG", "n01440764/1.JPEG"),
+    "what file servers and systems keep there": (
+        "a/1.jpg a/@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg a/sub/@EADIR/2.jpg a/.ipynb_checkpoints/2.jpg"
+        " a/Thumbs.db @eaDir/a/1.jpg #recycle/1.jpg lost+found/1.jpg __MACOSX/a/._1.jpg "
+        ".thumbnails/1.jpg $RECYCLE.BIN/1.jpg a/@eaDirs/3.jpg not@eaDir/4.jpg",
+        "a/1.jpg a/@eaDirs/3.jpg not@eaDir/4.jpg",
+    ),
     "train as a class": ("train/1.jpg val/1.jpg bus/1.jpg", "bus/1.jpg train/1.jpg val/1.jpg"),
 }
 
@@ -84,6 +93,49 @@ def test_what_is_listed(tmp_path: Path, cache: Path, tree: str) -> None:
     ]
     assert listing.labels.dtype == np.int64
     assert listing.name(0) == str(root / expected[0])
+
+
+def test_a_plain_folder_is_listed_as_torchvision_does(tmp_path: Path, cache: Path) -> None:
+    files = "b/2.JPEG b/10.png b/1.jpg B/x.webp b/@1.jpg #1/y.tif @1/z.bmp train/1.ppm b/notes.txt"
+    root = make(tmp_path / "train", *files.split())
+    listing, theirs = list_images(root, cache), ImageFolder(root)
+    ours = [(listing.name(index), int(label)) for index, label in enumerate(listing.labels)]
+    assert (list(listing.classes), ours) == (theirs.classes, theirs.samples)
+
+
+LEFT_OUT = r"left out: 5 files without a known suffix \(2 \.heic, 1 [a-z.]+, 1 [a-z.]+ and 1 more\)"
+
+
+def test_files_without_a_known_suffix_are_counted(tmp_path: Path, cache: Path) -> None:
+    """By kind, at each start: also from the cache. What is passed over is not."""
+    counted, not_counted = "1.heic sub/2.HEIC 3 a.txt b.csv", ".hidden Thumbs.db @eaDir/1.xmp"
+    files = [f"b/{file}" for file in f"{counted} {not_counted}".split()]
+    root = make(tmp_path / "train", "a/1.jpg", *files)
+    message = refused(root, cache)
+    assert "1 of its classes without images: b." in message
+    assert re.search(f"{LEFT_OUT}$", message.lower())
+    make(root, "b/1.jpg")
+    age(root)
+    for listing in (list_images(root, cache) for _ in range(2)):
+        assert names(listing) == ["a/1.jpg", "b/1.jpg"]
+        assert re.fullmatch(LEFT_OUT, listing.left_out)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_says_at_the_start_what_is_left_out(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("check_same_training", "comparison_keys", "share_of_cores", "loader_workers"):
+        monkeypatch.setattr(session, name, lambda *_: 0)
+    monkeypatch.setattr(session, "gather", lambda *_: [("here", [0], [])] * 2)
+    monkeypatch.setattr(session.Session, "_read_on", lambda self: None)
+    for part in ("train", "val"):
+        make(tmp_path / part, "a/1.jpg", "b/1.jpg", "b/1.heic" if part == "val" else "b/2.jpg")
+    config = folder_config(tmp_path)
+    world = a_world(rank, 2)
+    session.Session("ddp", config, world, open_data(config), CPU, lambda sums: sums)
+    line = f"{tmp_path}/val: left out: 1 files without a known suffix (1 .heic)\n"
+    assert capsys.readouterr().out == (line if rank == 0 else "")
 
 
 def test_links_to_folders_and_files_are_followed_from_a_relative_root(
@@ -189,6 +241,16 @@ def test_damaged_cache_is_listed_anew(
     assert names(list_images(root, cache)) == ["a/1.jpg"]
     list_images(root, cache)
     assert scans.call_count == 2  # and the damaged file was replaced
+
+
+def test_a_listing_by_an_older_rule_is_made_anew(tmp_path: Path, cache: Path) -> None:
+    root = make(tmp_path / "train", "a/1.jpg", "a/@eaDir/1.jpg")
+    age(root)
+    list_images(root, cache)
+    (file,) = cache.glob("*.npz")
+    older = {"version": np.array(1), "paths": np.array([b"a/1.jpg", b"a/@eaDir/1.jpg"])}
+    np.savez(file, **{**image_folder.read_arrays(file), **older, "images_per_class": np.array([2])})
+    assert names(list_images(root, cache)) == ["a/1.jpg"]
 
 
 @pytest.mark.parametrize("is_full", [False, True])

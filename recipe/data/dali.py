@@ -6,7 +6,7 @@ shows the same part of the same image in the same step, and a run resumes exactl
 bits of the pixels differ, by another decoder and another resampling.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from recipe.config import Config
 from recipe.data.decoding import decode, image_size, suspect
+from recipe.data.folder_errors import first_few
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
 from recipe.data.order import Sample
@@ -162,10 +163,20 @@ def _to_torch(outputs: Any, device: torch.device) -> torch.Tensor:
 
 def _about_an_image(under_way: Iterable[Encoded], listing: Listing, error: Exception) -> Exception:
     """What to raise for an error of DALI, which does not say which image it is about."""
-    for encoded in under_way:
-        for index in encoded[5].tolist():
-            name = listing.name(index)
-            _, left_over = decode(listing.read(index), name)  # or an error that names it
-            if left_over:
-                return suspect(name, left_over)
-    return error
+    contents = {
+        listing.name(index): listing.read(index)
+        for encoded in under_way
+        for index in encoded[5].tolist()
+    }
+    for name, content in contents.items():
+        if left_over := decode(content, name)[1]:  # or an error that names it
+            return suspect(name, left_over)
+    if "decoders.image_slice" not in str(error):
+        return error
+    formats = Counter(content[:2] for content in contents.values())
+    rarest = sorted(contents, key=lambda name: formats[contents[name][:2]])
+    return UserError(
+        "--dali: DALI cannot decode an image that is decoded without it, one of these, the rarest "
+        f"format first: {first_few(rarest)}. Convert it, or leave --dali out. Its words: "
+        + " ".join(str(error).partition("encountered:")[2].split())
+    )

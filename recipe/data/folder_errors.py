@@ -17,6 +17,13 @@ from recipe.errors import UserError, refuse
 SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif".split()
 )
+# What file servers and systems keep among files: thumbnails, what was deleted, Finder's notes.
+# These names, and hidden ones, are passed over.
+PASSED_OVER = re.compile(
+    rb"\.|(@eadir|@tmp|@recycle|@recently-snapshot|#recycle|#snapshot|\$recycle\.bin|lost\+found|"
+    rb"system volume information|__macosx|thumbs\.db|desktop\.ini)\Z",
+    re.IGNORECASE,
+)
 # ImageNet's names.
 CLASS_NAME = re.compile(r"n\d{8}")
 VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)

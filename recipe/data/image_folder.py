@@ -8,10 +8,11 @@ import sys
 import time
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.data.folder_errors import (
+    PASSED_OVER,
     SUFFIXES,
     first_few,
     missing_folder,
@@ -30,7 +32,7 @@ from recipe.errors import UserError, refuse
 from recipe.files import whole_file
 
 # Raise it whenever a listing would come out differently, or is stored differently.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 # Folder times have steps (4 ms on ext4, 2 s on FAT and old NFS servers). A folder that changed
 # just before it was listed may change again without a new time, so such a cache is not trusted.
 YOUNGEST_TRUSTED_NS = 2_000_000_000
@@ -51,12 +53,15 @@ class Listing:
     `paths` (bytes of fixed width, [num_images], relative to `root`) and `labels` (int64,
     [num_images], index into `classes`) are two buffers, not a million Python objects: forked loader
     workers share them with their parent, since reading them touches no reference count.
+
+    `left_out` says how many files of which unknown suffixes are among them, if any.
     """
 
     root: Path
     classes: tuple[str, ...]
     paths: np.ndarray
     labels: np.ndarray
+    left_out: str = field(default="", kw_only=True)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -82,9 +87,10 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
     """List the images in the class folders of `root`, from a cache in `cache_dir` if it holds.
 
     Classes are the folders in `root`; sub-folders of a class are walked and belong to it (as in
-    torchvision). Links to folders and files are followed. Names that begin with a dot, and files
-    without an image suffix (SUFFIXES, in upper or lower case), are skipped. The order depends on
-    the names' bytes alone, so that all hosts agree.
+    torchvision). Links to folders and files are followed. Names that begin with a dot, and those
+    that file servers and systems use (PASSED_OVER), are skipped; files without an image suffix
+    (SUFFIXES, in upper or lower case) are left out, and counted. The order depends on the names'
+    bytes alone, so that all hosts agree.
 
     The cache holds when the class folders have the same names and each folder that was read has the
     same modification time: one `stat` a folder. A changed *content* of a file needs no new listing.
@@ -121,6 +127,7 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
         classes=tuple(map(os.fsdecode, classes)),
         paths=arrays["paths"],
         labels=np.repeat(np.arange(len(classes), dtype=np.int64), arrays["images_per_class"]),
+        left_out=str(arrays["left_out"]),
     )
 
 
@@ -163,7 +170,7 @@ def _class_names(root: Path) -> list[bytes]:
         if not root.is_dir():
             raise UserError(missing_folder(root))
         for entry in os.scandir(root):
-            if entry.name.startswith("."):
+            if PASSED_OVER.match(os.fsencode(entry.name)):
                 continue
             if entry.is_symlink():
                 os.stat(entry.path)  # an error if it leads nowhere
@@ -178,35 +185,42 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     started_ns = time.time_ns()
     paths: list[np.ndarray] = []
     times_ns: dict[bytes, int] = {}
+    others: Counter[bytes] = Counter()
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, readable(root):
         scans = pool.map(lambda name: _scan_class(os.fsencode(root), name), classes)
         # Nothing is shown of what takes less than 10 s.
         bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
-        for class_paths, class_times_ns in bar:
+        for class_paths, class_times_ns, class_others in bar:
             paths.append(class_paths)
             times_ns |= class_times_ns
+            others += class_others
+    kinds = first_few([f"{n:,} {os.fsdecode(one) or 'without'}" for one, n in others.most_common()])
+    left_out = kinds and f"left out: {others.total():,} files without a known suffix ({kinds})"
     counts = [len(class_paths) for class_paths in paths]
     empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
     if empty:
         raise UserError(
-            f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. Add their "
-            "images (.jpg, .png and other usual suffixes), or remove the folders in both train "
-            "and val."
+            f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. "
+            "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
+            f"train and val. {left_out.capitalize()}".strip()
         )
     return {
         "version": np.array(CACHE_VERSION),
         "classes": np.array(classes),
         "paths": np.concatenate(paths),
         "images_per_class": np.array(counts),
+        "left_out": np.array(left_out),
         "folders": np.array(list(times_ns)),
         "times_ns": np.array(list(times_ns.values()), dtype=np.int64),
         "started_ns": np.array(started_ns),
     }
 
 
-def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]:
-    """The sorted images of one class, relative to `root`, and the time of each folder read."""
+def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int], Counter[bytes]]:
+    """The sorted images of one class, relative to `root`, the time of each folder read, and the
+    other files' number by suffix."""
     images: list[bytes] = []
+    others: Counter[bytes] = Counter()
     times_ns: dict[bytes, int] = {}
     pending = [name]
     while pending:
@@ -215,8 +229,8 @@ def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]
         times_ns[folder] = os.stat(here).st_mtime_ns
         for entry in os.scandir(here):
             path = folder + b"/" + entry.name
-            suffix = entry.name[entry.name.rfind(b".") :].lower()
-            if entry.name.startswith(b"."):
+            suffix = os.path.splitext(entry.name)[1].lower()
+            if PASSED_OVER.match(entry.name):
                 continue
             if entry.is_dir():
                 _refuse_link_upwards(entry, here)
@@ -226,7 +240,9 @@ def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int]]
             elif suffix in SUFFIXES:
                 os.stat(entry.path)  # an error if it is a link that leads nowhere
                 raise UserError(f"{os.fsdecode(entry.path)}: is no file to read. Remove it.")
-    return np.sort(np.array(images, dtype=np.bytes_)), times_ns
+            else:
+                others[suffix] += 1
+    return np.sort(np.array(images, dtype=np.bytes_)), times_ns, others
 
 
 def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
