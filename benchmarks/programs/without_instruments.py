@@ -18,13 +18,13 @@ from recipe.training import metrics
 class Nothing:
     """Stands in for what records and measures: whatever is asked of it, it does and has nothing."""
 
-    input, train_seconds = None, 0.0
+    input, train_seconds, ended = None, 0.0, ()
 
     def __init__(self, *_: Any) -> None:
-        self.energy = self
+        self.energy = self.clock = self
 
-    def __getattr__(self, name: str) -> Callable[..., tuple[()]]:
-        return lambda *_: ()
+    def __getattr__(self, name: str) -> Callable[..., dict[str, float]]:
+        return lambda *_: {}
 
 
 def take_instruments_out() -> None:

@@ -438,7 +438,7 @@ def make_turn(
             side.name,
         )
     rate, copies = sum(expected / each for each in seconds), len(seconds)
-    phases = [one["phases"] for one in told if "phases" in one]
+    phases = [one["phases"] for one in told if one.get("phases")]
     computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
         (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
