@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, TypeVar
@@ -16,7 +17,8 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from benchmarks.record import OPEN, Measured, Options, Row, gpu_name
+from benchmarks.record import OPEN, Measured, Options, Record, Row, gpu_name
+from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, estimate, throughput, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
@@ -59,7 +61,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True):
     """One row: a ratio of two sides, or one side's images/s."""
 
     sides: tuple[str, ...]
-    goal: float
+    goal: float | None = None  # None: it is there for reference
     goal_on: dict[str, float] = {}  # by a part of the GPU's name
 
 
@@ -101,12 +103,7 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
         order = shuffled(sides, options.seed, benchmark.name, number)
         return run_block(order, rounds, folder / str(number), number, label, options.patience)
 
-    def rows_of(blocks: Sequence[Block]) -> list[Row]:
-        return [
-            make_row(name, pair, benchmark, work, blocks, options)
-            for name, pair in benchmark.pair.items()
-        ]
-
+    rows_of = partial(make_rows, benchmark, work, options=options)
     blocks = until_decided(options, f"row {benchmark.row}, {benchmark.name}", block_of, rows_of)
     return Measured(rows_of(blocks), sides, {benchmark.name: blocks})
 
@@ -116,6 +113,37 @@ def empty_row(name: str, pair: Pair, benchmark: Benchmark) -> Row:
     gpu = gpu_name() or ""
     goal = next((goal for part, goal in pair.goal_on.items() if part in gpu), pair.goal)
     return Row(benchmark.row, name, goal, "ratio" if len(pair.sides) == 2 else "images/s")
+
+
+def make_rows(
+    benchmark: Benchmark, work: str, blocks: Sequence[Block], options: Options
+) -> list[Row]:
+    """The rows of a benchmark."""
+    return [
+        make_row(name, pair, benchmark, work, blocks, options)
+        for name, pair in benchmark.pair.items()
+    ]
+
+
+def judged_today(row: Row, record: Record, declared: Sequence[Benchmark]) -> Row:
+    """A recorded row, its goal and its notes, with what its blocks say by today's rule; as it was
+    recorded if it did not come of turns, or if its sides are not declared any more."""
+    told, name = record.options, row.name.removesuffix(", CPU-seconds")
+    # Earlier versions wrote 4 where no number of blocks was given, and both engines in one record.
+    asked = told.get("blocks") if told.get("blocks_given", True) else None
+    for benchmark in declared:
+        blocks = [
+            read_block(Path(benchmark.name), one["order"], one)
+            for case, of_case in record.blocks.items()
+            if benchmark.name.endswith(case) or len(record.blocks) == 1
+            for one in of_case
+        ]
+        pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
+        if pair and blocks and {*pair.sides} <= {*blocks[0].order}:
+            options = Options(blocks=asked, gpu=told["gpu"])
+            made = make_row(name, pair, benchmark, "", blocks, options)
+            return replace(made, goal=row.goal, notes=row.notes)
+    return row
 
 
 def make_row(
@@ -136,11 +164,13 @@ def make_row(
         speed, cpu = (estimate(blocks, {side: 1}, v) for v in (throughput, work_per_cpu_second))
         notes.append(f"{side}: {speed.ratio:.4g} images/s, {cpu.ratio:.4g} per CPU-second")
     notes += what_binds(blocks, pair.sides[0])
+    is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
+    name, value = (
+        (f"{name}, {benchmark.value}", work_per_cpu_second) if is_cpu_time else (name, throughput)
+    )
     row = replace(empty_row(name, pair, benchmark), notes=tuple(notes))
     if len(pair.sides) == 1:
         return row.measured(estimate(blocks, {pair.sides[0]: 1}))
-    is_cpu_time = benchmark.value == "images per CPU-second" and not options.gpu
-    value = work_per_cpu_second if is_cpu_time else throughput
     return row.compared(blocks, first, second, value, options.confidence)
 
 

@@ -16,6 +16,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,16 @@ from PIL import Image
 from torchvision import io, transforms
 from torchvision.transforms import v2
 
-from benchmarks.by_turns import QUICK_JPEGS, jpegs_folder
-from benchmarks.record import Measured, Options, Row
-from compare.evidence.turns import Block, Turn, estimate, work_per_cpu_second
+from benchmarks.by_turns import (
+    QUICK_JPEGS,
+    Benchmark,
+    Pair,
+    jpegs_folder,
+    make_rows,
+    until_decided,
+)  # fmt: skip
+from benchmarks.record import Measured, Options
+from compare.evidence.turns import Block, Turn
 from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
@@ -38,7 +46,6 @@ from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
 
-GOAL = 0.80
 RAW = "raw"
 NAMES = {
     "pipeline": "input pipeline / raw JPEG decoding",
@@ -51,6 +58,16 @@ NAMES = {
 BATCH_SIZE, BATCHES, SHORT_TURNS = 32, 3, 4  # images; a turn; for each turn that is asked for
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LIMIT_SECONDS = 1200.0  # of a block
+DECLARED = Benchmark(
+    name="input_pipeline",
+    row=3,
+    side={},
+    pair={
+        label: Pair((name, RAW), 0.80 if name == "pipeline" else None)
+        for name, label in NAMES.items()
+    },
+    value="images per CPU-second",
+)
 
 Contender = Callable[[list[int]], object]  # from the indices of a batch to what comes out
 
@@ -59,25 +76,20 @@ def measure(options: Options) -> Measured:
     """Measure the row, and what stands beside it for reference."""
     jpegs = jpegs_folder(QUICK_JPEGS if options.quick else 640)
     rounds = options.rounds() * (1 if options.quick else SHORT_TURNS)
-    blocks: list[Block] = []
-    for number in range(1, options.num_blocks() + 1):
-        say(f"row 3: block {number} of {options.num_blocks()}")
+
+    def block_of(number: int, label: str) -> Block:
+        say(label)
         order = shuffled([RAW, *NAMES], options.seed, number)
         # A new process, which knows nothing of this one's threads and memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             turns = pool.submit(
                 take_turns, jpegs, order, rounds, options.seed + number, options.patience
             ).result(LIMIT_SECONDS)
-        blocks.append(Block(number, tuple(order), tuple(turns)))
-    speeds = {
-        name: estimate(blocks, {name: 1}, work_per_cpu_second).ratio for name in (RAW, *NAMES)
-    }
-    rows = []
-    for name, label in NAMES.items():
-        note = f"{speeds[name]:,.0f} images per CPU-second, raw {speeds[RAW]:,.0f}"
-        row = Row(3, f"{label}, CPU-seconds", GOAL if name == "pipeline" else None, notes=(note,))
-        rows.append(row.compared(blocks, name, RAW, work_per_cpu_second))
-    return Measured(rows, blocks={"input_pipeline": blocks})
+        return Block(number, tuple(order), tuple(turns))
+
+    rows_of = partial(make_rows, DECLARED, "JPEG files of 500 x 375 pixels", options=options)
+    blocks = until_decided(options, "row 3", block_of, rows_of)
+    return Measured(rows_of(blocks), blocks={DECLARED.name: blocks})
 
 
 def contenders(listing: Listing, config: Config) -> dict[str, Contender]:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ NO_GOAL = "for reference"
 # that the goal allows, or the gain that it asks for, and twice the cost or no gain is another
 # answer. So a goal of 1, which allows no cost, has no tolerance; other units have no such 1.
 NEAR = 0.02
+# Sides of rows 4 and 5 in records of earlier versions, which had both engines' in one file.
+EARLIER_SIDE = re.compile(r'(?<=")(?:ddp|horovod)-(?:over-)?(singles|(?:Gloo|MPI)(?:-tuned)?)(?=")')
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Record(msgspec.Struct):
 
     rows: list[Row]
     options: dict[str, Any] = {}
+    blocks: dict[str, list[dict[str, Any]]] = {}  # by case
 
 
 def measure_and_keep(
@@ -169,24 +173,26 @@ def measure_and_keep(
     return measured.rows
 
 
-def read_rows(folder: Path, name: str, options: Options | None = None) -> list[Row]:
-    """The rows of a finished benchmark; none if it has not been measured in this folder.
+def read_record(folder: Path, name: str, options: Options | None = None) -> Record:
+    """The record of a benchmark; an empty one if it has not been measured in this folder.
 
     MeasurementError if it was measured with --gpu or --quick, and `options` say otherwise, or the
     other way round.
     """
     path = folder / f"{name}.json"
     if not packed.exists(path):
-        return []
+        return Record([])
     try:
-        record = msgspec.json.decode(packed.read_text(path), type=Record)
+        record = msgspec.json.decode(
+            EARLIER_SIDE.sub(lambda found: found[1].lower(), packed.read_text(path)), type=Record
+        )
     except msgspec.MsgspecError as error:
         raise MeasurementError(f"{path}: is no record of a benchmark ({error})") from None
     for flag in ("gpu", "quick"):
         if options is not None and record.options.get(flag, False) != getattr(options, flag):
             how = "with" if record.options.get(flag) else "without"
             raise MeasurementError(f"{path}: was measured {how} --{flag}; take another --out")
-    return record.rows
+    return record
 
 
 def gpu_name() -> str | None:

@@ -4,6 +4,7 @@
     python benchmarks/run.py --only 4,5 --blocks 7   these rows, with more evidence
     python benchmarks/run.py --out runs/bench/FIRST  go on where an earlier call stopped
     python benchmarks/run.py --table runs/bench/FIRST
+    python benchmarks/run.py --table results/*/*-bench   all that was kept, in one table
 
 What has its record in the folder is not measured again, unless --again says so.
 """
@@ -11,7 +12,7 @@ What has its record in the folder is not measured again, unless --again says so.
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.record import (
     Row,
     gpu_name,
     measure_and_keep,
-    read_rows,
+    read_record,
     show_rows,
 )
 from compare.running.launch import utc_now
@@ -64,7 +65,7 @@ def entries() -> list[Entry]:
 
 
 def bench(
-    options: Options, only: str | None = None, again: bool = False, table: Path | None = None
+    options: Options, only: str | None = None, again: bool = False, table: tuple[Path, ...] = ()
 ) -> int:
     """Measure, unless --table names a record, and print the table.
 
@@ -72,15 +73,16 @@ def bench(
         options: How to measure.
         only: These rows alone, as in 4,5.
         again: Also what this folder has a record of.
-        table: Measure nothing, show this record.
+        table: Measure nothing. Show these records in Markdown, each row by the newest of those
+            that have measured it, by the dates in their names.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # a time limit ends all in order, as Ctrl-C does
         signal.signal(number, signal.default_int_handler)
-    rows = measure_rows(options, only, again) if table is None else read_records(table)
+    rows, below = read_records(table) if table else (measure_rows(options, only, again), "")
     if only is None and not options.gpu:
         rows += needing_gpu(rows)
-    print(show_rows(rows))
-    if table is None:
+    print(show_rows(rows, markdown=bool(table)) + below)
+    if not table:
         replace_file(options.out / "table.md", show_rows(rows, markdown=True) + "\n")
         print(f"\nrecord: {options.out}")
     return int(any(row.needs == FAILED for row in rows))
@@ -103,7 +105,7 @@ def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
     rows: list[Row] = []
     for index, entry in enumerate(chosen, start=1):
         say(f"== row {entry.row}, {entry.name}: {index} of {len(chosen)}, {utc_now()}")
-        kept = [] if again else read_rows(options.out, entry.name, options)
+        kept = [] if again else read_record(options.out, entry.name, options).rows
         if any(row.value is not None for row in kept):  # else it needed something
             say(f"has its record in {options.out}")
             rows += kept
@@ -142,13 +144,27 @@ def choose(only: str | None, gpu: bool) -> list[Entry]:
     return [entry for entry in possible if str(entry.row) in asked]
 
 
-def read_records(folder: Path) -> list[Row]:
-    """The rows of all records in a folder."""
+def read_records(folders: Sequence[Path]) -> tuple[list[Row], str]:
+    """The rows of all records in some folders, by today's rule, each from the newest folder that
+    has measured it; and a line that says which."""
     names = (*EARLIER, *(entry.name for entry in entries()))
-    rows = [row for name in names for row in read_rows(folder, name)]
-    if not rows:
-        raise MeasurementError(f"--table {folder}: holds no record of a benchmark")
-    return rows
+    declared = [*by_turns.read_goals(), input_pipeline.DECLARED]
+    found = [
+        (folder, by_turns.judged_today(row, record, declared))
+        for folder in sorted(folders, key=lambda one: one.name)
+        for record in [read_record(folder, name) for name in names]
+        for row in record.rows
+        if row.value is not None
+    ]
+    if missing := {*folders} - {folder for folder, _ in found}:
+        raise MeasurementError(f"--table {missing.pop()}: holds no record of a benchmark")
+    newest = {row.number: folder for folder, row in found}
+    rows = [row for folder, row in found if newest[row.number] == folder]
+    lines = [
+        f"rows {', '.join(str(n) for n in sorted(newest) if newest[n] == folder)} of {folder}"
+        for folder in dict.fromkeys(newest.values())
+    ]
+    return rows, f"\n\nRecorded: {'; '.join(lines)}"
 
 
 main = partial(

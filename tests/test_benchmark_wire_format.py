@@ -128,7 +128,7 @@ def command(tmp_path: Path) -> list[str]:
 def test_the_benchmark_runs(command: list[str], tmp_path: Path) -> None:
     done = run(command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.output
-    (row,) = record.read_rows(tmp_path / "out", "wire_format")
+    (row,) = record.read_record(tmp_path / "out", "wire_format").rows
     assert row.value and row.value > 0, done.output
     kept = read_json(tmp_path / "out" / "wire_format.json")
     turns = kept["blocks"]["10 DDP, Gloo 0.5 Gb/s"][0]["turns"]

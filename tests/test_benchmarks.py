@@ -7,8 +7,10 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,11 +21,13 @@ from records import a_block
 from benchmarks import by_turns, input_pipeline, record
 from benchmarks import run as bench_run
 from benchmarks.by_turns import Contender, make_side, until_decided
+from benchmarks.programs.without_instruments import Nothing
 from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
-from compare.evidence.turns import Block
-from compare.running.scheduler import run_block
+from compare.evidence.turns import Block, estimate
+from compare.running import take_turns
+from compare.running.scheduler import make_turn, run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
@@ -137,16 +141,16 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     measured = Measured([row], [Side("x", ("python",), ("p.py",), 8)], {"5": blocks})
     options = Options(tmp_path / "new", blocks=3, turns=1)
     assert record.measure_and_keep("checkpoints", lambda _: measured, options) == [row]
-    assert record.read_rows(options.out, "checkpoints") == [row]
+    assert record.read_record(options.out, "checkpoints").rows == [row]
     kept = read_json(options.out / "checkpoints.json")
     assert kept["rows"][0]["verdict"] == row.verdict and kept["machine"]["cpu_model"]
     assert kept["commands"] == {"x": "python p.py"}
-    assert record.read_rows(options.out, "memory") == []
+    assert record.read_record(options.out, "memory").rows == []
     with pytest.raises(MeasurementError, match="was measured without --quick"):
-        record.read_rows(options.out, "checkpoints", Options(tmp_path, quick=True))
+        record.read_record(options.out, "checkpoints", Options(tmp_path, quick=True))
     (options.out / "memory.json").write_text("{}")
     with pytest.raises(MeasurementError, match=r"memory\.json: is no record"):
-        record.read_rows(options.out, "memory")
+        record.read_record(options.out, "memory")
 
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -161,19 +165,48 @@ def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
         assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*-bench")), ids=str)
-def test_recorded_tables_are_shown_as_before(folder: Path) -> None:
-    rows = bench_run.read_records(folder)
-    rows += bench_run.needing_gpu(rows)
+BENCHES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("results/*/*-bench*"))
 
-    def cells(table: str) -> list[list[str]]:
-        lines = [line for line in table.splitlines() if line[:1] == "|"]
-        return [[one.strip() for one in line.split("|")] for line in lines]
 
-    known = cells(record.show_rows(rows, markdown=True))
-    assert len(known) > 20
-    before = cells((folder / "table.md").read_text())[2:]
-    assert all(row in known for row in before if row[-2] != "not shown")
+@pytest.mark.parametrize("folders", [*([one] for one in BENCHES), BENCHES], ids=len)
+def test_tables_are_what_the_command_makes_of_the_records(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one beside each record, with its notes; and the page's, of all records."""
+    monkeypatch.chdir(ROOT)
+    assert bench_run.main(["--table", *folders]) == 0
+    page = Path("docs/performance.md" if len(folders) > 1 else f"{folders[0]}/table.md").read_text()
+    made = [line for line in capsys.readouterr().out.splitlines() if line]
+    if len(folders) > 1:
+        made = [line for line in made if line[:2] != "- "]
+    assert "\n".join(made) in re.sub("\n+", "\n", page)
+    assert page.count("| verdict") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "confidence"),
+    [
+        ({"blocks": None}, 1 - 0.05 / 3),  # it looked three times
+        ({"blocks": 4, "blocks_given": False}, 1 - 0.05 / 3),  # an earlier version
+        ({"blocks": 4}, 0.95),
+    ],
+)
+def test_a_recorded_row_is_judged_by_todays_rule(
+    options: dict[str, Any], confidence: float
+) -> None:
+    """Its blocks, an earlier version's, with both engines in one record, are what counts."""
+    name, other = ("2 workers / 2 alone, compute-bound, DDP over Gloo", "memory")
+    speeds = [{"gloo": [speed, speed + 2], "singles": [10.0, 10.0]} for speed in (8, 9, 10, 11)]
+    blocks = [a_block(one) for one in speeds]
+    cases = {"ddp": [asdict(one) for one in blocks], "horovod": []}
+    declared = by_turns.read_goals()
+    kept = record.Record([], {"gpu": False, **options}, cases)
+    row = Row(4, name, 0.7, value=0.5, low=0.4, high=0.6, notes=("as noted",))
+    judged = by_turns.judged_today(row, kept, declared)
+    expected = estimate(blocks, {"gloo": 1, "singles": -1}, confidence=confidence)
+    assert (judged.value, judged.low, judged.high) == (expected.ratio, expected.low, expected.high)
+    assert (judged.name, judged.goal, judged.notes) == (name, 0.7, ("as noted",))
+    assert by_turns.judged_today(replace(row, name=other), kept, declared).low == 0.4
 
 
 # --------------------------------------------------------------------------------------- run.py
@@ -214,6 +247,19 @@ def test_what_has_its_record_is_not_measured_again(
     assert bench_run.main(["--table", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "instrumentation" in shown and "needs a GPU" in shown
+
+
+def test_of_several_records_the_newest_of_a_row_is_shown(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = folders = [str(tmp_path / f"2026-01-0{day}-bench") for day in (1, 2)]
+    for folder, only in zip(folders, ("6,7", "7"), strict=True):
+        assert bench_run.main(["--out", folder, "--only", only]) == 0
+    capsys.readouterr()
+    assert bench_run.main(["--table", new, old]) == 0  # in any order
+    shown = capsys.readouterr().out
+    assert f"Recorded: rows 6 of {old}; rows 7 of {new}" in shown
+    assert shown.count("| checkpoints ") == 1
 
 
 def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
@@ -299,8 +345,21 @@ def test_every_goal_is_of_sides_that_are_declared(tmp_path: Path) -> None:
             assert {*pair.sides} <= benchmark.side.keys() and 1 <= len(pair.sides) <= 2
     wrong = tmp_path / "goals.toml"
     wrong.write_text(by_turns.GOALS.read_text().replace("goal = 0.985", 'goal = "high"', 1))
-    with pytest.raises(MeasurementError, match="Expected `float`, got `str`"):
+    with pytest.raises(MeasurementError, match=r"Expected `float \| null`, got `str`"):
         by_turns.read_goals(wrong)
+
+
+def test_a_trainer_without_instruments_takes_turns() -> None:
+    """Row 6's other side: it has no laps to tell, and no phases."""
+    session = Mock(meter=Nothing(), progress=Mock(samples_seen=8))
+    client = take_turns.Client(Mock(), warm_up=3)
+    client.step_ended(session)
+    client.step_ended(session)
+    told = client.trained(session, None)
+    assert told["phases"] == {}
+    told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
+    side = Side("off", ("python",), ("p.py",), 8, steps=2)
+    assert make_turn(side, 0, 0.0, [Mock(copy=0, machine=0, measured=told)], 1.0).phases == {}
 
 
 @pytest.mark.launch
@@ -309,7 +368,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/run.py", "--quick", "--out", str(tmp_path)]
     done = run([*command, "--only", "1,3,4,6"])
     assert done.returncode == 0, done.output
-    rows = bench_run.read_records(tmp_path)
+    rows, _ = bench_run.read_records([tmp_path])
     assert sorted(row.number for row in rows if row.value) == [1] * 4 + [3] * 4 + [4] * 3 + [6]
     assert "verdict" in done.output
 

@@ -76,9 +76,10 @@ def contradictions(config: Settings, summary: Measured, last_step: Any) -> Itera
         )
 
 
-def read_block(path: Path, sides: Iterable[str]) -> Block:
-    """Read block.json; UserError if it is not of each of these sides once a round."""
-    told, expected = read_object(path), sorted(sides)
+def read_block(path: Path, sides: Iterable[str], told: dict[str, Any] | None = None) -> Block:
+    """Read block.json, or what is `told` of it elsewhere; UserError if it is not of each of these
+    sides once a round."""
+    told, expected = told or read_object(path), sorted(sides)
     for turn in told.get("turns", ()):  # earlier versions wrote the rate in place of the images
         if "images_per_second" in turn and "images" not in turn:
             turn["images"] = turn["images_per_second"] * turn.get("seconds", math.nan)
