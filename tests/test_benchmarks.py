@@ -179,7 +179,9 @@ def test_tables_are_what_the_command_makes_of_the_records(
     made = [line for line in capsys.readouterr().out.splitlines() if line]
     if len(folders) > 1:
         made = [line for line in made if line[:2] != "- "]
-    assert "\n".join(made) in re.sub("\n+", "\n", page)
+    # Versions of tabulate differ in the widths of columns.
+    table, shown = (re.sub("[ -]+", " ", text) for text in ("\n".join(made), page))
+    assert table in re.sub("\n+", "\n", shown)
     assert page.count("| verdict") == 1
 
 

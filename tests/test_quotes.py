@@ -1,0 +1,189 @@
+"""Figures that pages quote are what the records beside them say today.
+
+A quote is a ratio with its interval, such as 1.20 (1.18 to 1.23). Its record is linked in its row
+of a table, else at the top of its column, else in its section. If the section links several
+comparisons that asked the same, their common ratio may be quoted, too.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from faults import campaign
+
+from benchmarks.run import read_records
+from compare.evidence.collectives import read_measurement
+from compare.evidence.paired import Estimate
+from compare.evidence.records import load_comparison
+from compare.page.report import Report, SideBySide
+from compare.page.text import as_text
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+LINK = re.compile(r"results/([\w.-]+/[\w.?*-]+)")
+NUMBER = r"(\d+(?:\.\d+)?)"
+QUOTE = re.compile(
+    rf"{NUMBER}(?: %| times as [^(,.]*)?(?: \(|, (?:95 % interval )?){NUMBER} to {NUMBER}(?!\.?\d)"
+)
+INTERVAL = re.compile(r"\d\.\d+ to \d\.\d+(?! %)")
+Figures = tuple[float, float, float]  # a ratio and the ends of its interval
+
+
+@cache
+def report_of(folder: str) -> Report:
+    return Report(load_comparison(ROOT / "results" / folder))
+
+
+def figures_of(folder: str) -> Iterator[Figures]:
+    """What one record says."""
+    path = ROOT / "results" / folder
+    if (path / "bench.json").exists():
+        rows = read_records([path])[0]
+        yield from ((row.value, row.low, row.high) for row in rows if row.value and row.low)
+    elif (path / "collectives.json").exists():
+        measured = read_measurement(path)
+        for one in measured.figures.values():
+            for speed in map(one.speed_against, measured.rivals(one)):
+                yield from (*figures(speed), *figures(speed.inverse()))
+    elif (path / "plan.json").exists():
+        report = report_of(folder)
+        found = [one for verdict in report.verdicts for one in (verdict.speed, verdict.cpu)]
+        for one in [*found, *(row.scaling for row in report.speed)]:
+            yield from figures(one)
+
+
+def figures(one: Estimate | None) -> Iterator[Figures]:
+    """An estimate's, as a ratio and in percent."""
+    if one and one.low and one.high:
+        yield one.ratio, one.low, one.high
+        yield 100 * one.ratio, 100 * one.low, 100 * one.high
+
+
+@cache
+def together(folders: tuple[str, ...]) -> list[SideBySide]:
+    """Those of these comparisons that asked the same on one machine, beside each other."""
+    by_question = defaultdict[tuple[str, str | None], list[Report]](list)
+    for folder in folders:
+        if (ROOT / "results" / folder / "plan.json").exists():
+            report, machine = report_of(folder), folder.partition("/")[0]
+            by_question[machine, report.comparison.plan.question].append(report)
+    return [SideBySide(own) for own in by_question.values() if len(own) > 1]
+
+
+def linked(text: str) -> tuple[str, ...]:
+    """The records that a text links, each once."""
+    found = [
+        str(path.relative_to(ROOT / "results"))
+        for name in LINK.findall(text)
+        for path in sorted((ROOT / "results").glob(name))
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def sections(page: str) -> list[str]:
+    return re.split(r"\n(?=#|\*\*)", (ROOT / page).read_text())
+
+
+def passages(page: str) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """A page's paragraphs and cells of tables, each with its records, and those of its section."""
+    for section in sections(page):
+        all_of_it = linked(section)
+        for block in section.split("\n\n"):
+            lines = [line for line in block.splitlines() if line]
+            if not block.startswith("|"):
+                yield " ".join(block.split()), all_of_it, all_of_it
+                continue
+            for line in lines:
+                for cell, head in zip(line.split("|"), lines[0].split("|"), strict=False):
+                    yield cell, linked(line) or linked(head) or all_of_it, all_of_it
+
+
+def speeds_of(folder: str) -> list[str]:
+    return [f"{row.images_per_second:.0f}" for row in report_of(folder).speed]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_ratios_are_those_of_the_records(page: str) -> None:
+    wrong = []
+    for text, folders, section in passages(page):
+        quotes = [*QUOTE.finditer(text)]
+        known = [found for folder in folders for found in figures_of(folder)] if quotes else []
+        if quotes and folders == section:
+            for both in together(section):
+                known += [found for one in both.occasions for found in figures(one.pooled)]
+        for quote in quotes:
+            decimals = [len(number.partition(".")[2]) for number in quote.groups()]
+            said = [
+                tuple(f"{v:.{n}f}" for v, n in zip(one, decimals, strict=True)) for one in known
+            ]
+            if quote.groups() not in said:
+                wrong.append(quote[0])
+        if page in ("README.md", "docs/results.md"):  # nothing there escapes the pattern
+            spans = [quote.span() for quote in quotes]
+            wrong += [
+                one[0]
+                for one in INTERVAL.finditer(text)
+                if not any(begin <= one.start() < end for begin, end in spans)
+            ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_rows_of_ratios_are_in_the_order_of_the_verdicts(page: str) -> None:
+    seen = 0
+    for section in sections(page):
+        folders = linked(section)
+        known = [[one.pooled.ratio for one in both.occasions] for both in together(folders)]
+        for folder in folders if "square" in section else ():
+            known.append([one.speed.ratio for one in report_of(folder).verdicts if one.speed])
+        for row in re.findall(r"^\|.*", section, re.MULTILINE):
+            said = [float(ratio) for ratio, *_ in QUOTE.findall(row)]
+            if len(said) > 3:
+                close = [pytest.approx(own[: len(said)], abs=0.006) for own in known]
+                assert said in close, row
+                seen += 1
+    assert seen
+
+
+def test_other_quoted_figures_are_those_of_the_records() -> None:
+    """Standard deviations between occasions, and speeds."""
+    deviations = speeds = 0
+    for section in sections("docs/results.md"):
+        for row in re.findall(r"\| sd between occasions \|(.*) \|", section):
+            (both,) = together(linked(section))
+            found = [f"{100 * one.spread:.1f} %" for one in both.occasions]
+            assert [cell.strip() for cell in row.split("|")] == found
+            deviations += 1
+        for speed in re.findall(r"\| (\d+) images/s", section):
+            assert speed in speeds_of(linked(section)[0])
+            speeds += 1
+        if times := re.findall(r"\| ([\d.]+) ms", section):
+            found = read_measurement(ROOT / "results" / linked(section)[0]).figures.values()
+            said = {f"{1000 * one.seconds:.{n}f}" for one in found for n in range(4)}
+            assert said >= {*times}
+    assert deviations and speeds
+
+
+def test_the_ladders_figures_are_those_of_its_record() -> None:
+    """Images/s, memory and network of each rung."""
+    page = (ROOT / "docs/ladder.md").read_text()
+    record = linked(page)[0]
+    text, speeds = as_text([report_of(record)], markdown=True), speeds_of(record)
+    rows = re.findall(r"\| (\d+) \| ([\d,]+) \| ([\d.]+) \| \d+ \| \w+ \|", page)
+    assert len(rows) == len(speeds)
+    for speed, *others in rows:
+        assert speed in speeds
+        assert all(re.search(rf"\| +{cell} ", text) for cell in others), others
+
+
+def test_the_faults_table_is_that_of_its_record() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    record = json.loads((ROOT / "results" / linked(page)[0] / "campaign.json").read_text())
+    trials = [campaign.Result(**one) for one in record["trials"]]
+    # Versions of tabulate differ in the widths of columns.
+    table, shown = (re.sub("[ -]+", " ", text) for text in (campaign.markdown(trials), page))
+    assert table in shown and f"{len(trials)} trials" in page
