@@ -130,17 +130,19 @@ def judged_today(row: Row, record: Record, declared: Sequence[Benchmark]) -> Row
     recorded if it did not come of turns, or if its sides are not declared any more."""
     told, name = record.options, row.name.removesuffix(", CPU-seconds")
     # Earlier versions wrote 4 where no number of blocks was given, and both engines in one record.
-    asked = told.get("blocks") if told.get("blocks_given", True) else None
+    options = Options(
+        blocks=told.get("blocks") if told.get("blocks_given", True) else None,
+        gpu=told.get("gpu", False),
+    )
     for benchmark in declared:
+        pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
         blocks = [
             read_block(Path(benchmark.name), one["order"], one)
             for case, of_case in record.blocks.items()
-            if benchmark.name.endswith(case) or len(record.blocks) == 1
+            if pair and (benchmark.name.endswith(case) or len(record.blocks) == 1)
             for one in of_case
         ]
-        pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
         if pair and blocks and {*pair.sides} <= {*blocks[0].order}:
-            options = Options(blocks=asked, gpu=told["gpu"])
             made = make_row(name, pair, benchmark, "", blocks, options)
             return replace(made, goal=row.goal, notes=row.notes)
     return row
