@@ -92,16 +92,22 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     return "Gloo" if hvd.gloo_enabled() else "MPI"
 
 
-def average_gradients(optimizer: Any, config: Config, device: torch.device) -> None:
-    """Wait until the gradients of a `hvd.DistributedOptimizer` are the averages over ranks.
+def waiting_asleep(optimizer: Any, config: Config, device: torch.device) -> Any:
+    """A `hvd.DistributedOptimizer` whose `synchronize`, wherever it is called, sleeps until the
+    gradients are there, on a CPU and unless --no-sleeping-poll is given.
 
-    On a CPU the wait is asleep, unless --no-sleeping-poll is given. Horovod itself asks again and
-    again and only yields its core in between (WaitAndClear in its torch/mpi_ops_v2.cc): that takes
-    cores from the threads which carry and add up the gradients, this rank's and the others' of its
-    host.
+    Horovod itself asks again and again and only yields its core in between (WaitAndClear in its
+    torch/mpi_ops_v2.cc): that takes cores from the threads which carry and add up the gradients,
+    this rank's and the others' of its host.
     """
-    if config.sleeping_poll and device.type == "cpu":
+    synchronize = optimizer.synchronize
+
+    def sleep_and_synchronize() -> None:
         for handle, _ in optimizer._handles.values():
             while handle is not None and not hvd.poll(handle):
                 time.sleep(POLL_SECONDS)
-    optimizer.synchronize()
+        synchronize()
+
+    if config.sleeping_poll and device.type == "cpu":
+        optimizer.synchronize = sleep_and_synchronize
+    return optimizer

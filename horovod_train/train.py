@@ -24,7 +24,7 @@ import sys
 import torch
 from torch import nn
 
-from horovod_train.engine import COMPRESSION, average_gradients, check_transport, hvd, prepare
+from horovod_train.engine import COMPRESSION, check_transport, hvd, prepare, waiting_asleep
 from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device
 from recipe.record.probes import StepProfiler, write_trace
@@ -79,7 +79,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     def distribute(model: nn.Module, config: Config) -> tuple:
         """Network and optimizer, with rank 0's weights; gradients are averaged during backward."""
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model, hvd.DistributedOptimizer(
+        distributed = hvd.DistributedOptimizer(
             build_optimizer(model, config),
             named_parameters=model.named_parameters(),
             compression=COMPRESSION[config.wire_format],
@@ -88,6 +88,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
             gradient_predivide_factor=1.0 if config.use_adasum else predivide,
             groups=config.num_groups,
         )
+        return model, waiting_asleep(distributed, config, device)
 
     config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
     fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
@@ -136,7 +137,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         if config.use_adasum:
             optimizer.step()  # steps locally, then combines the ranks' updates
         elif exchange:
-            average_gradients(optimizer, config, device)  # before they are unscaled and clipped
+            optimizer.synchronize()  # before the averages are unscaled and clipped
             meter.lap("backward")
             unscale_and_clip(parts, config.clip_grad_norm)
             with optimizer.skip_synchronize():

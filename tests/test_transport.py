@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from launching import run
+from launching import SMALL, change_on_rank, launch, rarely, run
 from making import CPU, a_config, a_world
 from torch import nn
 
@@ -181,9 +181,29 @@ def test_horovods_wait_is_asleep_on_a_cpu_unless_it_is_to_be_horovods_own(
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module.hvd, "poll", lambda handle: next(looks), raising=False)
     optimizer = Mock(_handles={"not sent yet": (None, None), "sent": (7, None)})
-    module.average_gradients(optimizer, a_config(sleeping_poll=asleep), device)
+    own = optimizer.synchronize
+    module.waiting_asleep(optimizer, a_config(sleeping_poll=asleep), device).synchronize()
     assert clock.sleep.call_count == sleeps
-    optimizer.synchronize.assert_called_once()
+    own.assert_called_once()
+
+
+# Tells at the end of the trial whether Horovod was asked if a gradient is there.
+POLLS = """
+from types import SimpleNamespace
+from recipe.training import wire_format
+real, asked = module.hvd.poll, []
+module.hvd.poll = lambda handle: asked.append(handle) or real(handle)
+wire_format.gc = SimpleNamespace(collect=lambda: print("the trial slept:", bool(asked)))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("flag", ["", rarely("--no-sleeping-poll")])
+def test_the_trial_of_wire_formats_waits_as_training_does(flag: str, tmp_path: Path) -> None:
+    changed = change_on_rank(0, "horovod_train.engine", POLLS, tmp_path)
+    words = f"{SMALL} --max-steps 1 --wire-format auto {flag} --log-dir {tmp_path}"
+    finished = launch("mpirun", "horovod", words, **changed).checked()
+    assert f"the trial slept: {not flag}" in finished.output
 
 
 COLLECTIVES = """

@@ -32,7 +32,7 @@ REASONS = {
     "Horovod's optimizer": (
         "predivide", "hvd.broadcast_parameters(", "hvd.DistributedOptimizer(",
         "build_optimizer(model, config),", "named_parameters=", "COMPRESSION",
-        "backward_passes_per_step=", "hvd.Adasum", "groups=",
+        "backward_passes_per_step=", "hvd.Adasum", "groups=", "return model, waiting_asleep(",
     ),
     "DDP's network": (
         "if world.size == 1:", "return model, build_optimizer(", "DistributedDataParallel(",
@@ -48,7 +48,7 @@ REASONS = {
         "range(", "# Gradients add up", "is_last =", "sync_gradients =", "with autocast(",
     ),
     "order of the scaler's step": (
-        "if config.use_adasum:", "optimizer.step()", "if exchange:", "average_gradients(optimizer",
+        "if config.use_adasum:", "optimizer.step()", "if exchange:", "optimizer.synchronize()",
         'meter.lap("backward")', "elif exchange:", "skip_synchronize", "scaler.step(optimizer)",
     ),
     "teardown": ("hvd.shutdown()", "dist.destroy_process_group()"),
