@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.watch import is_launcher, launchers_of, start_watchdog
+from recipe.watch import nearest_launcher, start_watchdog
 from recipe.world import NVIDIA_DRIVER, World, read_world
 
 # Variables, or families of them, by which Open MPI's mpirun passes on its user's choice of cores.
@@ -58,10 +56,8 @@ def give_back_cores(world: World) -> None:
     """
     chosen = any(name.startswith(CHOICES) for name in os.environ)
     if "OMPI_MCA_orte_bound_at_launch" in os.environ and not chosen:
-        with suppress(StopIteration, psutil.Error, OSError):  # none that may be looked at
-            above = map(psutil.Process, launchers_of(world))
-            own = next(one.pid for one in above if is_launcher(one.cmdline()))
-            os.sched_setaffinity(0, os.sched_getaffinity(own))
+        with suppress(OSError):  # it may be another user's
+            os.sched_setaffinity(0, os.sched_getaffinity(nearest_launcher(world).pid))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def is_asked_to_end() -> bool:
 
 def expect_delay() -> None:
     """Tell the watch that what comes is not as regular as batches were, here or on a rank that this
-    one will wait for: an evaluation."""
+    one will wait for: an evaluation, a rollback."""
     _signs_of_life.clear()
     heartbeat()
 
@@ -142,9 +142,27 @@ def launchers_of(world: World) -> dict[int, str]:
         while process is not None:
             ancestors.append(process)
             process = process.parent()
-    places = [place for place, one in enumerate(ancestors) if is_launcher(_command_line(one))]
+    places = [place for place, one in enumerate(ancestors) if _is_launcher(one)]
     found = {one.pid: _started(one.pid) for one in ancestors[: max(places, default=-1) + 1]}
     return {pid: started for pid, started in found.items() if started is not None}
+
+
+def nearest_launcher(world: World) -> psutil.Process:
+    """The process that starts this rank, and starts it anew after a loss; this one if none does."""
+    own = psutil.Process()
+    with suppress(psutil.Error):
+        found = [one for one in map(psutil.Process, launchers_of(world)) if _is_launcher(one)]
+        # Horovod's elastic driver may be on another host. What it has started here lives on, too,
+        # and starts processes of its own words (horovod_train/elastic.py).
+        parent = own.parent()
+        if world.launcher == "horovodrun" and parent is not None:
+            found += [parent] if _command_line(parent)[1:] == own.cmdline()[1:] else []
+        return [*found, own][0]
+    return own
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    return is_launcher(_command_line(process))
 
 
 def _command_line(process: psutil.Process) -> list[str]:

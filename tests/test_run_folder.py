@@ -130,23 +130,28 @@ def test_rank_0_names_the_folder(
 
 
 @pytest.mark.parametrize(
-    ("made_by", "seconds_ago", "is_kept"),
+    ("made_by", "seconds_ago", "launched_ago", "is_kept"),
     [
-        ("", 3600, False),
-        ("16\n", 3600, False),  # another job
-        ("17\n", 3600, True),  # this job, which was warned before it had started this
-        ("", 0, True),  # while the run starts
+        ("", 3600, 0, False),
+        ("16\n", 3600, 0, False),  # another job
+        ("17\n", 3600, 0, True),  # this job, which was warned before it had started this
+        ("", 0, 0, True),  # while the run starts
+        ("", 3600, 7200, True),  # for ranks of this run that are lost
+        ("", 7200, 3600, False),
     ],
 )
 def test_a_stop_file_of_an_earlier_run_is_removed(
     made_by: str,
     seconds_ago: int,
+    launched_ago: int,
     is_kept: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
+    launcher = mock.Mock(**{"create_time.return_value": time.time() - launched_ago})
+    monkeypatch.setattr(run_folder, "nearest_launcher", lambda _: launcher)
     stop = tmp_path / "run/stop"
     stop.parent.mkdir()
     stop.write_text(made_by)

@@ -273,6 +273,30 @@ def test_a_run_that_is_asked_to_stop_goes_on(
     assert events == ["start", "stop", "resume", "end"]
 
 
+# Loses both ranks in the 16th step, and asks the run to stop before it begins again.
+LOSE_AND_ASK = """
+import os, pathlib, psutil, signal, sys
+real_seed_step = module.seed_step
+def seed_step(config, step, rank):
+    if step == 15 and not os.environ["TORCHELASTIC_RESTART_COUNT"].strip("0"):
+        for process in psutil.Process().parent().children():
+            if process.pid != os.getpid():
+                process.kill()
+        pathlib.Path(config.log_dir, config.name, "stop").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    real_seed_step(config, step, rank)
+module.seed_step = seed_step
+"""
+
+
+def test_a_wish_to_stop_that_comes_between_two_attempts_is_obeyed(tmp_path: Path) -> None:
+    changed = change_on_rank(1, "recipe.training.model", LOSE_AND_ASK, tmp_path)
+    place = f"--checkpoint-steps 5 --log-dir {tmp_path} --name run --resume auto"
+    finished = launch("torchrun --max-restarts", "ddp", f"{SMALL} {place}", **changed).checked()
+    assert "going on after step" in finished.output and "stopped after step" in finished.output
+    assert not (tmp_path / "run/summary.json").exists() and not (tmp_path / "run/stop").exists()
+
+
 # Makes the loss of one rank NaN in the 15th step that it makes, once.
 POISON = """
 real, calls = module.batch_sums, []
@@ -281,6 +305,12 @@ def batch_sums(outputs, targets, loss):
     return real(outputs, targets, loss * float("nan") if len(calls) == 15 else loss)
 module.batch_sums = batch_sums
 """
+# And the rank is killed while it goes back.
+POISON_AND_KILL = f"""
+import os, signal, sys
+session, module = module, sys.modules["recipe.training.metrics"]
+session.go_back = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+{POISON}"""
 
 
 @pytest.mark.parametrize("engine", [DDP, rarely(HOROVOD)])
@@ -295,6 +325,13 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
     train(tmp_path / "ended", *engine, "--resume auto")
     assert resumed_at(tmp_path / "ended") == [7]
 
+    lost = change_on_rank(0, "recipe.session", POISON_AND_KILL, tmp_path)
+    words_of_lost = f"{words} --rollback 2 --name lost"
+    assert launch(*engine, words_of_lost, **lost).returncode != 0
+    train(tmp_path / "lost", *engine, "--resume auto")
+    assert resumed_at(tmp_path / "lost") == [7], "a run that is lost while it goes back"
+
+    poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
     back = launch(*engine, f"{words} --rollback 2 --name back", **poisoned).checked()
     assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")

@@ -330,6 +330,32 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
     assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "parent", "above", "nearest"),
+    [
+        ("torchrun", ["python", "torchrun"], ["slurmstepd: [12.batch]"], "parent"),
+        ("torchrun", ["sh", "-c", "python train.py"], ["python", "torchrun"], "above"),
+        # Horovod's elastic driver, here or on another host, and the watcher that it has started.
+        ("horovodrun", ["python", "-u", "train.py"], ["python", "horovodrun"], "above"),
+        ("horovodrun", ["python", "-u", "train.py"], ["sshd"], "parent"),
+        ("horovodrun", ["python", "train.py"], ["sshd"], "own"),
+        ("none", ["python", "torchrun"], ["slurmstepd: [12.batch]"], "own"),
+    ],
+)
+def test_the_process_that_starts_ranks_anew(
+    launcher: str, parent: list[str], above: list[str], nearest: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    words = {"own": ["/bin/python", "-u", "train.py"], "parent": parent, "above": above}
+    found = {name: mock.Mock(pid=pid) for pid, name in enumerate(words)}
+    for name, following in (("own", "parent"), ("parent", "above"), ("above", None)):
+        found[name].cmdline.return_value = words[name]
+        found[name].parent.return_value = found.get(following or "")
+    monkeypatch.setattr(watch, "_started", lambda pid: "7")
+    monkeypatch.setattr(watch.psutil, "Process", lambda pid=0: [*found.values()][pid])
+    assert watch.nearest_launcher(a_world(0, 2, launcher=launcher)) is found[nearest]
+
+
 # As mpirun, which binds each rank to a core; and the rank says which it uses in the end.
 BINDING = """
 import os, subprocess, sys

@@ -18,11 +18,11 @@ from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
 
-import psutil
 import torch
 
 from recipe.config import Config
 from recipe.errors import UserError
+from recipe.watch import nearest_launcher
 from recipe.world import World
 
 LOCK_FILE = "lock"
@@ -81,7 +81,7 @@ def _claim(config: Config, world: World, engine: str) -> Path:
         if _lock(folder, world):
             for left_by_a_killed_run in checkpoints.glob(".*.partial"):
                 left_by_a_killed_run.unlink()
-        _remove_old_wish_to_stop(folder)
+        _remove_old_wish_to_stop(folder, world)
     return folder
 
 
@@ -145,23 +145,23 @@ def _lock(folder: Path, world: World) -> bool:
     return is_held
 
 
-def _remove_old_wish_to_stop(folder: Path) -> None:
+def _remove_old_wish_to_stop(folder: Path, world: World) -> None:
     """Remove a stop file that was meant for an earlier run which ended without obeying it.
 
-    Not one made since this process began, by the clock of the file system, which has just dated the
-    lock; nor one in which slurm/job.sh wrote this job's number before its launcher had started this
-    process.
+    Not one made since this run was launched, by the clock of the file system, which has just dated
+    the lock: its launcher may have started ranks before, which were lost. Nor one in which
+    slurm/job.sh wrote this job's number before that launcher began.
     """
     path = folder / STOP_FILE
     try:
         made, words = path.stat().st_mtime, path.read_text(errors="replace").split()
     except FileNotFoundError:
         return
-    age = time.time() - psutil.Process().create_time()
+    age = time.time() - nearest_launcher(world).create_time()
     is_of_this_job = bool(words) and words == [os.environ.get("SLURM_JOB_ID")]
     if made < (folder / LOCK_FILE).stat().st_mtime - age and not is_of_this_job:
         path.unlink()
-        print(f"removed {path}, which was made before this run began", flush=True)
+        print(f"removed {path}, which was made before this run was launched", flush=True)
 
 
 def utc_now() -> str:
