@@ -54,8 +54,10 @@ class Sharded(Rung):
     """Each rank holds its shard of everything."""
 
     name = "fsdp"
-    # Each would need code of its own for sharded weights.
-    lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "compile")
+    # Each would need code of its own for sharded weights; and no two ranks hold the same ones.
+    lacks = (
+        "model_ema", "precision fp16", "loss_scale", "optimizer", "compile", "weight_check_steps",
+    )  # fmt: skip
 
     def distribute(self) -> None:
         """Shard the network, which becomes another one in place, and a checkpoint's momentum."""

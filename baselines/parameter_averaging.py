@@ -48,7 +48,10 @@ class LocalSGD(Rung):
     name = "parameter_averaging"
     # Each rank would have a moving average of its own, and leave out its own steps; it is SGD's
     # state that is averaged; and its warm-up is counted in steps of one size.
-    lacks = ("model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs")
+    lacks = (
+        "model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs",
+        "weight_check_steps",  # they are the same only where they have just been averaged
+    )  # fmt: skip
 
     def distribute(self) -> None:
         """DDP averages gradients until the warm-up is over; then an averager does weights."""

@@ -123,7 +123,10 @@ class Trainer(Rung):
 
     name, transport, servers = "parameter_server", "TensorPipe", 1
     has_remote_calls = is_for_cpu = True
-    lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
+    lacks = (
+        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema",
+        "weight_check_steps",  # trainers hold weights of different age
+    )  # fmt: skip
     version = 0  # of the weights here
 
     def distribute(self) -> None:

@@ -55,6 +55,7 @@ class Pipeline(Rung):
     lacks = (
         "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
         "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
+        "weight_check_steps",  # each rank has its own
     )  # fmt: skip
 
     def __init__(self, config: Config, world: World) -> None:

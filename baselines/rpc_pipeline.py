@@ -92,7 +92,10 @@ class Driver(Rung):
 
     name, transport, has_group = "rpc_pipeline", "TensorPipe", False
     has_remote_calls = is_for_cpu = True
-    lacks = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile")
+    lacks = (
+        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile",
+        "weight_check_steps",  # each rank has its own
+    )  # fmt: skip
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)

@@ -28,6 +28,7 @@ from recipe.data.batches import (
 from recipe.device import choose_device, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
+from recipe.flags import MeasurementFlags, RunFlags
 from recipe.loop import refuse_settings
 from recipe.training.half_weights import round_weights, train_masters, working_copy
 from recipe.training.loss_scale import unscale_and_clip
@@ -43,10 +44,11 @@ from recipe.training.model import (
 from recipe.training.schedule import learning_rate
 from recipe.training.state import Trainables
 
-# It begins anew, keeps nothing, and measures nothing.
+# It begins anew, keeps nothing, sends nothing, and measures nothing.
 LACKS = (
-    "weights", "resume", "evaluate", "desired_acc", "model_ema", "checkpoint_steps", "bad_images",
-    "ablation_steps", "tensor_steps", "profile_steps",
+    *(name for name in RunFlags.__annotations__ if name != "max_steps"),
+    *MeasurementFlags.__annotations__,
+    "weights", "model_ema", "bad_images", "transport", "knobs",
 )  # fmt: skip
 
 

@@ -104,13 +104,9 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     profiler = StepProfiler(config, world, folder, progress.step, fp16_model, timeline)
 
     # -- Training ----------------------------------------------------------------------------------
-    finished, stopped, figures = session.is_complete, False, dict[str, float]()
-    if finished or session.lacks_evaluation:
-        figures = session.validate(parts, sum_over_ranks, from_rank_0)
-        finished = finished or session.is_good_enough(figures)
-    session.start_clocks()
+    goes_on = session.begin_training(parts, sum_over_ranks, from_rank_0)
     network.train()
-    while not finished and not stopped:
+    while goes_on:
         seed_step(config, progress.step, world.rank)
         rate = learning_rate(config, progress.samples_seen / data.num_train, lr_scale)
         for group in optimizer.param_groups:
@@ -149,29 +145,14 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         update_ema(ema, model, config, progress.step + 1)
         meter.lap("optimizer")
 
-        # -- The step is done: what its end entails ------------------------------------------------
-        epoch_ended = session.end_step(sums, rate, scaler.skipped_steps)
-        profiler.end_step(progress.step)
-        finished = progress.samples_seen >= session.stop
-        stopped, save = session.look_around(sum_over_ranks)
-        save = save or epoch_ended or finished
-        if bad_step := session.write_steps(sum_over_ranks, now=save):  # its loss is NaN or infinite
-            session.roll_back(parts, bad_step, from_rank_0)
-            finished = stopped = False
-            continue
-        session.check_weights(model, sum_over_ranks)
-        if epoch_ended:
-            session.recorder.write_epoch(session.epoch)
-        if save:
-            session.keep_checkpoint(parts, sum_over_ranks, from_rank_0)
-        if (epoch_ended or finished) and not stopped:
-            figures = session.validate(parts, sum_over_ranks, from_rank_0)
-            finished = finished or session.is_good_enough(figures)
+        # The step is done. What its end entails: record, signals, checks, checkpoint, evaluation.
+        profiler.end_step(progress.step + 1)
+        goes_on = session.end_step(parts, sums, rate, sum_over_ranks, from_rank_0)
         hooks.step_ended(session, model)
         meter.restart()
 
     profiler.close(session.recorder.say)
-    exit_code = session.end(model, figures, stopped, sum_over_ranks)
+    exit_code = session.end(sum_over_ranks)
     hvd.shutdown()
     return exit_code
 

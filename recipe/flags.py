@@ -376,7 +376,7 @@ class RunFlags:
     stall_timeout: int | None = run(None, at_least(0))
     """Seconds since a rank's last batch after which it takes the run for frozen and ends it; 0:
     never. Default: 60, or what 20 batches usually take if that is longer; but 600 until 20 batches
-    have come since the start or an evaluation, and 3 since a checkpoint."""
+    have come since the start, an evaluation, a profile or a rollback, and 3 since a checkpoint."""
 
 
 @dataclass(frozen=True)

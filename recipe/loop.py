@@ -94,6 +94,8 @@ class Rung(Trainables):
                 f"this script was started by {by.get(world.launcher, world.launcher)}: start it "
                 f"with {by.get(self.launcher, self.launcher)}, as its first lines say"
             )
+        if "weight_check_steps" in self.lacks:  # its ranks hold different weights in between
+            config = replace(config, weight_check_steps=0)
         self.config, self.device = config, choose_device(config, world)
         self.devices = [self.device]  # whose energy is this rank's
         trainers = world.size - self.servers
@@ -142,12 +144,6 @@ class Rung(Trainables):
         unscale_and_clip(self, self.config.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-    def whole(self) -> Trainables:
-        """All that is trained, as one process has it, to be evaluated, kept and compared. All ranks
-        call this; the optimizer's state is asked for on rank 0 alone. BatchNorm's statistics are to
-        be the trained network's own, not copies: they may be overwritten."""
-        return self
 
     def measured(self) -> RungFigures:
         """What the rung has measured of itself, when training is complete."""
@@ -219,37 +215,16 @@ def train(rung: Rung, hooks: Hooks) -> int:
     """Train, or only evaluate, as the rung's settings say, and write the run folder; the exit code.
     Every rank that trains calls this."""
     session, lr_scale = _begin(rung, hooks)
-    progress, meter = rung.progress, session.meter
-    collectives = rung.sum_over_ranks, rung.from_rank_0
-    finished, stopped, figures = session.is_complete, False, dict[str, float]()
-    if finished or session.lacks_evaluation:
-        trained = rung.whole()
-        figures = session.validate(trained, *collectives)
-        finished = finished or session.is_good_enough(figures)
-    session.start_clocks()
+    goes_on = session.begin_training(rung, rung.sum_over_ranks, rung.from_rank_0)
     rung.network.train()
-    while not finished and not stopped:
+    while goes_on:
         sums, rate = _step(rung, session, lr_scale, hooks.exchanges())
-        epoch_ended = session.end_step(sums, rate, rung.scaler.skipped_steps)
-        finished = progress.samples_seen >= session.stop
-        stopped, save = session.look_around(rung.sum_over_ranks)
-        save = save or epoch_ended or finished
-        session.write_steps(rung.sum_over_ranks, now=save)
-        if epoch_ended:
-            session.recorder.write_epoch(session.epoch)
-        if save:
-            trained = rung.whole()
-            session.keep_checkpoint(trained, *collectives)
-        if (epoch_ended or finished) and not stopped:
-            figures = session.validate(trained, *collectives)
-            finished = finished or session.is_good_enough(figures)
-        if save and not (finished or stopped):
-            del trained  # which may be a copy
+        goes_on = session.end_step(rung, sums, rate, rung.sum_over_ranks, rung.from_rank_0)
         hooks.step_ended(session)
-        meter.restart()
+        session.meter.restart()
 
     measured = rung.measured()
-    code = session.end(trained.model, figures, stopped, rung.sum_over_ranks, measured)
+    code = session.end(rung.sum_over_ranks, measured)
     for name, value in vars(measured).items():
         if rung.world.is_first and value is not None:
             print(f"{name}: {value}")

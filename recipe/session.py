@@ -1,8 +1,8 @@
 """What a training keeps account of on each rank: its data, run folder, record, clocks, checkpoints.
 
-The loops that train (both train.py, and loop.py for the rungs in baselines/) say what happens when.
-A session decides nothing and calls nobody back: where ranks have to talk, it is given the
-collective for it by the line that asks.
+The loops that train (both train.py, and loop.py for the rungs in baselines/) make the steps; what
+follows a step is the same for all, and stands here. Where ranks have to talk, a session is given
+the collective for it by the line that asks.
 """
 
 import math
@@ -53,7 +53,7 @@ from recipe.training.metrics import (
     validate,
 )
 from recipe.training.state import Progress, Trainables
-from recipe.watch import expect_pause, is_asked_to_end, obey_signals
+from recipe.watch import expect_delay, expect_pause, is_asked_to_end, obey_signals
 from recipe.world import World
 
 CORES_TO_DECODE = 8  # for a GPU: with fewer, DALI's decoding there may pay
@@ -172,6 +172,25 @@ class Session:
             self.config, speaker, self.data, self.folder, self.progress, self.environment
         )
 
+    def begin_training(
+        self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
+    ) -> bool:
+        """Make up for an evaluation that was cut off, and start the clocks; whether there is
+        anything to train."""
+        self.stopped, self.figures, self.trained = False, dict[str, float](), parts
+        if self.is_complete or self.lacks_evaluation:
+            self.trained = parts.whole()
+            self.validate(self.trained, sum_over_ranks, from_rank_0)
+        self.start_clocks()
+        return self._goes_on(parts)
+
+    def _goes_on(self, parts: Trainables) -> bool:
+        """Whether there is more to train; then what is `whole` of the `parts`, which may be a copy,
+        is let go."""
+        goes_on = not (self.is_complete or self.stopped)
+        self.trained = parts if goes_on else self.trained
+        return goes_on
+
     def start_clocks(self) -> None:
         """Training begins now."""
         self.recorder.open_bar(self.last_step)
@@ -181,7 +200,41 @@ class Session:
         if self.keeps_checkpoints:
             obey_signals()
 
-    def end_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
+    def end_step(
+        self,
+        parts: Trainables,
+        sums: Sums,
+        learning_rate: float,
+        sum_over_ranks: Collective,
+        from_rank_0: Collective,
+    ) -> bool:
+        """Do all that follows a step, of which `sums` are this rank's metrics; whether training
+        goes on.
+
+        In this order, on all ranks alike: count it, look for signals, write the record, go back if
+        the loss is not finite, compare the weights, keep a checkpoint, evaluate. UserError for what
+        is found wrong.
+        """
+        epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
+        is_last = self.progress.samples_seen >= self.stop
+        stops, save = self.look_around(sum_over_ranks)
+        save = save or epoch_ended or is_last
+        if bad_step := self.write_steps(sum_over_ranks, now=save):
+            self.roll_back(parts, bad_step, from_rank_0)
+            return True
+        self.check_weights(parts.model, sum_over_ranks)
+        self.stopped, self.is_complete = stops, is_last
+        if epoch_ended:
+            self.recorder.write_epoch(self.epoch)
+        if save:
+            expect_pause()
+            self.trained = parts.whole()
+            self.keep_checkpoint(self.trained, sum_over_ranks, from_rank_0)
+        if (epoch_ended or is_last) and not stops:
+            self.validate(self.trained, sum_over_ranks, from_rank_0)
+        return self._goes_on(parts)
+
+    def count_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
         """Count a step, of which `sums` are this rank's metrics; whether an epoch has ended.
 
         UserError if the last checkpoint could not be written.
@@ -208,8 +261,9 @@ class Session:
             self.recorder.write_replaced(listing, replaced)
             check_replaced(listing, self.meter.replaced)
         bad = next((line for line in steps if not math.isfinite(line.loss)), None)
-        if bad is not None and len(self.left_out) >= self.config.rollback:
+        if bad is not None:  # known to a resume, too, should the run be lost while it goes back
             self.recorder.event("diverged", step=bad.step)
+        if bad is not None and len(self.left_out) >= self.config.rollback:
             place = f"at step {bad.step} (learning rate {bad.learning_rate:.4g})"
             check_loss(bad.loss, place, is_first=0 < self.first_step == bad.step - 1)
         return bad
@@ -217,6 +271,7 @@ class Session:
     def roll_back(self, parts: Trainables, bad: StepLine, from_rank_0: Collective) -> None:
         """Go back to a checkpoint from before the step whose loss is not finite, and leave its
         images out from now on. UserError if there is none."""
+        expect_delay()  # rank 0's disk, and then loader workers that start
         finish_checkpoint()
         self.recorder.close_files()
         earlier = go_back(
@@ -234,7 +289,6 @@ class Session:
         self.recorder.event("rollback", left_out=self.left_out)
         self.recorder.open_bar(self.last_step)
         self.next_look = self.first_step
-        self.meter.restart()
 
     def look_around(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
@@ -263,8 +317,9 @@ class Session:
 
     def validate(
         self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
-    ) -> dict[str, float]:
-        """The figures of the better of model and moving average, on all validation images."""
+    ) -> None:
+        """Evaluate model and moving average on all validation images, and take the `figures` of the
+        better one; they may complete the training."""
         self.meter.energy.stop()
         evaluations = validate(
             parts, self.config, self.world, self.data, self.device, self.workers,
@@ -272,14 +327,17 @@ class Session:
         )  # fmt: skip
         step = self.progress.step
         is_first = step == self.first_step and (step > 0 or self.config.evaluate)
-        for one in evaluations:
-            check_loss(means(one.sums)["loss"], f"of validation after step {step}", is_first)
+        for loss in (means(one.sums)["loss"] for one in evaluations):
+            if not math.isfinite(loss):
+                self.recorder.event("diverged")
+            check_loss(loss, f"of validation after step {step}", is_first)
         self.progress.train_seconds = self.meter.train_seconds
         is_repeated = is_first and not (self.config.evaluate or self.lacks_evaluation)
-        figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
-        if self.progress.take_best(figures) and self.world.is_first and self.keeps_checkpoints:
+        self.figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
+        is_best = self.progress.take_best(self.figures)
+        if is_best and self.world.is_first and self.keeps_checkpoints:
             mark_best(step_path(self.folder / "checkpoints", step))
-        return figures
+        self.is_complete = self.is_complete or self.is_good_enough(self.figures)
 
     def is_good_enough(self, figures: dict[str, float]) -> bool:
         """Whether an evaluation's figures reach --desired-acc."""
@@ -296,8 +354,8 @@ class Session:
     ) -> None:
         """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
         may fail, or be cut off."""
-        expect_pause()
         config, world, progress = self.config, self.world, self.progress
+        finish_checkpoint()  # the other ranks wait for rank 0's disk here, where that is announced
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)
         if self.keeps_checkpoints:
@@ -306,25 +364,23 @@ class Session:
 
     def end(
         self,
-        model: nn.Module,
-        figures: dict[str, float],
-        stopped: bool,
         sum_over_ranks: Collective,
         rung: RungFigures | None = None,
     ) -> int:
         """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
 
-        A complete training gets a summary, with the last evaluation's `figures` and what a rung has
+        A complete training gets a summary, with the last evaluation's figures and what a rung has
         measured of itself; one that was asked to stop may go on.
         """
         finish_checkpoint()
-        if stopped:
+        model = self.trained.model
+        if self.stopped:
             # Together: a launcher that sees one rank end in this way may kill the others.
             asked_by_file = sum_over_ranks(torch.tensor([int(self.recorder.stop())]))
             return 0 if asked_by_file.item() else EXIT_SAVED
         own = measure_usage(self.meter, self.world, model, self.device)
         used = convert(gather(asdict(own), self.world, sum_over_ranks), list[Usage])
-        summary = summarize(self.environment, self.work, self.meter, figures, used, model)
+        summary = summarize(self.environment, self.work, self.meter, self.figures, used, model)
         if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
             self.recorder.say(slow)
         self.recorder.close(replace(summary, rung=rung or RungFigures()))

@@ -27,19 +27,19 @@ def patched(name, *args, **kwargs):
 def audit(session):
     from recipe.data.batches import Images
     from recipe.data.images import TrainTransform
-    keys, real_read, real_end_step = [], Images.__getitems__, session.end_step
+    keys, real_read, real_count = [], Images.__getitems__, session.count_step
     def read(self, own):
         keys.extend(own if isinstance(self.transform, TrainTransform) else ())
         return real_read(self, own)
-    def end_step(self, *words):
-        epoch_ended = real_end_step(self, *words)
+    def count_step(self, *words):
+        epoch_ended = real_count(self, *words)
         start = self.first_step, self.world.size
         line = [self.progress.step, time.time(), start, self.world.rank, keys]
         with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
             file.write(json.dumps(line) + chr(10))
         keys.clear()
         return epoch_ended
-    Images.__getitems__, session.end_step = read, end_step
+    Images.__getitems__, session.count_step = read, count_step
 builtins.__import__ = patched
 """
 

@@ -17,6 +17,7 @@ from launching import (
     BIN,
     SMALL,
     TRAINERS,
+    change_on_rank,
     launch,
     losses,
     rarely,
@@ -37,8 +38,8 @@ from recipe.training.model import build_optimizer
 pytestmark = pytest.mark.timeout(600)
 
 Trained = Callable[..., Path]
-KEPT = "--checkpoint-steps 7 --keep-checkpoints 5"
-FEW = f"--max-steps 12 --log-interval 1 {KEPT}"
+KEPT = "--log-interval 1 --checkpoint-steps 7 --keep-checkpoints 5"
+FEW = f"--max-steps 12 {KEPT}"
 # shufflenet is no chain of layers.
 RESNET = f"--arch resnet18 --batch-size 6 {FEW}"
 MICRO_BATCHES = f"{RESNET} --batches-per-allreduce 4"
@@ -298,6 +299,32 @@ def test_rpc_between_hosts_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TP_SOCKET_IFNAME", "")
     bind_rpc()
     assert os.environ["TP_SOCKET_IFNAME"] == "eth7"
+
+
+# Changes the weights of one rank after a step; ZeRO would make them equal again in the next.
+DRIFT = """
+real_update = module.update_ema
+def update_ema(ema, model, config, step):
+    if step == 6:
+        next(model.parameters()).data.add_(1)
+    real_update(ema, model, config, step)
+module.update_ema = update_ema
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "name",
+    ["zero_optimizer", *(rarely(name) for name in ("mpi4py", "model_parallel", "ddp_with_rpc"))],
+)
+def test_weights_that_drift_apart_are_found(name: str, tmp_path: Path) -> None:
+    """At the next check, and not at the one before."""
+    changed = change_on_rank(1, "recipe.training.model", DRIFT, tmp_path)
+    launcher, ranks = ("mpirun", 2) if name == "mpi4py" else start(name)[::2]
+    flags = f"{SMALL} --arch resnet18 --weight-check-steps 3 --log-dir {tmp_path}"
+    finished = launch(launcher, name, flags, ranks, **changed)
+    assert finished.returncode != 0
+    assert "after step 6 the ranks hold different weights in conv1" in finished.output
 
 
 # -- What is refused, and what is only told --------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ class Training(Session):
         self.clock, self.progress, self.config = clock, replace(progress or Progress()), config
         self.world = self.readers = world or a_world()
         self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
+        self.is_complete = False
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
@@ -74,7 +76,7 @@ class Training(Session):
         )
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress)
-        self.start_clocks()
+        self.begin_training(Trainables(*[None] * 4), same, same)  # type: ignore[arg-type]
 
     def steps(
         self, count: int, loss: float = 2.0, seconds: float = 0.5, write: bool = True
@@ -88,7 +90,7 @@ class Training(Session):
             # A loss that is another in each step, so that a lost or repeated one would show.
             sums = torch.tensor([loss + self.progress.step + 1, 0.25, 0.5, 1.0]).double()
             sums *= samples_per_step(self.config, self.world, epoch)
-            epoch_ended = self.end_step(sums, 0.1, skipped_steps=0)
+            epoch_ended = self.count_step(sums, 0.1, skipped_steps=0)
             if write:
                 self.write_steps(lambda sums: sums, now=True)
             if epoch_ended:
@@ -267,6 +269,27 @@ def test_an_evaluation_that_is_not_finite(
     words = f"the loss is nan of validation after step {step}: .*{remedy}"
     with pytest.raises(UserError, match=words):
         session.validate(Trainables(*[None] * 4), same, same)  # type: ignore[arg-type]
+    last = lines(tmp_path)[-1]
+    assert (last["name"], last["step"]) == ("diverged", step), "a resume takes the one before"
+
+
+def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(Exception):
+        pass
+
+    session = Training(tmp_path, clock, config=replace(CONFIG, rollback=1))
+    session.steps(3)
+    session.steps(1, loss=math.nan, write=False)
+    session.stop, session.count_step = 99, lambda *_: True  # type: ignore[method-assign]
+    session.look_around = lambda _: (False, True)  # type: ignore[method-assign]
+    monkeypatch.setattr(sessions, "go_back", mock.Mock(side_effect=Lost))
+    parts = Trainables(*[mock.Mock()] * 4)
+    with pytest.raises(Lost):
+        session.end_step(parts, torch.zeros(4), 0.1, same, same)
+    last = lines(tmp_path)[-1]
+    assert (last["name"], last["step"]) == ("diverged", 4)
 
 
 @pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
@@ -322,7 +345,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
     assert ranks[0].look_around(None) == (False, False)  # type: ignore[arg-type]
     for rank in ranks:
-        rank.next_look = 0
+        rank.next_look, rank.stopped = 0, True
         rank.saved_at -= 60 * CONFIG.checkpoint_minutes * (asked == "the time")
     if asked == "the stop file":
         (tmp_path / "stop").touch()
@@ -330,9 +353,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     if asked == "the time":
         return
     by_file = asked == "the stop file"
-    codes = [
-        rank.end(torch.nn.Linear(1, 1), {}, True, lambda values: values + by_file) for rank in ranks
-    ]
+    codes = [rank.end(lambda values: values + by_file) for rank in ranks]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1
     assert len(lines(tmp_path, "step")) == 4

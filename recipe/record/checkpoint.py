@@ -137,14 +137,13 @@ def keep_checkpoint(
     """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
     oldest ones.
 
-    UserError if the one before could not be written, or held what is not finite.
+    The one before is to be on disk: a second copy would take memory.
     """
     momenta = None
     if config.use_adasum and world.size > 1:
         momenta = _momentum_of_each(parts.optimizer, world, sum_over_ranks)
     if not world.is_first:
         return
-    finish_checkpoint()
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta) | {"world_size": world.size}
     # From a time when what ruins a training later cannot have begun.

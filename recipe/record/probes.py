@@ -14,6 +14,7 @@ from recipe.config import Config
 from recipe.files import whole_file, write_json
 from recipe.record.run_folder import one_sentence
 from recipe.training.phases import WARM_UP_STEPS
+from recipe.watch import expect_delay
 from recipe.world import World
 
 
@@ -128,6 +129,7 @@ class StepProfiler:
         say(f"{asked} {self.first + self.num_steps}: the profile is shorter")
 
     def _start(self) -> None:
+        expect_delay()
         self.folder.mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -149,6 +151,7 @@ class StepProfiler:
 
     def _stop(self) -> None:
         assert self.profile is not None
+        expect_delay()  # what is written may be large, and another rank's disk slower
         self.profile.stop()
         self.profile, self.done = None, True
         if self.rank == 0:

@@ -34,6 +34,7 @@ from recipe.record.run_folder import new_folder, one_sentence
 from recipe.record.weights import first_line, load_state, read_file
 from recipe.training.half_weights import round_weights
 from recipe.training.state import Progress, Trainables
+from recipe.watch import expect_delay
 from recipe.world import World
 
 PIECE_BYTES = 2**28  # sent at once: MPI's counts end at 2 GiB
@@ -212,16 +213,16 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
-    diverged = [
+    diverged = {
         step
         for step, lines in lines_by_step(run_folder, "event").items()
         if any(one["name"] == "diverged" for one in lines)
-    ]
+    }
     for path in reversed(files):
         if not _is_whole(path):
             print(f"warning: {path} is damaged; trying the one before it")
-        elif path != files[0] and step_in_name(path) + 1 in diverged:
-            print(f"warning: {path}: the next step's loss was not finite; trying the one before it")
+        elif path != files[0] and diverged & {step_in_name(path), step_in_name(path) + 1}:
+            print(f"warning: {path}: a loss after it was not finite; trying the one before it")
         else:
             return path
     # A run that was lost before its first checkpoint, as a preempted job may be, begins anew; its
@@ -273,6 +274,7 @@ def load_on_all_ranks(
             piece = np.zeros(min(left, PIECE_BYTES), dtype=np.uint8)
             if file is not None and file.readinto(piece.data) < len(piece):
                 raise UserError(f"{path}: was cut short while it was read; start again")
+            expect_delay()  # before each: the disk of rank 0 may be slow
             content.write(broadcast(torch.from_numpy(piece)).numpy().data)
     content.seek(0)
     return read_file(content, str(path))

@@ -45,3 +45,9 @@ class Trainables:
     scaler: "LossScaler"
     ema: AveragedModel | None
     fp16_model: nn.Module | None = None  # what computes for it: itself, or under O2 a fp16 copy
+
+    def whole(self) -> "Trainables":
+        """All that is trained, as one process has it, to be evaluated, kept and compared. All ranks
+        call this; the optimizer's state is asked for on rank 0 alone. BatchNorm's statistics are to
+        be the trained network's own, not copies: they may be overwritten."""
+        return self

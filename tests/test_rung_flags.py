@@ -1,0 +1,149 @@
+"""Each flag has its effect in each script of baselines/, or is refused, or a warning says that it
+has none."""
+
+import importlib
+import inspect
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType
+from typing import Any, ClassVar
+
+import pytest
+from making import a_config, a_world, folder_config, write_images
+
+import recipe.loop
+import recipe.start
+from baselines import single_process
+from recipe import config as settings_of
+from recipe.config import Config, without_effect
+from recipe.data.batches import open_data
+from recipe.errors import UserError
+from recipe.flags import SECTIONS
+from recipe.loop import ENGINES_OWN, Rung
+from recipe.start import Hooks
+
+NAMES = [name for section in SECTIONS.values() for name in section.__annotations__]
+SCRIPTS = {path.stem for path in Path(single_process.__file__).parent.glob("*.py")}
+RUNGS = sorted(SCRIPTS - {"__init__", "mpi_allreduce", "single_process"})
+Readers = dict[str, set[CodeType]]  # by flag: the functions that ask for it by name
+
+
+class Noted(Config):
+    """Settings that note who asks for them."""
+
+    readers: ClassVar[Readers] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        code = sys._getframe(1).f_code
+        if name in NAMES and name in code.co_names:  # no loop over all settings
+            Noted.readers[name].add(code)
+        return super().__getattribute__(name)
+
+
+class Alone(Rung):
+    """A rung that leaves all as it is in one process, and lacks nothing."""
+
+    name, launcher, has_group, has = "alone", "none", False, ENGINES_OWN
+
+
+# Between them they ask for all that is asked for where other flags are given.
+TRAININGS: list[dict[str, Any]] = [
+    {"arch": "timm:resnet10t", "optimizer": "adamw", "loss": "bce", "mixup_alpha": 0.1},
+    {"optimizer": "lars", "first_crop_size": 32, "resize_epochs": (0, 1), "lr_scheduler": "step"},
+    {"lr_scheduler": "cosine", "precision": "bf16"},
+    {"warmup_epochs": 1},
+]
+OF_RUNGS: list[dict[str, Any]] = [
+    {"name": "kept", "model_ema": True, "checkpoint_steps": 1},
+    {
+        "name": "kept",
+        "model_ema": True,
+        "resume": "auto",
+        "max_steps": 3,
+        "allow_changed_data": True,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
+    """Who asks for which flag while a rung trains, and while single_process.py does."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root / "train", 4)
+    write_images(root / "val", 2)
+    common = {"arch": "resnet18", "epochs": 2, "max_steps": 2, "warmup_epochs": 0}
+    common |= dict.fromkeys(("train_crop_size", "val_resize_size", "val_crop_size"), 64)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_process, "LACKS", ())
+        for script, trainings in {"single": TRAININGS, "rung": [*OF_RUNGS, *TRAININGS]}.items():
+            Noted.readers = defaultdict(set)
+            for flags in trainings:
+                if "resume" in flags:
+                    (root / "val" / "a" / "0.png").unlink()
+                config = Noted(**vars(folder_config(root, log_dir=str(root), **common | flags)))
+                if script == "rung":
+                    Alone.main(config, a_world(), Hooks())
+                else:
+                    single_process.main(config, a_world())
+            open_data(replace(config, data="synthetic", train_dir=None))
+            settings_of._resolve(config)
+            found[script] = Noted.readers
+    return found
+
+
+def methods(kind: type) -> dict[str, CodeType]:
+    return {name: value.__code__ for name, value in vars(kind).items() if inspect.isfunction(value)}
+
+
+def is_read(name: str, rung: type[Rung], readers: Readers) -> bool:
+    """Whether a rung that trains asks for this flag: at its start, in what it has of its own, or
+    where one that leaves all as it is does, but for what it has of its own instead."""
+    own, base = methods(rung), methods(Rung)
+    instead = {base[one] for one in own if one in base and "super" not in own[one].co_names}
+    start = recipe.start.start.__code__
+    others = start, *own.values()
+    return bool(readers[name] - instead) or any(name in one.co_names for one in others)
+
+
+def given(name: str) -> Config:
+    """Settings of which this one is another than usual."""
+    return replace(a_config(), **{name: "another"})
+
+
+class Went(Exception):
+    """It was not refused."""
+
+
+def went(*_: Any) -> None:
+    raise Went
+
+
+@pytest.mark.parametrize("script", RUNGS)
+def test_each_flag_has_its_effect_or_is_refused(
+    script: str, readers: dict[str, Readers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = importlib.import_module(f"baselines.{script}").main.__self__
+    monkeypatch.setattr(recipe.loop, "choose_device", went)
+    world = a_world(0, 4, launcher=rung.launcher or "mpirun")
+    ignored = []
+    for name in NAMES:
+        with pytest.raises((Went, UserError)) as found:
+            rung(given(name), world)
+        if found.type is Went and not is_read(name, rung, readers["rung"]):
+            ignored.append(name)
+    assert ignored == []
+
+
+def test_in_one_process_too(readers: dict[str, Readers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_process, "open_data", went)
+    ignored = []
+    for name in NAMES:
+        with pytest.raises((Went, UserError)) as found:
+            single_process.main(given(name), a_world())
+        is_told = without_effect(given(name), a_config(), "single", world_size=1)
+        if found.type is Went and not readers["single"][name] and not is_told:
+            ignored.append(name)
+    assert ignored == []
