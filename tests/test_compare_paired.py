@@ -5,7 +5,9 @@ Whether the interval covers the truth is tested in test_compare_coverage.py.
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from records import a_block
 
@@ -17,13 +19,15 @@ from compare.evidence.paired import (
     student_quantile,
 )
 from compare.evidence.stopping import (
+    BLOCKS_OVER_TURNS,
     MIN_DEGREES_TO_STOP,
+    group_of,
     is_enough,
     minutes_to_narrow,
     minutes_to_show,
     reason_to_stop,
 )
-from compare.evidence.turns import estimate, tail, typical_ratio
+from compare.evidence.turns import estimate, tail, turn_error, typical_ratio
 from compare.plan.plan import Plan, Share
 
 
@@ -116,6 +120,45 @@ def test_the_reason_to_stop():
     five = Plan(blocks=5)
     assert reason_to_stop([narrow], 4, 9999, 50, five) == ""
     assert reason_to_stop([wide], 5, 1, 50, five) == "as many blocks as were asked for"
+
+
+def test_turns_let_one_expect_the_scatter_of_the_blocks():
+    """And an interval that is narrower than that ends nothing."""
+    (first, second), dice = Plan().names, np.random.default_rng(3)
+    powers, rates = {first: 1, second: -1}, np.exp(dice.normal(0, 0.05, (60, 2, 8)))
+    blocks = [a_block({first: list(a), second: list(b)}) for a, b in rates]
+    assert turn_error(blocks, powers) == pytest.approx(estimate(blocks, powers).error, rel=0.2)
+    whole_runs = [a_block({first: [one[0, 0]], second: [one[1, 0]]}) for one in rates]
+    assert turn_error(whole_runs, powers) == 0
+    group = group_of(Plan(), "", 2, blocks, 0.95)
+    narrow = replace(group.estimates[first, second], low=0.999, high=1.001)
+    share = student_quantile(0.95, 59) * BLOCKS_OVER_TURNS * narrow.turn_error
+    for factor, enough in ((1.1, True), (0.9, False)):
+        assert is_enough([narrow], Plan(until_interval=Share(factor * share))) == enough
+
+
+@pytest.mark.parametrize("number", [8, 11, 20, 40])
+def test_a_correlation_of_blocks_is_shown_where_there_is_one(number):
+    def shown(correlation: float) -> float:
+        """In how many of 1000 series, with one chance in a hundred where there is none."""
+        dice, count = np.random.default_rng(4), 0
+        for _ in range(1000):
+            logs = dice.normal(0, 0.02, number)
+            for at in range(1, number):
+                logs[at] = correlation * logs[at - 1] + math.sqrt(1 - correlation**2) * logs[at]
+            count += estimate_logs(logs.tolist()).serial_correlation()[1] < 0.01
+        return count / 1000
+
+    assert shown(-0.3) <= shown(0) <= 0.017 < shown(0.3) < shown(0.7)
+    assert number < 20 or shown(0.7) > 0.6
+
+
+def test_a_series_is_correlated_with_itself_a_block_before():
+    logs = [0.03, 0.02, 0.01, 0.0, -0.01, -0.02, -0.03]
+    found, p_value = estimate_logs(logs).serial_correlation()
+    assert found == pytest.approx(16 / 28) and p_value < 0.01
+    for blocks in ([0.1], [0.1, 0.2], [0.1, 0.1, 0.1]):
+        assert estimate_logs(blocks).serial_correlation()[1] > 0.05
 
 
 def test_how_many_more_minutes_would_decide():

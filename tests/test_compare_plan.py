@@ -22,7 +22,7 @@ from compare.evidence.packed import read_text
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import OwnConfiguration, Plan, Run, Words
+from compare.plan.plan import OwnConfiguration, Plan, Run, Share, Words
 from compare.plan.plan_file import PLANS, plan_words
 from compare.plan.record import plan_record, read_plan, write_plan
 from compare.run import main
@@ -491,6 +491,27 @@ def test_what_is_judged_stands_side_by_side_and_alternates():
         assert sum(o.index(first) < o.index(second) for o in orders) == 3
     for block in blocks:
         assert len(list(itertools.groupby(run.workers for run in block))) == 3
+
+
+@pytest.mark.parametrize("null", [False, True])
+@pytest.mark.parametrize(("number", "pairs"), [
+    (2, []), (3, []), (4, []), (4, [(0, 1), (2, 3)]), (4, [(0, 1), (1, 2), (2, 3)]),
+    (5, [(0, 1), (2, 3), (3, 4)]), (6, [(0, 1), (2, 3), (4, 5)]),
+])  # fmt: skip
+def test_no_side_of_a_pair_is_oftener_at_the_edge_of_a_block_than_the_other(number, pairs, null):
+    """There a side has two turns in a row."""
+    names = list(CONFIGURATIONS)[:number]
+    judged = tuple((names[first], names[second]) for first, second in pairs)
+    plan = Plan(configurations=names, judged_pairs=judged, null=null, order_seed=4,
+                control=Share(0.03))  # fmt: skip
+    orders = [
+        [run.configuration.name for run in plan.in_order(block, "", 2)] for block in range(1, 721)
+    ]
+    at_the_edge = Counter(name for order in orders for name in (order[0], order[-1]))
+    followers = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    for first, second in plan.pairs():
+        assert at_the_edge[first] == at_the_edge[second] > 0
+        assert followers[first, second] == followers[second, first] > 0
 
 
 # Small parts

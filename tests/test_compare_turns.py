@@ -27,6 +27,9 @@ from compare.page.plots import all_plots, plot_verdicts
 from compare.page.report import Report, SideBySide
 from compare.page.tables import square_tables
 from compare.page.text import as_text
+from compare.plan.record import FORMAT
+
+ROOT = Path(__file__).parent.parent
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
 PAIRS = (
@@ -131,6 +134,33 @@ def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path)
     edit_blocks(folder, other_load=lambda turn, _: 0.5 * (turn["side"] == "ddp-mpi"))
     told = dict(notices(load_comparison(folder)))[WARNINGS]
     assert any("up to 0.50 cores busy" in line for line in told)
+
+
+def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):
+    def drifting(turn: dict[str, Any], number: int) -> float:
+        return turn["seconds"] * (1 - 0.05 * number * (turn["side"] == "ddp-torchrun"))
+
+    folder = by_turns(tmp_path / "compare-1", blocks=12)
+    assert "resembles" not in str(notices(load_comparison(folder)))
+    told = dict(notices(load_comparison(edit_blocks(folder, seconds=drifting))))[WARNINGS]
+    [line] = [line for line in told if "ddp-torchrun / horovod-gloo" in line]
+    assert re.search(r"resembles the one before \(lag-1 correlation 0\.[6-9]", line)
+
+
+def test_a_record_whose_sides_had_another_order_in_their_blocks_is_read(tmp_path):
+    """It was finished by its own rule; a damaged block still forbids a decision."""
+    recorded = ROOT / "results/xeon-amx-2-cores/2026-11-25-null-test-1"
+    folder = shutil.copytree(recorded, tmp_path / "compare-1")
+    comparison = load_comparison(folder)
+    assert comparison.plan.format == 2 and not comparison.damaged_blocks
+    assert [one.decision for one in judge(comparison)] == ["equal", "equal", "faster"]
+    edit(folder / "plan.json", format=FORMAT)
+    damaged = [why for *_, why in load_comparison(folder).damaged_blocks]
+    assert damaged and all("order is" in why for why in damaged)
+    folder = by_turns(tmp_path / "compare-2", blocks=4)
+    edit(folder / "plan.json", format=2)
+    shutil.rmtree(folder / "turns/2-workers/block-2")
+    assert {one.decision for one in judge(load_comparison(folder))} == {"undecided"}
 
 
 def test_a_bound_of_an_interval_never_rounds_to_1(tmp_path, square):

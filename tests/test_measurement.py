@@ -1,6 +1,5 @@
 """Blocks of turns until enough is known: made-up turns in the place of measured ones."""
 
-import itertools
 import math
 import re
 from pathlib import Path
@@ -55,7 +54,7 @@ PLAN = Plan(full_runs=0, order_seed=1)
 
 
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
-    bench.scatter = 0.05
+    bench.scatter = 0.03
     plan = measure(PLAN, tmp_path)
     assert is_finished(plan, tmp_path)
     [group] = measured(plan, tmp_path)
@@ -66,7 +65,7 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     assert of_blocks[0].startswith(f"block 1, 2 workers   {FIRST} / {SECOND} 1.")
     assert f" +-{100 * estimate.relative_half_width:.2g} %" in of_blocks[-1]
     assert "the interval of every pair is within" in last
-    assert all(a[0] != b[0] for a, b in itertools.pairwise(bench.orders))
+    assert all(a == b[::-1] for a, b in zip(bench.orders[::2], bench.orders[1::2], strict=True))
 
 
 def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):
@@ -93,6 +92,35 @@ def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path
         measure(replace(PLAN, blocks=5), tmp_path)
 
 
+@pytest.mark.parametrize(("planned", "then"), [
+    ({}, {"blocks": 4}), ({}, {"blocks": 99}), ({}, {"minutes": 4}), ({}, {"until_interval": 0.2}),
+    ({}, {"minutes": 20, "until_interval": 0.02}), ({"blocks": 9}, {"blocks": 4}),
+    ({"blocks": 9}, {"blocks": None, "minutes": 99}),
+])  # fmt: skip
+def test_whoever_stops_when_pleased_decides_nothing(planned, then, bench, tmp_path):
+    """An end that may come before the plan's is refused until that one is reached."""
+    plan, bench.scatter = replace(PLAN, **planned), 0.1
+    bench.error, bench.error_after = KeyboardInterrupt(), 4
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, tmp_path)
+    before = (tmp_path / "plan.json").read_bytes()
+    told = f"{next(iter(then))}: .* there, .* now\\n(.|\\n)*when it pleases"
+    with pytest.raises(run_module.UserError, match=told):
+        measure(replace(plan, **then), tmp_path)
+    assert (tmp_path / "plan.json").read_bytes() == before
+    [group] = measured(plan, tmp_path)
+    assert group.blocks == 4 and not is_finished(plan, tmp_path)
+    bench.error = None
+    later = {"blocks": 11} if planned else {"minutes": 11}
+    measure(replace(plan, **later), tmp_path)  # which may come before this one is reached
+    assert len(bench.folders) == 11
+    [extension] = read_json(tmp_path / "plan.json")["extensions"]
+    assert later.items() <= extension.items()
+    if then.get("blocks") != 4:  # once it is reached, any other one is an extension
+        measure(replace(plan, **then), tmp_path)
+        assert len(read_json(tmp_path / "plan.json")["extensions"]) == 2
+
+
 def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     plan = replace(PLAN, case={"a": Case(), "b": Case()}, workers=(1, 2))
     measure(plan, tmp_path)
@@ -117,7 +145,7 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
     bench.error = None
     measure(replace(plan, order_seed=None), tmp_path)  # the folder's own is taken
     assert [path.name for path in bench.folders] == ["block-1", "block-2", "block-3"]
-    assert bench.orders[0] == bench.orders[2] != bench.orders[1]
+    assert bench.orders[0] != bench.orders[1] == bench.orders[2]
 
 
 def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(

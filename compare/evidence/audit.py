@@ -39,11 +39,11 @@ def contradictions(
 
 def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iterator[str]:
     """Yield in what it is another block than the plan's, as far as its version wrote that down."""
-    runs = plan.in_order(block.number, *place)
-    order = tuple(run.configuration.name for run in runs)
-    if plan.format >= FORMAT:
+    runs = {run.configuration.name: run for run in plan.in_order(block.number, *place)}
+    order = tuple(runs)
+    if plan.format > 1:
         facts: tuple[tuple[str, Any, Any], ...] = (
-            ("order", block.order, order),
+            ("order", block.order, order if plan.format >= FORMAT else block.order),
             ("rounds", block.rounds, plan.rounds),
             ("rounds of its turns", len(block.of("speed")), plan.rounds * len(order)),
             ("sources", block.sources, plan.trainers_sha256),
@@ -52,8 +52,8 @@ def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iter
         for name, written, wanted in facts:
             if written != wanted:
                 yield f"{name} is {written!r}, but the plan has {wanted!r}"
-        for run, command in zip(runs, block.commands, strict=False):
-            one, planned = run.configuration, run.trainer_words("runs/by-hand", "run")
+        for name, command in zip(block.order, block.commands, strict=False):
+            one, planned = runs[name].configuration, runs[name].trainer_words("runs/by-hand", "run")
             trainer, *flags = shlex.split(command)[-len(planned) - 1 :]
             if not trainer.endswith(TRAINERS[one.engine]) or flags != planned:
                 yield f"the command of {one.name} is {command}, and not that of the plan"

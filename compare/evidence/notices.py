@@ -3,7 +3,7 @@ disturbed the others."""
 
 from compare.evidence import packed
 from compare.evidence.records import Comparison, RunRecord
-from compare.evidence.stopping import unfinished
+from compare.evidence.stopping import group_of, unfinished
 from compare.evidence.words import count, place_text
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -23,6 +23,17 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the same "
         f"command of run.py continues it: {so_far}"
         for place, so_far in unfinished(comparison).items()
+    ]
+    found[WARNINGS] += [
+        f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
+        f"(lag-1 correlation {lag:.2f}): the interval, for blocks that are independent, is too "
+        "narrow"
+        for place in comparison.plan.groups()
+        for (first, second), one in group_of(
+            comparison.plan, *place, comparison.blocks(*place), comparison.confidence
+        ).estimates.items()
+        for lag, p_value in [one.serial_correlation()]
+        if p_value < 0.01 / len(comparison.plan.pairs())  # 1 %, in all pairs together
     ]
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"

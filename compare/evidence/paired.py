@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import ndtr, stdtr, stdtrit
 
 MIN_BLOCKS = 3  # with two, Student's interval is 12.7 standard errors wide: it tells nothing
 CONFIDENCE = 0.95
@@ -51,6 +51,7 @@ class Estimate:
     error: float = 0.0  # standard error of the ratio's logarithm
     degrees: int = 0  # of freedom, of that error
     confidence: float = CONFIDENCE
+    turn_error: float = 0.0  # what the turns within the blocks say of `error`; 0: nothing
 
     @property
     def blocks(self) -> int:
@@ -76,6 +77,14 @@ class Estimate:
         low, high = self.low and 1 / self.low, self.high and 1 / self.high
         ratios = tuple(1 / ratio for ratio in self.ratios)
         return replace(self, ratio=1 / self.ratio, low=high, high=low, ratios=ratios)
+
+    def serial_correlation(self) -> tuple[float, float]:
+        """Return the correlation of each block's logarithm with that of the block before, and the
+        p-value of: there is none, or a negative one. Without any its mean is -1 / n; its variance
+        is that of Moran (Biometrika 35, 1948)."""
+        n, errors = self.blocks, np.log(np.array(self.ratios) / self.ratio)
+        found = float(errors[1:] @ errors[:-1]) / max(1e-20, float(errors @ errors))
+        return found, float(ndtr(-(n * found + 1) * math.sqrt(n - 1) / max(1, n - 2)))
 
     def p_difference(self) -> float:
         """Return the p-value of: both are equally fast (two-sided)."""

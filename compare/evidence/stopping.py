@@ -38,11 +38,13 @@ from compare.evidence.paired import (
     student_quantile,
 )
 from compare.evidence.records import Comparison
-from compare.evidence.turns import Block, estimate
+from compare.evidence.turns import Block, estimate, turn_error
 from compare.plan.plan import Plan, percentage
 from compare.plan.record import FORMAT
 
-MIN_DEGREES_TO_STOP = 8  # of freedom, of each interval that is to end a measurement: nine blocks
+MIN_DEGREES_TO_STOP = 9  # of freedom, of each interval that is to end a measurement: ten blocks
+# An error by blocks over that by their turns: what launches add, in the records under results/.
+BLOCKS_OVER_TURNS = math.sqrt(1.2)
 MOST_BLOCKS = 1000  # beyond which nobody waits
 
 
@@ -69,14 +71,18 @@ def reason_to_stop(
 
 def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
     """Tell whether blocks enough were measured: no interval is wider than the plan's
-    `until_interval`, and its degrees of freedom are not few.
+    `until_interval`, its degrees of freedom are not few, and its turns let one expect no wider one:
+    an interval of few blocks may be narrow by chance.
 
     Only the width may end a measurement, never where an interval lies: whoever looks after each
     block and stops when all of it is beyond the margin keeps the very intervals that have missed a
     ratio of the margin's size (92.6 of 100 cover it instead of 94.2).
     """
     return all(
-        one.degrees >= MIN_DEGREES_TO_STOP and one.relative_half_width <= plan.until_interval
+        one.degrees >= MIN_DEGREES_TO_STOP
+        and one.relative_half_width <= plan.until_interval
+        and student_quantile(one.confidence, one.degrees) * BLOCKS_OVER_TURNS * one.turn_error
+        <= math.log1p(plan.until_interval)
         for one in estimates
     )
 
@@ -91,8 +97,7 @@ def minutes_to_narrow(
         return None
     spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
     for blocks in range(estimate.blocks, MOST_BLOCKS + 1):
-        degrees = estimate.degrees * (blocks - 1) // (estimate.blocks - 1)
-        quantile = student_quantile(estimate.confidence, degrees)
+        quantile = student_quantile(estimate.confidence, blocks - 1)
         if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):
             return (blocks - estimate.blocks) * block_seconds / 60
     return None
@@ -130,7 +135,10 @@ def group_of(
 ) -> Group:
     """Return what blocks say of one case and number of workers."""
     estimates = {
-        (a, b): estimate(blocks, {a: 1, b: -1}, confidence=confidence)
+        (a, b): replace(
+            estimate(blocks, {a: 1, b: -1}, confidence=confidence),
+            turn_error=turn_error(blocks, {a: 1, b: -1}),
+        )
         for a, b in plan.pairs()
         if any({a, b} <= {*block.order} for block in blocks)
     }
@@ -177,7 +185,7 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
     """Say of which cases and numbers of workers the plan would measure more, and how far they are;
     none where an earlier version measured, whose rule was another."""
     plan = comparison.plan
-    if plan.format < FORMAT or not plan.pairs():
+    if not plan.pairs():
         return {}
     groups = [
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
@@ -191,6 +199,6 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
             for group in groups
             if group.blocks < plan.blocks
         }
-    used = sum(group.seconds for group in groups) / 60
-    so_far = f"{used:.1f} of {plan.minutes:g} minutes are used"
-    return {} if reason_to_end(plan, groups) else dict.fromkeys(plan.groups(), so_far)
+    so_far = f"{sum(one.seconds for one in groups) / 60:.1f} of {plan.minutes:g} minutes are used"
+    is_over = plan.format < FORMAT or reason_to_end(plan, groups)
+    return {} if is_over else dict.fromkeys(plan.groups(), so_far)

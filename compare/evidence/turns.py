@@ -163,6 +163,24 @@ def estimate(
     return estimate_logs([block.log_contrast(powers, value) for block in whole], confidence)
 
 
+def turn_error(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
+    """The standard error of such a product of throughputs, on logarithms, by the scatter of the
+    turns within the blocks: what launches add is not in it. 0 for whole runs."""
+    scatter = [
+        sum(
+            power
+            * block.rate(side, throughput)
+            / np.array([turn.images_per_second for turn in block.counted(side)])
+            for side, power in powers.items()
+        )
+        for block in blocks
+        if powers.keys() <= {*block.order}
+    ]
+    return math.hypot(
+        *(np.std(one) / math.sqrt(max(1, np.size(one) - 1)) for one in scatter)
+    ) / len(scatter)
+
+
 def typical_ratio(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
     """The product of the sides' throughputs in the typical round, each to its power, over blocks
     that have them all."""

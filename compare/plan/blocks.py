@@ -25,18 +25,17 @@ def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
     """Return the things in the order of block `number`, from 1: one such that over the blocks none
     has an advantage, whatever the machine's drift.
 
-    Two things alternate, AB and BA, from a random start. More follow the rows of a Latin square in
-    which everything follows everything else equally often (Williams, Australian Journal of
-    Scientific Research A 2, 1949), each row and then the same backwards: over any such two blocks
-    a steady drift cancels. `place` (a seed, and what tells these things from others) decides which
-    thing stands for which letter of the square.
+    They follow the rows of a Latin square in which everything follows everything else equally often
+    (Williams, Australian Journal of Scientific Research A 2, 1949), each row and then the same
+    backwards: over any such two blocks a steady drift cancels. Two things have AB, BA, BA, AB.
+    `place` (a seed, and what tells these things from others) decides which thing stands for which
+    letter of the square.
     """
     labels = shuffled(things, *place)
     n = len(labels)
     turn, is_backwards = divmod(number - 1, 2)
-    row = turn % n if n % 2 else turn % (n // 2)  # backwards they are the square's other rows
     zigzag = [-(step // 2) if step % 2 == 0 else (step + 1) // 2 for step in range(n)]  # 0 1 -1 2
-    order = [labels[(step + row) % n] for step in zigzag]
+    order = [labels[(step + turn) % n] for step in zigzag]
     return order[::-1] if is_backwards else order
 
 

@@ -437,8 +437,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def end(self) -> tuple[Any, ...]:
-        """What ends the measuring: a number of blocks, or else the rule."""
-        return (self.until_interval, self.minutes) if self.blocks is None else (self.blocks,)
+        """What ends the measuring: a number of blocks, or else the rule. It ends another plan no
+        earlier if none of these is less: of a number and a rule, nobody knows which comes first."""
+        return (
+            (0, 1 - self.until_interval, self.minutes)
+            if self.blocks is None
+            else (self.blocks, 0, 0)
+        )
 
     @property
     def run_blocks(self) -> int:
@@ -480,10 +485,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         members = {configuration.name: configuration for configuration in self.members()}
         place = (self.order_seed, case, workers)
         groups = balanced(side_by_side(members, self.pairs()), block, *place)
+        # Each order within a group meets all of the groups: each end of it is equally often at the
+        # edge of the block, where a side has two turns in a row.
+        turn, is_backwards = divmod(block - 1, 2)
+        own = 2 * (turn // len(groups)) + is_backwards + 1
         return [
             self.run(block, case, members[name], workers)
             for group in groups
-            for name in balanced(group, block, *place, group[0])
+            for name in balanced(group, own, *place, group[0])
         ]
 
     def run(

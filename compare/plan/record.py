@@ -25,7 +25,9 @@ from recipe.flags import last_value
 from recipe.record.schema import Whole
 
 IDENTIFIES = Meta(extra={"identifies": True})
-FORMAT = 2  # of plan.json and the blocks beside it; 1: when others ended and checked them less
+# Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the
+# sides had another order in their blocks, and the width alone ended them.
+FORMAT = 3
 
 
 class Variables(Struct, frozen=True, kw_only=True):
@@ -42,7 +44,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     after an interruption."""
 
     created_utc: Text
-    format: Whole = 1
+    format: Annotated[Whole, IDENTIFIES] = 1
     rounds: Annotated[Whole, IDENTIFIES] = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.

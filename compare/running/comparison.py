@@ -92,19 +92,30 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
         there, asked = max(group.blocks for group in measured(plan, folder)), plan.blocks
     if there > asked:
         differences.append(f"blocks: {there} there, {asked} now")
+    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
+    is_later = all(new >= old for new, old in zip(plan.end, old.end, strict=True))
+    if not is_later and not is_finished(old, folder):
+        differences += [
+            f"{name}: {getattr(old, name)} there, {value} now"
+            for name, value in end.items()
+            if getattr(old, name) != value
+        ] + [
+            "that may end it before its plan would, and whoever ends a comparison when it pleases "
+            "finds differences that are none"
+        ]
     if differences:
         lines = "\n".join(f"    {line}" for line in differences)
         raise UserError(
             f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
             "another --out DIR"
         )
-    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
-    later = ({"created_utc": utc_now(), **end},) if old.end != plan.end else ()
     return replace(
         record,
         created_utc=old.created_utc,
         warnings=old.warnings,
-        extensions=(*old.extensions, *later),
+        extensions=old.extensions
+        if old.end == plan.end
+        else (*old.extensions, {"created_utc": record.created_utc, **end}),
     )
 
 
@@ -236,11 +247,12 @@ def block_label(group: Group, number: int) -> str:
 
 def ratio_texts(group: Group) -> list[str]:
     """Return what the blocks say of each pair so far, the widest interval first."""
-    widest = sorted(group.estimates.items(), key=lambda item: -item[1].relative_half_width)
     return [
         f"{first} / {second} {ratio_text(one)}"
         + (f" +-{percent_text(one.relative_half_width)}" if one.blocks >= MIN_BLOCKS else "")
-        for (first, second), one in widest
+        for (first, second), one in sorted(
+            group.estimates.items(), key=lambda item: -item[1].relative_half_width
+        )
     ]
 
 
@@ -261,9 +273,11 @@ def time_left(plan: Plan, groups: Sequence[Group]) -> str:
 
 def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     """Say why the measuring is over, and what it took."""
-    seconds = duration(sum(group.seconds for group in groups))
-    disturbed = duration(sum(group.disturbed_seconds for group in groups))
-    text = f"{reason}: {seconds} of measuring, beside {disturbed} in which others used the cores"
+    text = (
+        f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring, beside "
+        f"{duration(sum(group.disturbed_seconds for group in groups))} in which others used the "
+        "cores"
+    )
     if plan.blocks is None and not is_enough(estimates_of(groups), plan):
         widest = max(one.relative_half_width for one in estimates_of(groups))
         text += (
