@@ -26,8 +26,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     ]
     found[WARNINGS] += [
         f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
-        f"(lag-1 correlation {lag:.2f}): the interval, for blocks that are independent, is too "
-        "narrow"
+        f"(lag-1 correlation {lag:.2f}); its interval takes them as independent, and is too narrow"
         for place in comparison.plan.groups()
         for (first, second), one in group_of(
             comparison.plan, *place, comparison.blocks(*place), comparison.confidence

@@ -32,8 +32,10 @@ HALF_WIDTHS_OF_80_PERCENT = 1.5
 def confidence_after(extensions: int) -> float:
     """Return the confidence of each interval of a measurement that was extended so often after its
     report could be read: 95 %, 97.5 %, 98.75 % and so on. Whoever may look and then measure on has
-    more than one chance to stop where it suits; as each look may err half as often as the one
-    before, all of them together err in less than 10 %, however many they are."""
+    more than one chance to stop where it suits. Each look may err half as often as the one before:
+    all of them together err in less than 10 %, if each end is set before its figures can be seen.
+    Picked after each look to suit best, the next ends err in 9.4 % (simulated); an end that may
+    come before the plan's is refused, since stopping where it suits errs in 19 %."""
     return 1 - (1 - CONFIDENCE) / 2**extensions
 
 

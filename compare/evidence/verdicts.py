@@ -360,8 +360,8 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
         parts.append(
             f"This comparison was extended {count(times, 'time')}, after its report could be read: "
             f"its intervals are of {100 * comparison.confidence:.4g} % each. Each look may err "
-            "half as often as the one before, so that all looks together err in less than 10 %, "
-            "however often it is extended."
+            "half as often as the one before, so that all looks together, each at an end that was "
+            "set beforehand, err in less than 10 %."
         )
     return " ".join(parts)
 

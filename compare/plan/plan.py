@@ -487,8 +487,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         groups = balanced(side_by_side(members, self.pairs()), block, *place)
         # Each order within a group meets all of the groups: each end of it is equally often at the
         # edge of the block, where a side has two turns in a row.
-        turn, is_backwards = divmod(block - 1, 2)
-        own = 2 * (turn // len(groups)) + is_backwards + 1
+        own = 2 * ((block - 1) // 2 // len(groups)) + 2 - block % 2
         return [
             self.run(block, case, members[name], workers)
             for group in groups

@@ -32,7 +32,7 @@ from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.blocks import ROUNDS
 from compare.plan.environment import trainers_sha256
-from compare.plan.plan import Outcome, Plan, Run
+from compare.plan.plan import Outcome, Plan, Run, percentage
 from compare.plan.record import (
     PlanRecord,
     plan_differences,
@@ -92,17 +92,18 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
         there, asked = max(group.blocks for group in measured(plan, folder)), plan.blocks
     if there > asked:
         differences.append(f"blocks: {there} there, {asked} now")
-    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
-    is_later = all(new >= old for new, old in zip(plan.end, old.end, strict=True))
-    if not is_later and not is_finished(old, folder):
-        differences += [
-            f"{name}: {getattr(old, name)} there, {value} now"
-            for name, value in end.items()
-            if getattr(old, name) != value
-        ] + [
-            "that may end it before its plan would, and whoever ends a comparison when it pleases "
-            "finds differences that are none"
-        ]
+    may_be_earlier = any(now < then for now, then in zip(plan.end, old.end, strict=True))
+    if may_be_earlier and not is_finished(old, folder):
+        then, now = (
+            f"+-{percentage(one.until_interval)} or {one.minutes:g} minutes"
+            if one.blocks is None
+            else count(one.blocks, "block")
+            for one in (old, plan)
+        )
+        differences.append(
+            f"the end: {then} there, {now} now. That may come earlier, and whoever ends a "
+            "comparison when it pleases finds differences that are none"
+        )
     if differences:
         lines = "\n".join(f"    {line}" for line in differences)
         raise UserError(
@@ -115,7 +116,15 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
         warnings=old.warnings,
         extensions=old.extensions
         if old.end == plan.end
-        else (*old.extensions, {"created_utc": record.created_utc, **end}),
+        else (
+            *old.extensions,
+            {
+                "created_utc": record.created_utc,
+                "blocks": plan.blocks,
+                "until_interval": plan.until_interval,
+                "minutes": plan.minutes,
+            },
+        ),
     )
 
 
