@@ -20,6 +20,7 @@ from tyro.conf import Positional
 from compare.evidence import packed
 from compare.evidence.collectives import read_measurement
 from compare.evidence.records import load_comparison
+from compare.evidence.words import without_paths
 from compare.page.collectives import plot, text_report
 from compare.page.html import render_page
 from compare.page.report import Report
@@ -87,12 +88,6 @@ def keep_measurement(
         draft.rename(target)
     print(f"kept: {target}")
     return 0
-
-
-def without_paths(text: str) -> str:
-    """Replace the project's folder and the home directory, which say nothing elsewhere."""
-    text = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
-    return text.replace(f"{Path.home()}/", "~/")
 
 
 def write_report(folder: Path, is_comparison: bool) -> None:

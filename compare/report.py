@@ -18,13 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compare.evidence.records import (
-    find_comparison,
-    load_comparison,
-    newest_comparison,
-    recorded_comparison,
-)
-from compare.evidence.references import load_references
 from recipe.command import Flags, parser_of, run_main
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
@@ -71,15 +64,8 @@ def guarded_report(argv: list[str]) -> int:
             f"this needs {error.name}: pip install msgspec scipy tabulate jinja2 (--no-html does "
             "without jinja2)"
         ) from None
-    except (UserError, BrokenPipeError):
+    except BrokenPipeError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Records are checked when they are read; this is what no check thought of.
-        where = " ".join(map(str, options.comparisons)) or "the newest comparison"
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{where}: a record there is damaged, or of another version of this project ({reason})"
-        ) from error
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, --no-html "
@@ -111,7 +97,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Print and write what is asked for."""
+    """Print and write what is asked for. Packages are imported here, where one that is missing
+    becomes a message."""
+    from compare.evidence.occasions import refuse_copies
+    from compare.evidence.records import load_comparison
+    from compare.evidence.references import load_references
     from compare.page import text
     from compare.page.report import Report
 
@@ -131,9 +121,9 @@ def report(options: argparse.Namespace) -> None:
         ),
     )
     references = load_references(options.reference) if options.reference else []
-    reports = [
-        Report(load_comparison(folder), references, options.price_per_hour) for folder in folders
-    ]
+    comparisons = [load_comparison(folder) for folder in folders]
+    refuse_copies(comparisons)
+    reports = [Report(one, references, options.price_per_hour) for one in comparisons]
     if not options.to_terminal:
         print("\n\n".join(filter(None, [note, text.as_text(reports)])), flush=True)
     elif note:
@@ -163,6 +153,8 @@ def report(options: argparse.Namespace) -> None:
 def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
     """Find the comparisons, and say it if there is none of the user's own: then it is the recorded
     one, which is left as it is."""
+    from compare.evidence.records import find_comparison, newest_comparison, recorded_comparison
+
     if paths:
         return [find_comparison(path) for path in paths], ""
     if newest := newest_comparison(Path("runs")):

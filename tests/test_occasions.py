@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from test_compare_records import edit
 from test_compare_turns import by_turns
 
+from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
@@ -73,15 +76,26 @@ def test_only_finished_verdicts_on_the_same_two_are_pooled(others):
     assert over_occasions([same, other]) == []
 
 
+def comparisons_of(folder: Path, number: int) -> list[Path]:
+    """So many squares, which began a day apart."""
+    folders = [by_turns(folder / f"runs/compare-{i}", blocks=7) for i in range(number)]
+    for day, one in enumerate(folders):
+        edit(one / "plan.json", created_utc=f"2026-11-{10 + day}T12:00:00+00:00")
+    return folders
+
+
 def two_comparisons(folder: Path, **environment: object) -> list[Report]:
     """Reports of two squares, the second of which was measured in another environment."""
-    folders = [by_turns(folder / f"compare-{i}", blocks=7) for i in (1, 2)]
+    folders = comparisons_of(folder, 2)
     for path in folders[1].rglob("environment.json"):
         edit(path, **environment)
     return [Report(load_comparison(folder)) for folder in folders]
 
 
-@pytest.mark.parametrize("same", [{"git_commit": "f" * 40}, {"hosts": ["another"]}, {}])
+@pytest.mark.parametrize("same", [
+    {"git_commit": "f" * 40}, {"hosts": ["another"]}, {"gpu_clock_mhz": 1700.0},
+    {"variables": {"CUDA_VISIBLE_DEVICES": "3"}}, {},
+])  # fmt: skip
 def test_comparisons_of_one_question_are_summarized(tmp_path, same):
     reports = two_comparisons(tmp_path, **same)
     told = SideBySide(reports)
@@ -121,3 +135,46 @@ def test_comparisons_under_another_variable_of_an_engine_ask_another_question(tm
 ])  # fmt: skip
 def test_what_makes_another_question(name, values, is_other):
     assert asks_other(name, values) is is_other
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_standard_deviation_is_told_from_four_occasions_on(tmp_path, number):
+    folder, *others = (load_comparison(one) for one in comparisons_of(tmp_path, 2))
+    reports = [Report(one) for one in (folder, *others * (number - 1))]
+    spreads = [one.spread for one in SideBySide(reports).occasions]
+    assert [spread is not None for spread in spreads] == [number > 3] * 5
+    assert bool(re.search(r"\bsd\b", as_text(reports))) == (number > 3)
+
+
+def kept_of(folder: Path, results: Path) -> Path:
+    words = ["--machine", "m", "--question", folder.name, "--results", str(results)]
+    assert keep.main([str(folder), *words]) == 0
+    [kept] = results.glob(f"m/*-{folder.name}")
+    return kept
+
+
+def test_a_copy_is_no_further_occasion(tmp_path, refusal):
+    one, other = comparisons_of(tmp_path, 2)
+    copied = shutil.copytree(one, tmp_path / "copied")
+    kept = kept_of(one, tmp_path / "results")
+    for copy in (one, copied, kept):
+        for form in ("--no-html", "--json", "--csv"):
+            told = refusal(report.main, [*map(str, (one, other, copy)), form], code=1)
+            assert f"{one} and {copy} are the same comparison" in told
+
+
+@pytest.mark.parametrize(("field", "is_other"), [
+    ("data", False), ("knobs", False), ("cache_dir", False), ("train_dir", True),
+])  # fmt: skip
+def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, field, is_other):
+    """keep.py has replaced the paths of the home directory and of the project."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folders = comparisons_of(tmp_path, 2)
+    for i, one in enumerate(folders):
+        for path in one.rglob("config.json"):
+            edit(path, **{field: f"{tmp_path}/one/{i * is_other}", "val_dir": f"{keep.ROOT}/x"})
+    both = [kept_of(folders[0], tmp_path / "results"), folders[1]]
+    assert "~/one/0" in (both[0] / "runs.jsonl").read_text()
+    told = SideBySide([Report(load_comparison(one)) for one in both])
+    assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)
+    assert not is_other or f"ask: {field}." in told.not_pooled

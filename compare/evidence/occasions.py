@@ -9,12 +9,18 @@ with a standard deviation that is estimated, too. The interval is then of the co
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import brentq
 
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
+from compare.evidence.records import Comparison
 from compare.evidence.verdicts import Verdict
+from compare.evidence.words import without_paths
+from recipe.errors import UserError
+
+MIN_OCCASIONS = 4  # for a standard deviation between them: of fewer it is often 0 by chance
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,22 @@ class OverOccasions:
     second_label: str
     found: tuple[Estimate | None, ...]  # of each comparison; None where it has no such verdict
     pooled: Estimate
-    spread: float  # standard deviation between occasions, of logarithms: 0.02 is 2 %
+    # Standard deviation between occasions, of logarithms: 0.02 is 2 %. None: they are too few.
+    spread: float | None
+
+
+def refuse_copies(comparisons: Sequence[Comparison]) -> None:
+    """Raise UserError if two folders hold the same comparison, kept, copied or given twice: as
+    another occasion it would make the interval narrower and say nothing new."""
+    folders = dict[tuple[str, int | None], Path]()
+    for one in comparisons:
+        made = one.plan.created_utc, one.plan.order_seed
+        if made in folders:
+            raise UserError(
+                f"{folders[made]} and {one.folder} are the same comparison, begun at {made[0]}: a "
+                "copy is no further occasion; give one of them"
+            )
+        folders[made] = one.folder
 
 
 def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasions]:
@@ -35,7 +56,15 @@ def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasio
     an interval; the comparisons must have asked the same."""
     by_key = [
         {
-            (v.case, v.workers, v.first, v.second, v.first_label, v.second_label): v.speed
+            # In labels stand flags, and so paths: of what was kept without this machine's.
+            (
+                v.case,
+                v.workers,
+                v.first,
+                v.second,
+                without_paths(v.first_label),
+                without_paths(v.second_label),
+            ): v.speed
             for v in verdicts
             if v.speed and v.speed.error and v.is_finished
         }
@@ -46,7 +75,9 @@ def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasio
         found = tuple(own.get(key) for own in by_key)
         known = [estimate for estimate in found if estimate]
         if len(known) > 1:
-            rows.append(OverOccasions(*key[:2], *key[4:], found, *pool(known)))
+            pooled, spread = pool(known)
+            told = spread if len(known) >= MIN_OCCASIONS else None
+            rows.append(OverOccasions(*key[:2], *key[4:], found, pooled, told))
     return rows
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES, Comparison
+from compare.plan.environment import ROOT
 from recipe.record.schema import CONTROL
 
 
@@ -36,6 +37,12 @@ def short(value: Any) -> str:
     if isinstance(value, str) and len(value) == 64 and not value.strip("0123456789abcdef"):
         return f"{value[:12]}…"
     return re.sub(f"[{CONTROL}]", "?", str(value))
+
+
+def without_paths(text: str) -> str:
+    """Replace the project's folder and the home directory, which say nothing elsewhere."""
+    text = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
+    return text.replace(f"{Path.home()}/", "~/")
 
 
 def digits(estimate: Estimate) -> int:

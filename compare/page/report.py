@@ -21,7 +21,14 @@ from compare.evidence.rows import (
 )
 from compare.evidence.run_folder import recorded
 from compare.evidence.verdicts import DIFFERENT, correction_text, judge
-from compare.evidence.words import count, percent_text, place_text, short, shortest_unique_names
+from compare.evidence.words import (
+    count,
+    percent_text,
+    place_text,
+    short,
+    shortest_unique_names,
+    without_paths,
+)
 from compare.plan.plan_file import plan_words
 from recipe.flags import Config
 
@@ -46,8 +53,9 @@ VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_y
 NOT_SETTINGS = {"log_dir", "name", "seed"}
 NOT_RECORDED = "not recorded"
 # In what occasions of one question may differ: this project's versions, whose presets have changed
-# names (what a preset sets is compared by itself).
-OF_VERSIONS = {"git_commit", "preset"}
+# names (what a preset sets is compared by itself), where files lie, and the moment's clock.
+OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
+NAMES = {"hosts", "CUDA_VISIBLE_DEVICES"}  # of what the workers ran on: as many ask the same
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
@@ -224,7 +232,7 @@ class SideBySide:
             for name in run.config.flags | run.environment.variables
         )  # fmt: skip
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
-            values = [values_text(one, name) for one in comparisons]
+            values = [without_paths(values_text(one, name)) for one in comparisons]
             if len(set(values)) > 1 and name not in NOT_SETTINGS:
                 self.differences[name] = values
         others = [name for name, values in self.differences.items() if asks_other(name, values)]
@@ -241,11 +249,11 @@ class SideBySide:
 def asks_other(name: str, values: Sequence[str]) -> bool:
     """Tell whether comparisons with these values of a setting, or of a fact, ask other questions.
     Hosts may have other names; and what a version did not know yet, it did as by default."""
-    if name == "hosts":
+    if name in NAMES:
         values = [str(value.count(",")) for value in values]
     known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
     meant = {known if value == NOT_RECORDED else value for value in values}
-    return name not in OF_VERSIONS and len(meant) > 1
+    return name not in OF_OCCASION and len(meant) > 1
 
 
 def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
 
 POOLED = (
     "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
-    "effects model. The standard deviation is that of the occasions' own truths. Of two or three "
-    "occasions it is hardly known, and the common interval is wide (Student's quantile is 12.7 for "
-    "two, 4.3 for three, 2.8 for five). Verdicts of unfinished "
-    "measurements are left out."
+    "effects model. The standard deviation is that of the occasions' own truths, from four "
+    "occasions on: of fewer it is hardly known. So the common interval is wide (Student's quantile "
+    "is 12.7 for two, 4.3 for three, 2.8 for five). Verdicts of unfinished measurements are left "
+    "out."
 )
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 EQUAL = {True: "equal", False: "other", None: "–"}
@@ -67,8 +67,9 @@ class Column:
     def text(self, value: float) -> str:
         """Return a number as text."""
         scaled = self.scale * value
-        plain = three_digits(scaled) if scaled > 0 else f"{scaled:.3g}"
-        return (self.pattern.format(scaled) if self.pattern else plain).replace("-", "−")
+        if self.pattern or scaled <= 0:
+            return (self.pattern or "{:.3g}").format(scaled).replace("-", "−")
+        return three_digits(scaled)
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,8 @@ def occasion_columns(both: SideBySide) -> list[Column]:
         Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
         Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
         Column("all occasions", attrgetter("pooled"), ratio),
-        Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100),
+        *[Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100)]
+        * any(row.spread is not None for row in both.occasions),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
         *(value_column(x, attrgetter("found"), i, ratio) for i, x in enumerate(both.letters)),
     ]
