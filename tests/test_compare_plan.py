@@ -117,7 +117,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
     assert plan.cases == ["a", "b"]
-    write_plan(Path("plan.json"), plan_record(plan, "now"))
+    write_plan(Path("plan.json"), plan_record(plan, "2026-11-21T12:00:00+00:00"))
     record = read_plan(Path("plan.json"))
     assert (record.question, record.plan_file) == ("Which?", "plan.toml")
     assert record.pairs() == [("ddp-fp16", "ddp-torchrun")]

@@ -232,7 +232,7 @@ def test_the_records_of_earlier_versions_are_read(folder):
         ("summary.json", {"input": {"wait_share": "all"}}, r"input\.wait_share = "),
         ("summary.json", {"energy": {"gpu_watts": [1]}}, r"energy\.gpu_watts = "),
         ("summary.json", {"steps": 0}, "steps = 0: expected `int` >= 1"),
-        ("summary.json", {"train_seconds": -1.0}, "train_seconds = -1.0: expected `float` > 0.0"),
+        ("summary.json", {"train_seconds": -1.0}, "train_seconds = -1.0: expected `float` >="),
         ("summary.json", {"samples_seen": 7}, "samples_seen is 7, but 72 steps are of 32 images"),
         ("summary.json", {"cpu_seconds": math.nan}, "cpu_seconds = nan: expected `float` >= 0.0"),
         ("summary.json", {"transport": "MPI\nverdict"}, "holds a control character"),

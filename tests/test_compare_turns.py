@@ -212,7 +212,7 @@ def test_a_damaged_block_is_named_and_left_out(tmp_path, file, changes, message)
     comparison = load_comparison(folder)
     assert [block.number for block in comparison.blocks("", 2)] == [1, 3, 4]
     told = "\n".join(dict(notices(comparison))[MISSING])
-    assert re.search(f"turns, 2 workers: unreadable: .*{message}", told)
+    assert re.search(f"unreadable: .*{message}", told)
     assert judge(comparison)[0].speed.blocks == 3
 
 

@@ -183,7 +183,7 @@ def test_horovods_ranks_do_not_agree_over_nccl():
 def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -> Path:
     """A run of DDP as the trainer records it, with a profile of two gradients of 4 MB."""
     (folder / "profile").mkdir(parents=True)
-    flags = {"profile_steps": 1, "bucket_cap_mb": 5.0, "train_crop_size": 20}
+    flags = {"profile_steps": 1, "bucket_cap_mb": 5.0}
     config = {"log_dir": "runs", "name": folder.name, "arch": "resnet18", "batch_size": batch_size}
     parts = {"data": 0.01, "forward": 0.25, "backward": 0.6, "optimizer": 0.1}  # of a step
     phases = {f"{name}_seconds": share * seconds for name, share in parts.items()}
@@ -196,9 +196,10 @@ def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -
     times = {"backward": 0, "end": 100, "ready": {"late": 80, "early": 20}}
     elements = {"late": 1_000_000, "early": 1_000_000}
     environment = an_environment(world_size=workers, local_size=workers, cores=2, threads=1)
-    summary = a_summary(world_size=workers, fingerprint={"num_images": 1797, "epochs": 4})
+    work = {"num_images": 1797, "epochs": 4, "train_crop_size": 20}
+    summary = a_summary(world_size=workers, fingerprint=work)
     for name, record in {
-        "config.json": {**config, "flags": flags}, "environment.json": environment,
+        "config.json": config | flags, "environment.json": environment,
         "summary.json": summary,
         "profile/gradients-rank-0.json": {"elements": elements, "steps": [times]},
     }.items():  # fmt: skip

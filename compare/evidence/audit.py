@@ -18,6 +18,7 @@ from compare.plan.plan import TRAINERS
 from compare.plan.record import FORMAT, PlanRecord
 from recipe.record.schema import Environment, Settings
 
+UNQUOTED = str.maketrans("", "", "'\"")  # keep.py may have changed what needs quotes
 CLOCK_SECONDS = 0.05  # by which a turn may seem to begin too early: its time is rounded
 
 
@@ -53,9 +54,9 @@ def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iter
             if written != wanted:
                 yield f"{name} is {written!r}, but the plan has {wanted!r}"
         for name, command in zip(block.order, block.commands, strict=False):
-            one, planned = runs[name].configuration, runs[name].trainer_words("runs/by-hand", "run")
-            trainer, *flags = shlex.split(command)[-len(planned) - 1 :]
-            if not trainer.endswith(TRAINERS[one.engine]) or flags != planned:
+            one, words = runs[name].configuration, runs[name].trainer_words("runs/by-hand", "run")
+            planned = f"{TRAINERS[one.engine]} {shlex.join(words)}"
+            if not command.translate(UNQUOTED).endswith(planned.translate(UNQUOTED)):
                 yield f"the command of {one.name} is {command}, and not that of the plan"
     by_round = defaultdict[int, list[str]](list)
     for turn in block.of("speed"):
@@ -74,7 +75,7 @@ def against_sides(block: Block, sides: Mapping[str, tuple[Settings, Environment]
     if len(set(block.steps.values())) > 1:
         yield f"its sides make {block.steps} steps a turn, and not the same number"
     for side, (settings, environment) in sides.items():
-        passes = settings.flags.get("batches_per_allreduce", 1) * environment.world_size
+        passes = settings.batches_per_allreduce * environment.world_size
         images_per_step = (settings.batch_size or 0) * passes
         own = [turn for turn in block.turns if turn.side == side]
         expected = block.steps.get(side, 0) * images_per_step

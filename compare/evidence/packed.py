@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-PACKED = "runs.jsonl"
+PACKED, DAMAGED = "runs.jsonl", ""
+Lines = dict[str, dict[str, Any]]
 
 
 def lines_of(texts: dict[Path, str]) -> str:
@@ -48,7 +49,7 @@ def read_text(path: Path) -> str:
     value = files[path.name]
     if isinstance(value, str):
         return value
-    lines = value if path.suffix == ".jsonl" else [value]
+    lines = value if path.suffix == ".jsonl" and isinstance(value, list) else [value]
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
@@ -71,14 +72,26 @@ def files_in(folder: Path) -> dict[str, Any]:
     return next(filter(None, found), {})
 
 
-def folders(record: Path) -> dict[str, dict[str, Any]]:
-    """Return the packed files of a record: by folder, and there by name."""
+def folders(record: Path) -> Lines:
+    """Return the packed files of a record: by folder, and there by name; under DAMAGED, by number,
+    what is wrong with the lines that cannot be read."""
     path = record / PACKED
     return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {}
 
 
 @lru_cache(maxsize=4)
-def read_lines(path: Path, changed_ns: int) -> dict[str, dict[str, Any]]:
+def read_lines(path: Path, changed_ns: int) -> Lines:
     """Read a packed file; `changed_ns` is there for the cache, which is not to outlive a change."""
-    with path.open(encoding="utf-8") as lines:
-        return {files["folder"]: files for files in map(json.loads, lines)}
+    found: Lines = {DAMAGED: {}}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        return {DAMAGED: {"0": f"{path} cannot be read: {error.strerror}"}}
+    for number, line in enumerate(lines, start=1):
+        try:
+            files = json.loads(line)
+            if found.setdefault(Path(files["folder"]).as_posix(), files) is not files:
+                raise ValueError("another line is of the same folder")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            found[DAMAGED][f"{number}"] = f"{path}, line {number}, holds no folder: {error!r}"
+    return found

@@ -1,8 +1,9 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -98,7 +99,8 @@ class Comparison:
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
     turns: dict[tuple[str, int], list[Block]]  # the blocks of turns by case and workers
     sides: list[RunRecord]  # of these blocks
-    damaged_blocks: list[tuple[str, int, str]]  # that cannot be read: case, workers, and why
+    # Blocks, or lines of a packed record, that cannot be read: case, workers, and why.
+    damaged_blocks: list[tuple[str, int, str]]
 
     @cached_property
     def complete(self) -> list[RunRecord]:
@@ -208,6 +210,8 @@ def load_comparison(folder: Path) -> Comparison:
     comparison = Comparison(folder, plan, runs, earlier, {}, [], [])
     for case, workers in plan.groups():
         load_turns(comparison, case, workers)
+        damaged = packed.folders(folder).get(packed.DAMAGED, {}).values()
+        comparison.damaged_blocks += [(case, workers, why) for why in damaged]
     if not comparison.written:
         reasons = [run.reason for run in runs] + [why for *_, why in comparison.damaged_blocks]
         ended = [run for run in runs if run.status != "not run"]
@@ -233,7 +237,7 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
             run.command = packed.read_text(folder / "command.txt").strip()
         if run.is_complete:
             read_written(run, folder, planned.folder)
-    except UserError as error:
+    except (UserError, OSError) as error:
         return RunRecord(**place, status="unreadable", reason=str(error))
     return run
 
@@ -244,11 +248,20 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     place, plan = Path("turns", case, f"{workers}-workers"), comparison.plan
     members, problems = comparison.configurations, list[str]()
     found = packed.find(comparison.folder, f"{place}/block-*/block.json")
-    paths = {int(path.parent.name.rpartition("-")[2]): path for path in found}
-    for number, path in sorted(paths.items()):
+    closed = [
+        one / "block.json"
+        for one in (comparison.folder / place).glob("block-*")
+        if not os.access(one, os.X_OK)  # where glob finds nothing, and says nothing
+    ]
+    paths = {
+        path.parent.name.removeprefix("block-"): path
+        for path in (*found, *closed)
+        if not FAILED.fullmatch(path.parent.name)
+    }
+    for number, path in sorted(paths.items(), key=lambda one: (len(one[0]), one[0])):
         try:
             block = read_block(path, members)
-            refuse((block.number != number, f"{path}: number is {block.number}"))
+            refuse((f"{block.number}" != number, f"{path}: number is {block.number}"))
             sides = [
                 RunRecord(
                     folder=path.parent / name, block=block.number, case=case, configuration=name,
@@ -262,12 +275,13 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
             told = {side.configuration: (side.config, side.environment) for side in sides}
             for problem in audit.contradictions(block, blocks, plan, (case, workers), told):
                 raise UserError(f"{path}: {problem}")
-        except UserError as error:
+        except (UserError, OSError) as error:
             problems.append(str(error))
         else:
             blocks.append(block)
             comparison.sides.extend(sides)
-    missing = {*range(1, len(paths) + 1)} - paths.keys()
+    numbers = [name for name in paths if name.isdecimal() and name[0] != "0"]
+    missing = {f"{n}" for n in range(1, len(numbers) + 1)} - paths.keys()
     problems += [f"{comparison.folder / place}/block-{number} is missing" for number in missing]
     comparison.damaged_blocks += [(case, workers, problem) for problem in problems]
 
@@ -276,7 +290,7 @@ def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
     """Read what a complete run or a side says of itself, metrics.jsonl aside; UserError names
     the file and the field that is wrong, or in what it is another run than the planned one."""
     flags = read_object(folder / "config.json")
-    run.config = replace(parse(flags, Settings, folder / "config.json"), flags=flags)
+    run.config = parse({**flags, "flags": flags}, Settings, folder / "config.json")
     run.environment = read_record(folder / "environment.json", Environment)
     problems = not_as_planned(run, Path(planned))
     if not run.is_side:

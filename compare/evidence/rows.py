@@ -298,6 +298,7 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
     exposed, backward = "exposed_communication_seconds", "backward_seconds"
     if (exposed in own) != (exposed in other):
         own, other = (
-            {**one, backward: one[backward] + one.get(exposed, 0.0)} for one in (own, other)
+            {**one, backward: one.get(backward, 0.0) + one.get(exposed, 0.0)}
+            for one in (own, other)
         )
     return {name: own[name] - other[name] for name in own if name in other}

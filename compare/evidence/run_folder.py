@@ -3,8 +3,10 @@ of its type, and no figure contradicts another, or UserError names the file and 
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ FINGERPRINT = (
     "batch_norm",
 )  # fmt: skip
 AS_IN_EFFECT = {"threads"}  # in the fingerprint, while config.json has what was asked for
+NESTED = re.compile(r"(?:[\[{][^\[\]{}]*){20}")  # what no trainer writes, and no stack holds
 TOLERANCE = 0.05  # between a rate and the time that a step took
 
 
@@ -56,7 +59,7 @@ def contradictions(config: Settings, summary: Measured, last_step: Any) -> Itera
     yield from (
         f"summary.json: {name} of the fingerprint is {told[name]!r}"
         for name in FACTORS
-        if type(told[name]) is not int or told[name] < 1
+        if type(told[name]) is not int or not 0 < told[name] < 2**31
     )
     images = math.prod(told[name] for name in FACTORS)
     first = images / (1 + config.batch_size_warmup_epochs)  # or a little more: it is rounded up
@@ -80,14 +83,25 @@ def read_block(path: Path, sides: Iterable[str], told: dict[str, Any] | None = N
     """Read block.json, or what is `told` of it elsewhere; UserError if it is not of each of these
     sides once a round."""
     told, expected = told or read_object(path), sorted(sides)
-    for turn in told.get("turns", ()):  # earlier versions wrote the rate in place of the images
-        if "images_per_second" in turn and "images" not in turn:
-            turn["images"] = turn["images_per_second"] * turn.get("seconds", math.nan)
+    # Earlier versions wrote the rate in place of the images. What is wrong here, `parse` names.
+    with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        for turn in told["turns"]:
+            if "images_per_second" in turn and "images" not in turn:
+                turn["images"] = float(turn["images_per_second"]) * float(turn["seconds"])
     block = parse(told, Block, path)
-    rounds = {"order": [*block.order]}
+    rounds = {"order": [*block.order], "one of its turns": [*{turn.side for turn in block.turns}]}
     for turn in block.of("speed"):
         rounds.setdefault(f"round {turn.round}", []).append(turn.side)
-    refuse((not block.turns, f"{path}: it holds no turn"))
+    phases = {frozenset(turn.phases) for turn in (*block.of("speed"), *block.of("ablation"))}
+    if block.steps or phases != {frozenset()}:
+        rounds["steps"] = [*block.steps]
+    refuse(
+        (not block.of("speed"), f"{path}: it holds no turn"),
+        (
+            len(phases) > 1 or any(names and "backward" not in names for names in phases),
+            f"{path}: its turns have not the same phases, with backward among them",
+        ),
+    )
     for what, names in rounds.items():
         if sorted(names) != expected:
             raise UserError(f"{path}: {what} is of {names}, and the plan's are {expected}")
@@ -161,9 +175,8 @@ def read_text(path: Path) -> str:
     """Read a record's file; UserError if that cannot be."""
     try:
         return packed.read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path} cannot be read: {reason}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -173,7 +186,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def decode(text: str, where: Path | str) -> dict[str, Any]:
     """Return the JSON object that a text is; UserError if it is none."""
+    refuse((NESTED.search(text), f"{where}: more than 20 brackets open one in another"))
     try:
         return msgspec.convert(json.loads(text), dict[str, Any])
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON object: {error}") from None

@@ -212,14 +212,14 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
     """Say of which cases and numbers of workers the plan would measure more, and how far they are;
     none where an earlier version measured, whose rule was another."""
     plan = comparison.plan
+    if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
+        return damaged
     if not plan.pairs():
         return {}
     groups = [
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
         for place in plan.groups()
     ]
-    if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
-        return damaged
     if plan.blocks is not None:
         return {
             (group.case, group.workers): f"{group.blocks} of {plan.blocks} blocks"

@@ -55,7 +55,7 @@ class Block:
     number: Count  # from 1
     order: tuple[Text, ...]
     turns: tuple[Turn, ...]  # all that there were, in their order
-    steps: dict[str, int] = field(default_factory=dict)  # of each side, in a turn
+    steps: dict[str, Count] = field(default_factory=dict)  # of each side, in a turn
     disturbed_seconds: Amount = 0.0  # of turns that others disturbed, and of waiting for quiet
     seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
     quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts

@@ -38,7 +38,7 @@ from compare.plan.environment import DELAY, path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
 from recipe.flags import flag_name, last_value
-from recipe.record.schema import Count, Text, Whole
+from recipe.record.schema import Amount, Count, Text, Whole
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
     "ddp": "ddp_train/train.py",
@@ -81,7 +81,7 @@ def percentage(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-MANY = Meta(le=10_000)  # more blocks would only be the number of a damaged plan.json
+MOST = 10_000  # blocks: more would only be the number of a damaged plan.json
 NOT_EMPTY = Meta(min_length=1)
 
 
@@ -175,8 +175,8 @@ class Outcome:
 
     status: Status = "completed"
     exit_code: int | None = None
-    other_load: float | None = None  # cores that other processes kept busy; None: not measured
-    seconds: float = 0.0  # from its launcher's start to its end; 0: not measured
+    other_load: Amount | None = None  # cores that other processes kept busy; None: not measured
+    seconds: Amount = 0.0  # from its launcher's start to its end; 0: not measured
     leftover_processes: int = 0  # that the launcher left behind, and that were killed
 
 
@@ -286,14 +286,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = "turns"
     full_runs: Annotated[
-        Annotated[Whole, MANY],
+        Annotated[int, Meta(ge=0, le=MOST)],
         flag(
             "with turns: how often each configuration also trains from beginning to end, for what "
             "turns cannot see: learning curves, final weights, memory (default: 1; 0: not at all)"
         ),
     ] = 1
     blocks: Annotated[
-        Annotated[Count, MANY] | None,
+        Annotated[int, Meta(ge=1, le=MOST)] | None,
         flag(
             "measure in so many blocks (default: as many as --until-interval and --minutes ask "
             "for; an interval needs 3). Each block starts each configuration once"
@@ -359,7 +359,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plan_file: Text | None = None
     left_out: tuple[Text, ...] = ()  # configurations that cannot run here, without Horovod say
     allocation: str | None = None  # the hosts of this Slurm job; the next one's may be others
-    blocks_there: Annotated[Whole, MANY] = 0  # of whole runs, that were begun so far
+    blocks_there: Annotated[int, Meta(ge=0, le=MOST)] = 0  # of whole runs, that were begun so far
 
     @property
     def hosts(self) -> str | None:

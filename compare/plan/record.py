@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     rounds: Annotated[Whole, IDENTIFIES] = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
     # When a comparison that had an end was given a later one, and which.
-    extensions: tuple[dict[str, Any], ...] = ()
+    extensions: tuple[dict[str, str | int | float | None], ...] = ()
     trainers_sha256: str | None = None
     # The digest of each file of knobs.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
@@ -91,10 +92,14 @@ def write_plan(path: Path, record: PlanRecord) -> None:
 def read_plan(path: Path) -> PlanRecord:
     """Read plan.json, whichever version of run.py wrote it; UserError names file and field."""
     try:
-        plan = typed(upgraded(json.loads(path.read_text())), PlanRecord)
+        plan = typed(upgraded(json.loads(path.read_text("utf-8"))), PlanRecord)
         check_names(plan)
         plan.runs()  # which raises if they cannot be made
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        datetime.fromisoformat(plan.created_utc).astimezone(timezone.utc)
+    except (
+        *(OSError, ValueError, RecursionError),
+        *(ArithmeticError, AttributeError, LookupError, TypeError),  # what `upgraded` meets
+    ) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     return plan
 

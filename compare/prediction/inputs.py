@@ -80,21 +80,21 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
             f"same model and batch as the others; these have {sorted(run.workers for run in read)} "
             f"workers and train {', '.join(map(str, models))}. Make it with: {shlex.join(command)}"
         )
-    of, flags = (pairs or lone)[0], (pairs or lone)[0].config.flags
+    of = (pairs or lone)[0]
     phases = {
         f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
     }
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
-    first, cap = flags.get("first_bucket_mb"), flags.get("bucket_cap_mb")
+    first, cap = of.config.first_bucket_mb, of.config.bucket_cap_mb
     is_horovod, transport = of.environment.engine == "horovod", of.environment.transport.lower()
     return Inputs(
         engine=of.environment.engine,
         transport=transport,
         arch=str(of.config.arch),
         batch_size=largest,
-        wire_format=str(flags.get("wire_format") or "fp32"),
+        wire_format=of.config.wire_format or "fp32",
         gradient_bytes=sizes,
         ready_seconds=tuple(share * phases["backward_seconds"] for share in shares),
         **phases,
@@ -113,7 +113,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         image_bytes=median(run.image_bytes for run in lone),
         images=int(of.summary.fingerprint.get("num_images", 0)),
         epochs=float(of.summary.fingerprint.get("epochs", 1)),
-        pixels=int(flags.get("train_crop_size", 0)),
+        pixels=int(of.summary.fingerprint.get("train_crop_size", 0)),
         fixed_share=fixed_share(lone, smaller),
     )
 
@@ -168,7 +168,7 @@ def read_run(folder: Path) -> Run:
     config = read_record(folder / "config.json", Settings)
     environment = read_record(folder / "environment.json", Environment)
     summary = read_record(folder / "summary.json", Summary)
-    skipped = WARM_UP_STEPS + (config.flags.get("profile_steps") or -1) + 1
+    skipped = WARM_UP_STEPS + (-1 if config.profile_steps is None else config.profile_steps) + 1
     steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
     if not steps:

@@ -17,13 +17,13 @@ from msgspec import Meta
 
 FORMAT = 1  # goes up where a reader of today's records would misread the new ones
 
-# What a field may hold, checked when a record is read. No measurement is infinite or NaN; a plain
-# float may be, where a training diverged.
-Finite = Annotated[float, Meta(gt=-1e300, lt=1e300)]
-Amount = Annotated[float, Meta(ge=0, lt=1e300)]
-Positive = Annotated[float, Meta(gt=0, lt=1e300)]
-Whole = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+# What a field may hold, checked when a record is read. No measurement is infinite or NaN, or so
+# large or small that a quotient of two would be; a plain float may be, where a training diverged.
+Finite = Annotated[float, Meta(gt=-1e18, lt=1e18)]
+Amount = Annotated[float, Meta(ge=0, lt=1e18)]
+Positive = Annotated[float, Meta(ge=1e-18, lt=1e18)]
+Whole = Annotated[int, Meta(ge=0, le=2**62)]
+Count = Annotated[int, Meta(ge=1, le=2**62)]
 # No line ends and escapes, which would forge lines in a terminal, and no marks of direction.
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
@@ -40,8 +40,13 @@ class Settings:
     arch: Text | None = None
     batch_size: Whole | None = None  # images of one worker in one backward pass
     batch_size_warmup_epochs: Whole = 0
+    batches_per_allreduce: Count = 1
     precision: Text | None = None
     seed: int | None = None
+    wire_format: Text | None = None
+    bucket_cap_mb: Amount | None = None
+    first_bucket_mb: Amount | None = None
+    profile_steps: Whole | None = None
     knobs: Text | None = None  # the file
     knob_variables: dict[str, str] = field(default_factory=dict)  # that the file has set
     flags: dict[str, Any] = field(default_factory=dict)
@@ -238,7 +243,7 @@ class Summary:
     total_seconds: Amount  # the training clock: with evaluations, checkpoints and earlier sessions
     cpu_seconds: Amount  # since the last resume
     cpu_seconds_per_image: Positive | None
-    peak_memory_bytes: Whole  # of the rank that used most
+    peak_memory_bytes: Count  # of the rank that used most
     phases: Phases = Phases()  # of rank 0
     ranks: list[Rank] = field(default_factory=list)
     input: Input = Input()
