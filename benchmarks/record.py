@@ -186,7 +186,7 @@ def read_record(folder: Path, name: str, options: Options | None = None) -> Reco
         record = msgspec.json.decode(
             EARLIER_SIDE.sub(lambda found: found[1].lower(), packed.read_text(path)), type=Record
         )
-    except msgspec.MsgspecError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise MeasurementError(f"{path}: is no record of a benchmark ({error})") from None
     for flag in ("gpu", "quick"):
         if options is not None and record.options.get(flag, False) != getattr(options, flag):

@@ -54,14 +54,16 @@ def keep_measurement(
         question: What it answers, such as wire-format.
         results: The folder of all records.
     """
-    for word in (machine, question):
-        refuse(
+    refuse(
+        *(
             (not NAME.fullmatch(word), f"{word!r}: write small letters, digits, dots and hyphens")
+            for word in (machine, question)
         )
+    )
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
         raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
-    date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text("utf-8"))
+    date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text("utf-8", "replace"))
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
@@ -75,9 +77,9 @@ def keep_measurement(
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
             kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
-            if name.parts[0] == "turns" and name.name not in kept:
-                continue
-            if path.suffix in PACKED and left_out.isdisjoint(name.parts) and path.is_file():
+            is_left_out = name.parts[0] == "turns" and name.name not in kept
+            is_left_out |= not left_out.isdisjoint(name.parts)
+            if path.suffix in PACKED and not is_left_out and path.is_file():
                 texts[name] = without_paths(path.read_text("utf-8", errors="replace"))
         for name in [name for name in texts if len(name.parts) == 1]:
             if name.suffix in OPEN or name.name in (plan.name, "table.json"):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import launch
+from records import a_summary
 
 from compare.evidence.parity import measure, ulp_distances
 from compare.parity import main
@@ -60,8 +62,8 @@ def make_run(
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "config.json").write_text(json.dumps({"batch_norm": "local", **settings}))
     if digest:
-        summary = {"steps": max(steps), "weights_sha256": digest, "fingerprint": settings}
-        (folder / "summary.json").write_text(json.dumps(summary))
+        told = {"steps": max(steps), "weights_sha256": digest, "fingerprint": settings}
+        (folder / "summary.json").write_text(json.dumps(asdict(a_summary(**told))))
     return folder
 
 
@@ -249,6 +251,19 @@ def test_another_model_is_one_message(tmp_path, refusal, change):
     make_run(tmp_path / "B", {(2, 0, "gradient/fc.weight"): change})
     told = "step 2, rank 0: the runs do not hold the same tensor gradient/fc"
     assert told in refusal(main, [str(tmp_path / "A"), str(tmp_path / "B")])
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "[" * 2000, '{"steps": 1}', '{"fingerprint": []}', '{"fingerprint": "x"}',
+])  # fmt: skip
+def test_a_damaged_summary_is_one_message(tmp_path, refusal, text):
+    for name in ("A", "B"):
+        make_run(tmp_path / name)
+        (tmp_path / name / "summary.json").write_text(text)
+    (tmp_path / "A/trace/rank-x").mkdir()  # of nobody
+    (tmp_path / "A/trace/rank-x/step-y.npz").write_text("")
+    told = refusal(main, [str(tmp_path / "A"), str(tmp_path / "B")])
+    assert str(tmp_path / "A/summary.json") in told
 
 
 def test_runs_that_part_after_the_trace_have_diverged(compare, tmp_path):

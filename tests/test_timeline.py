@@ -241,10 +241,20 @@ def test_damaged_times_of_gradients_keep_back_the_list_alone(tmp_path, capsys):
         ("run -o no/x.json", "", "", "No such file or directory"),
         ("run", "rank-1.json", '{"traceEvents": [', "rank-1.json cannot be read"),
         ("run", "rank-0.json", '{"traceEvents": []}', "baseTimeNanoseconds"),
+        *(
+            ("run", "rank-0.json", text, "rank-0.json cannot be read")
+            for text in (
+                "[" * 2000,
+                '{"baseTimeNanoseconds": 1, "traceEvents": [5]}',
+                '{"baseTimeNanoseconds": 1, "traceEvents": [{"name": "x", "ph": "X", "ts": "1"}]}',
+                '{"baseTimeNanoseconds": 1, "traceEvents": [{"name": "process_labels", "pid": 1}]}',
+            )
+        ),
         ("run", "rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "holds no step"),
         ("run", TIMELINE, '[{"ph": "i", "name": "x", "ts": 1}]', "timeline with its start"),
         ("run", TIMELINE, '[{"ph": "i", "name": "x", ', "is no whole timeline"),
         ("run", TIMELINE, "[1, 2]", "is no whole timeline"),
+        ("run", TIMELINE, "[" * 2000, "is no whole timeline"),
     ],
 )
 def test_a_mistake_or_a_damaged_profile_is_one_message_and_nothing_is_written(

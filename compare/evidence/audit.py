@@ -6,7 +6,6 @@ all of a record's files consistently is not found: only another measurement is p
 
 import math
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -33,9 +32,8 @@ def contradictions(
     that were measured before it."""
     yield from against_plan(block, plan, place)
     yield from against_sides(block, sides)
-    last = [one.turns[-1] for one in before[-1:]]
-    created = datetime.fromisoformat(plan.created_utc).timestamp()
-    yield from against_clock([*last, *block.turns], created)
+    turns = [*(one.turns[-1] for one in before[-1:]), *block.turns]
+    yield from against_clock(turns, datetime.fromisoformat(plan.created_utc).timestamp())
 
 
 def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iterator[str]:
@@ -58,10 +56,8 @@ def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iter
             planned = f"{TRAINERS[one.engine]} {shlex.join(words)}"
             if not command.translate(UNQUOTED).endswith(planned.translate(UNQUOTED)):
                 yield f"the command of {one.name} is {command}, and not that of the plan"
-    by_round = defaultdict[int, list[str]](list)
-    for turn in block.of("speed"):
-        by_round[turn.round].append(turn.side)
-    for number, names in by_round.items():
+    for number in dict.fromkeys(turn.round for turn in block.of("speed")):
+        names = [turn.side for turn in block.of("speed") if turn.round == number]
         if names != [*block.order][:: -1 if number % 2 else 1]:
             yield f"the turns of round {number} are of {names}, which is not their order"
 

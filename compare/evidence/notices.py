@@ -48,8 +48,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
                 f"{folder}: other processes kept {run.other_load:.1f} of "
                 f"{count(cores, 'core')} busy"
             )
-    damaged = dict.fromkeys(why for *_, why in comparison.damaged_blocks)
-    found[MISSING] += [f"unreadable: {why}" for why in damaged]
+    found[MISSING] += dict.fromkeys(f"unreadable: {why}" for *_, why in comparison.damaged_blocks)
     found[WARNINGS] += [
         f"turns, {place_text(*place)}, block {block.number}: others kept up to "
         f"{block.other_load:.2f} cores busy in the rounds that count"

@@ -9,7 +9,7 @@ with a standard deviation that is estimated, too. The interval is then of the co
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import combinations
 
 import numpy as np
 from scipy.optimize import brentq
@@ -18,7 +18,7 @@ from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
 from compare.evidence.records import Comparison
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import without_paths
-from recipe.errors import UserError
+from recipe.errors import refuse
 
 MIN_OCCASIONS = 4  # for a standard deviation between them: of fewer it is often 0 by chance
 
@@ -40,15 +40,13 @@ class OverOccasions:
 def refuse_copies(comparisons: Sequence[Comparison]) -> None:
     """Raise UserError if two folders hold the same comparison, kept, copied or given twice: as
     another occasion it would make the interval narrower and say nothing new."""
-    folders = dict[tuple[str, int | None], Path]()
-    for one in comparisons:
-        made = one.plan.created_utc, one.plan.order_seed
-        if made in folders:
-            raise UserError(
-                f"{folders[made]} and {one.folder} are the same comparison, begun at {made[0]}: a "
-                "copy is no further occasion; give one of them"
-            )
-        folders[made] = one.folder
+    for one, other in combinations(comparisons, 2):
+        made = (one.plan.created_utc, one.plan.order_seed)
+        refuse((
+            made == (other.plan.created_utc, other.plan.order_seed),
+            f"{one.folder} and {other.folder} are the same comparison, begun at {made[0]}: a copy "
+            "is no further occasion; give one of them",
+        ))  # fmt: skip
 
 
 def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasions]:
@@ -76,8 +74,8 @@ def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasio
         known = [estimate for estimate in found if estimate]
         if len(known) > 1:
             pooled, spread = pool(known)
-            told = spread if len(known) >= MIN_OCCASIONS else None
-            rows.append(OverOccasions(*key[:2], *key[4:], found, pooled, told))
+            told = pooled, spread if len(known) >= MIN_OCCASIONS else None
+            rows.append(OverOccasions(*key[:2], *key[4:], found, *told))
     return rows
 
 

@@ -31,7 +31,7 @@ def content(suffix: str, text: str) -> Any:
         if suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines()]
         value = json.loads(text) if suffix == ".json" else text
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, (dict, list)) else text
 
@@ -76,7 +76,7 @@ def folders(record: Path) -> Lines:
     """Return the packed files of a record: by folder, and there by name; under DAMAGED, by number,
     what is wrong with the lines that cannot be read."""
     path = record / PACKED
-    return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {}
+    return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {DAMAGED: {}}
 
 
 @lru_cache(maxsize=4)

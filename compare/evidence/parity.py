@@ -9,15 +9,14 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from compare.evidence import packed
-from compare.evidence.run_folder import read_metrics, read_object
+from compare.evidence.run_folder import read_metrics, read_object, read_record
 from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError
-from recipe.record.schema import StepLine
+from recipe.record.schema import StepLine, Summary
 
 # The arrays of a trace, in the order in which a step computes them, and what to look at if the
 # first difference is in one of them.
@@ -151,7 +150,7 @@ def read_trace(run: Path) -> Steps:
     """Return the files of a run's trace (recipe/record/probes.py), by step and rank."""
     return {
         (int(path.stem.removeprefix("step-")), int(path.parent.name.removeprefix("rank-"))): path
-        for path in run.glob("trace/rank-*/step-*.npz")
+        for path in run.glob("trace/rank-[0-9]*/step-[0-9]*.npz")
     }
 
 
@@ -175,11 +174,6 @@ def load(source: Path | Arrays) -> Arrays:
             f"{source} cannot be read ({error}): it is damaged, or no trace; train again with "
             "--tensor-steps"
         ) from None
-
-
-def read_if_there(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a run; {} if there is none, as of a run that has not ended."""
-    return read_object(path) if packed.exists(path) else {}
 
 
 # -- Comparing -------------------------------------------------------------------------------------
@@ -261,14 +255,17 @@ def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0)
             "not compared: gradients, weights and buffers of each step: no trace (train with "
             f"--tensor-steps N) in {' and '.join(lacking)}"
         )
-    a, b = (read_if_there(run / "summary.json") for run in runs)
-    if a and b and a.get("steps") == b.get("steps"):
-        is_equal = a.get("weights_sha256") == b.get("weights_sha256")
+    a, b = (
+        read_record(path, Summary) if packed.exists(path) else None  # it has not ended
+        for path in (run / "summary.json" for run in runs)
+    )
+    if a and b and a.steps == b.steps:
+        is_equal = a.weights_sha256 == b.weights_sha256
         parity.final_weights = "bit-equal" if is_equal else "different"
     else:
-        ends = [f"{end.get('steps')} steps" if end else "no summary.json yet" for end in (a, b)]
+        ends = [f"{end.steps} steps" if end else "no summary.json yet" for end in (a, b)]
         parity.notes.append(f"not compared: final weights: {ends[0]} against {ends[1]}")
-    x, y = (summary.get("fingerprint") or {} for summary in (a, b))
+    x, y = (summary.fingerprint if summary else {} for summary in (a, b))
     parity.notes += [
         f"the settings differ: {name}: {x.get(name)!r} against {y.get(name)!r}"
         for name in sorted(x.keys() | y.keys())
@@ -286,7 +283,7 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
         raise UserError(
             f"{run}: holds no traces of two ranks or more: train on several with --tensor-steps N"
         )
-    config = read_if_there(run / "config.json")
+    config = read_object(path) if packed.exists(path := run / "config.json") else {}
     is_own = {  # what each rank has of its own
         "loss": True,
         "buffer": config.get("batch_norm") != "sync",

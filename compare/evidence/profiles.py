@@ -84,25 +84,33 @@ def read_torch(path: Path, name: str) -> list[Lane]:
     try:
         trace = json.loads(path.read_text())
         base, events = int(trace["baseTimeNanoseconds"]), list(trace["traceEvents"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        labels = {e["pid"]: e["args"]["labels"] for e in events if e["name"] == "process_labels"}
+        own = next((pid for pid, label in labels.items() if label == "CPU"), None)
+        lanes: dict[Any, Lane] = {}
+        for event in events:
+            # The profiler's own marks stand in pseudo-processes called "Spans", "Traces" and "".
+            pid = event["pid"] if isinstance(event.get("pid"), int) else own
+            lane = lanes.setdefault(pid, Lane(f"{name}, {labels.get(pid, 'CPU')}", path))
+            if event["name"] == "thread_name":
+                lane.threads[event.get("tid")] = event["args"]["name"]
+            elif event["ph"] != "M" and "ts" in event:
+                event |= {"ts": base + round(event["ts"] * 1000), "tid": event.get("tid")}
+                if "dur" in event:
+                    event["dur"] = round(event["dur"] * 1000)
+                lane.events.append(event)
+    except (
+        OSError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): it was not written to its end, or not by the "
             "torch that this project pins; profile again"
         ) from None
-    labels = {e["pid"]: e["args"]["labels"] for e in events if e["name"] == "process_labels"}
-    own = next((pid for pid, label in labels.items() if label == "CPU"), None)
-    lanes: dict[Any, Lane] = {}
-    for event in events:
-        # The profiler's own marks stand in pseudo-processes called "Spans", "Traces" and "".
-        pid = event["pid"] if isinstance(event.get("pid"), int) else own
-        lane = lanes.setdefault(pid, Lane(f"{name}, {labels.get(pid, 'CPU')}", path))
-        if event["name"] == "thread_name":
-            lane.threads[event.get("tid")] = event["args"]["name"]
-        elif event["ph"] != "M" and "ts" in event:
-            event |= {"ts": base + round(event["ts"] * 1000), "tid": event.get("tid")}
-            if "dur" in event:
-                event["dur"] = round(event["dur"] * 1000)
-            lane.events.append(event)
     return sorted(lanes.values(), key=lambda lane: (lane.name != f"{name}, CPU", lane.name))
 
 
@@ -116,7 +124,7 @@ def read_timeline(path: Path, name: str) -> Lane:
     try:
         events = msgspec.json.decode(path.read_bytes(), type=list[TimelineEvent])
         start = int(events[0].args["start_time_since_epoch_in_micros"])
-    except (msgspec.MsgspecError, LookupError, ValueError) as error:
+    except (LookupError, RecursionError, ValueError) as error:
         raise UserError(
             f"{path} is no whole timeline with its start ({error!r}): delete it, or profile again"
         ) from None

@@ -15,11 +15,9 @@ from compare.evidence.run_folder import (
     Measured,
     blocks_of_runs,
     contradictions,
-    parse,
     read_block,
     read_last_step,
     read_metrics,
-    read_object,
     read_outcome,
     read_record,
 )
@@ -210,8 +208,9 @@ def load_comparison(folder: Path) -> Comparison:
     comparison = Comparison(folder, plan, runs, earlier, {}, [], [])
     for case, workers in plan.groups():
         load_turns(comparison, case, workers)
-        damaged = packed.folders(folder).get(packed.DAMAGED, {}).values()
-        comparison.damaged_blocks += [(case, workers, why) for why in damaged]
+        comparison.damaged_blocks += [
+            (case, workers, why) for why in packed.folders(folder)[packed.DAMAGED].values()
+        ]
     if not comparison.written:
         reasons = [run.reason for run in runs] + [why for *_, why in comparison.damaged_blocks]
         ended = [run for run in runs if run.status != "not run"]
@@ -289,8 +288,7 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
 def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
     """Read what a complete run or a side says of itself, metrics.jsonl aside; UserError names
     the file and the field that is wrong, or in what it is another run than the planned one."""
-    flags = read_object(folder / "config.json")
-    run.config = parse({**flags, "flags": flags}, Settings, folder / "config.json")
+    run.config = read_record(folder / "config.json", Settings)
     run.environment = read_record(folder / "environment.json", Environment)
     problems = not_as_planned(run, Path(planned))
     if not run.is_side:

@@ -89,14 +89,17 @@ def read_block(path: Path, sides: Iterable[str], told: dict[str, Any] | None = N
             if "images_per_second" in turn and "images" not in turn:
                 turn["images"] = float(turn["images_per_second"]) * float(turn["seconds"])
     block = parse(told, Block, path)
-    rounds = {"order": [*block.order], "one of its turns": [*{turn.side for turn in block.turns}]}
-    for turn in block.of("speed"):
-        rounds.setdefault(f"round {turn.round}", []).append(turn.side)
-    phases = {frozenset(turn.phases) for turn in (*block.of("speed"), *block.of("ablation"))}
-    if block.steps or phases != {frozenset()}:
-        rounds["steps"] = [*block.steps]
+    speed = block.of("speed")
+    phases = {frozenset(turn.phases) for turn in (*speed, *block.of("ablation"))}
+    rounds = {
+        "order": [*block.order],
+        "one of its turns": [*{turn.side for turn in block.turns}],
+        "steps": [*block.steps] if block.steps or any(phases) else expected,
+        **{f"round {n}": [turn.side for turn in speed if turn.round == n]
+           for n in {turn.round for turn in speed}},
+    }  # fmt: skip
     refuse(
-        (not block.of("speed"), f"{path}: it holds no turn"),
+        (not speed, f"{path}: it holds no turn"),
         (
             len(phases) > 1 or any(names and "backward" not in names for names in phases),
             f"{path}: its turns have not the same phases, with backward among them",
@@ -154,9 +157,9 @@ def read_record(path: Path, kind: type[Record]) -> Record:
 
 def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Record:
     """Make a record of a JSON object; UserError names the field that is missing or wrong. Fields
-    that the record lacks are of a newer version, and passed over."""
+    that the record lacks are of a newer version, and passed over; `flags` holds them all."""
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert({**values, "flags": values}, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{where}: {explanation(str(error), values)}") from None
 

@@ -41,8 +41,8 @@ def short(value: Any) -> str:
 
 def without_paths(text: str) -> str:
     """Replace the project's folder and the home directory, which say nothing elsewhere."""
-    text = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
-    return text.replace(f"{Path.home()}/", "~/")
+    own = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
+    return own.replace(f"{Path.home()}/", "~/")
 
 
 def digits(estimate: Estimate) -> int:

@@ -55,7 +55,6 @@ NOT_RECORDED = "not recorded"
 # In what occasions of one question may differ: this project's versions, whose presets have changed
 # names (what a preset sets is compared by itself), where files lie, and the moment's clock.
 OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
-NAMES = {"hosts", "CUDA_VISIBLE_DEVICES"}  # of what the workers ran on: as many ask the same
 TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
 
 
@@ -248,8 +247,8 @@ class SideBySide:
 
 def asks_other(name: str, values: Sequence[str]) -> bool:
     """Tell whether comparisons with these values of a setting, or of a fact, ask other questions.
-    Hosts may have other names; and what a version did not know yet, it did as by default."""
-    if name in NAMES:
+    Hosts and GPUs may have other names; what a version did not know yet, it did as by default."""
+    if name in ("hosts", "CUDA_VISIBLE_DEVICES"):
         values = [str(value.count(",")) for value in values]
     known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
     meant = {known if value == NOT_RECORDED else value for value in values}

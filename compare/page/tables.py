@@ -67,9 +67,8 @@ class Column:
     def text(self, value: float) -> str:
         """Return a number as text."""
         scaled = self.scale * value
-        if self.pattern or scaled <= 0:
-            return (self.pattern or "{:.3g}").format(scaled).replace("-", "−")
-        return three_digits(scaled)
+        pattern = self.pattern or ("{:.3g}" if scaled <= 0 else "")
+        return pattern.format(scaled).replace("-", "−") if pattern else three_digits(scaled)
 
 
 @dataclass(frozen=True)
