@@ -66,6 +66,7 @@ def pages(tmp_path_factory):
         "block-1/ddp-torchrun-1/outcome.json": {"status": "failed", "exit_code": 3},
         "block-2/horovod-mpi-2/outcome.json": {"other_load": 1.7},
         "block-2/horovod-mpi-2/environment.json": {"cpu_model": "Another one"},
+        "plan.json": {"created_utc": "2026-11-22T12:00:00+00:00"},
     }.items():
         edit(troubles / file, **changes)
     assert [report.main([str(folder)]) for folder in folders.values()] == [0] * len(folders)
