@@ -265,15 +265,13 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
     cache.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=cache.parent) as folder:
         work = Path(folder)
-        # From whichever registry or mirror pip is set up to use.
+        # From whichever registry or mirror pip is set up to use. pip compares the hash first, and
+        # runs the archive's setup.py, for metadata, after that.
+        listed = work / "requirements.txt"
+        listed.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
         words = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
-        pip("download", *words, f"horovod=={VERSION}")
+        pip("download", *words, "--requirement", str(listed))
         archive, source = work / f"horovod-{VERSION}.tar.gz", work / f"horovod-{VERSION}"
-        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if digest != SDIST_SHA256:
-            raise BuildError(
-                f"{archive.name}, of your registry or mirror, is not Horovod's: sha256 {digest}"
-            )
         shutil.unpack_archive(archive, work)
         for patch in PATCHES:
             if patch.name != CPU_PATCH or not facts["gpu"]:

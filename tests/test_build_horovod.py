@@ -15,7 +15,7 @@ from launching import wait_until
 from making import write_program
 
 from horovod_train import build_horovod
-from horovod_train.build_horovod import SDIST_SHA256, BuildError
+from horovod_train.build_horovod import BuildError, run_group
 
 FACTS = {
     "horovod": "0.28.1",
@@ -56,22 +56,31 @@ def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
     assert build_horovod.cache_of(build_horovod.gather_facts(args)[0]) != plain
 
 
-def test_failed_build_leaves_no_entry_and_no_rubbish(tmp_path, monkeypatch):
-    def download(*words: str) -> None:
-        with tarfile.open(Path(words[-2]) / "horovod-0.28.1.tar.gz", "w:gz"):
-            pass
-
-    monkeypatch.setattr(build_horovod, "pip", download)
+def test_archive_of_another_hash_is_refused_before_its_code_runs(tmp_path, monkeypatch, capfd):
+    """And a build that fails leaves no entry in the cache, and no rubbish beside it."""
+    ran, packed = tmp_path / "ran", tmp_path / "horovod-0.28.1"
+    packed.mkdir()
+    (packed / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    setup = f"import setuptools\nopen({str(ran)!r}, 'w')\n"
+    (packed / "setup.py").write_text(setup + "setuptools.setup(name='horovod', version='0.28.1')")
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(packed, packed.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setattr(build_horovod, "PATCHES", [])
-    monkeypatch.setattr(
-        build_horovod, "PIP", [sys.executable, "-c", "print('x: error: no'); exit(1)"]
-    )
-    cache = tmp_path / "wheels" / "key"
-    with pytest.raises(BuildError, match=r"horovod-0.28.1.tar.gz, .* is not Horovod's: sha256"):
-        build_horovod.build_wheel(FACTS, {"mpi_bin": tmp_path / "bin"}, cache)
-    monkeypatch.setattr(hashlib, "sha256", lambda _: Mock(hexdigest=lambda: SDIST_SHA256))
+    cache, places = tmp_path / "wheels" / "key", {"mpi_bin": tmp_path / "bin"}
+    with pytest.raises(BuildError, match=r"pip download .* failed"):
+        build_horovod.build_wheel(FACTS, places, cache)
+    assert f"Expected sha256 {build_horovod.SDIST_SHA256}" in capfd.readouterr().err
+    assert not ran.exists() and not any(cache.parent.iterdir())
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(build_horovod, "SDIST_SHA256", digest)
+    failing = [sys.executable, "-c", "print('x: error: no'); exit(1)"]
+    monkeypatch.setattr(build_horovod, "run_group", lambda *_: run_group(failing, {}))
     with pytest.raises(BuildError, match=r"x: error: no\n(.|\n)*failed-key\.log"):
-        build_horovod.build_wheel(FACTS, {"mpi_bin": tmp_path / "bin"}, cache)
+        build_horovod.build_wheel(FACTS, places, cache)
+    assert ran.exists()  # as pip wants its metadata
     assert [path.name for path in cache.parent.iterdir()] == ["failed-key.log"]
 
 
