@@ -257,11 +257,12 @@ class OptimizationFlags:
         5.0, NOT_NEGATIVE, aliases="--lr-warmup-epochs", needs="training", decides=RATES
     )
     """Epochs of warm-up."""
-    warmup_method: Literal["gradual", "linear"] = work(
+    warmup_method: Literal["gradual", "gradual-256", "linear"] = work(
         "gradual", aliases="--lr-warmup-method", needs="warm-up", decides=RATES
     )
-    """gradual: from one worker's rate to the scaled rate (Goyal et al. 2017). linear: from 1 % of
-    the scaled rate."""
+    """gradual: from one worker's rate to the scaled rate (Horovod's Keras example). gradual-256:
+    from the rate of 256 images a step; constant if a step has no more (Goyal et al. 2017). linear:
+    from 1 % of the scaled rate."""
     clip_grad_norm: float | None = work(None, ABOVE_0, needs="training")
     """Largest norm of the gradient of all weights together."""
     seed: int = work(42, SEED, decides=("data_order_sha256", *WEIGHTS), chief=True)

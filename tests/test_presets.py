@@ -54,7 +54,7 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("goyal-90", "lr_step_epochs", (30, 60, 80), GOYAL + "5.1: 30-th, 60-th, and 80-th epoch"),
     ("goyal-90", "lr_gamma", 0.1, GOYAL + "5.1: 1/10; " + KERAS + "multiplier=1e-1"),
     ("goyal-90", "warmup_epochs", 5, GOYAL + "2.2: 5; " + KERAS + "--warmup-epochs default=5"),
-    ("goyal-90", "warmup_method", "gradual", GOYAL + "5.2: from 0.1 linearly to 3.2"),
+    ("goyal-90", "warmup_method", "gradual-256", GOYAL + "5.2: from 0.1 linearly to 3.2"),
     ("goyal-90", "label_smoothing", 0.0, KERAS + "categorical_crossentropy"),
     ("goyal-90", "train_crop_size", 224, GOYAL + "5.1: 224x224 random crop, or its flip"),
     ("tv-v1", "arch", "resnet50", "torchvision, README: --model $MODEL, no other flag"),
@@ -275,13 +275,17 @@ def test_the_digits_have_forgotten_what_batch_norm_began_with(preset: str) -> No
 # preset, epoch, workers, and the rate of the source. Goyal et al.: 0.1 for a batch of 256;
 # torchvision's, FFCV's and timm's are those of 8 workers; NVIDIA's 0.256 per 256 images.
 RATES = [
-    ("goyal-90", 0, 256, 0.1 / 8),
-    ("goyal-90", 5, 8, 0.1),
+    ("goyal-90", 0, 256, 0.1),
+    ("goyal-90", 2.5, 256, (0.1 + 3.2) / 2),
+    ("goyal-90", 0, 16, 0.1),
+    *[("goyal-90", epoch, 8, 0.1) for epoch in (0, 2.5, 5)],
+    ("goyal-90", 0, 1, 0.1 / 8),
     ("goyal-90", 5, 256, 3.2),
     ("tv-v1", 0, 8, 0.1),
     ("tv-v1", 89.9, 8, 0.001),
     ("dle-90", 8, 8, 2.048),
     ("dle-90", 90, 8, 0),
+    ("tv-v2", 0, 8, 0.5 * 0.01),
     ("tv-v2", 5, 8, 0.5),
     ("tv-vgg16", 0, 8, 0.01),
     ("ffcv-rn50-16", 2, 8, 1.7),
