@@ -280,6 +280,15 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
             f"--weights {config.weights}: --pretrained names other weights; give one of the two",
         ),
         (
+            config.new_head and not config.weights,
+            "--new-head: starts the last layer anew, and the others from --weights FILE; add that",
+        ),
+        (
+            config.new_head and (config.evaluate or config.resume not in (None, "auto")),
+            "--new-head: a last layer that starts anew has to be trained first; leave it out with "
+            "--evaluate, and with --resume FILE, which goes on with all layers",
+        ),
+        (
             config.evaluate and not (config.weights or config.pretrained or config.resume),
             "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
             "--resume",

@@ -165,6 +165,8 @@ class ModelFlags:
     weights: str | None = place(None, per_rank="first", decides=WEIGHTS)
     """Start from this file: a checkpoint of this project, of pytorch/examples, of torchvision's
     reference, of Horovod's example, or a bare state dict."""
+    new_head: bool = work(False, decides=WEIGHTS)
+    """Of --weights: start the last layer anew, as for another number of classes."""
     batch_norm: Literal["local", "average", "sync"] = work("local", needs="workers", chief=True)
     """BatchNorm statistics over ranks. local: each rank its own, rank 0's are evaluated and saved
     (DDP's default, done once an evaluation instead of once a forward). average: the running

@@ -173,7 +173,7 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     session = Session(rung.name, config, world, data, device, rung.sum_over_ranks, rung.readers)
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
-        load_weights(model, config.weights)
+        load_weights(model, config, data.num_classes)
     rung.model = rung.network = model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():

@@ -8,7 +8,6 @@ import time
 import types
 from importlib import metadata
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from launching import wait_until

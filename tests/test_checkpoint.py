@@ -10,6 +10,7 @@ import math
 import operator
 import os
 import pickle
+import re
 import resource
 import threading
 import zipfile
@@ -54,7 +55,7 @@ from recipe.record.resume import (
     set_aside,
 )
 from recipe.record.weights import load_weights
-from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
+from recipe.training.model import build_ema, build_model, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -524,7 +525,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
     except UserError as error:
         assert "\n" not in str(error)
     try:
-        load_weights(TinyNet(), str(path))
+        load_weights(TinyNet(), replace(CONFIG, weights=str(path)), 3)
     except UserError as error:
         assert "\n" not in str(error)
 
@@ -783,7 +784,7 @@ def test_what_is_of_another_network(parts: Any, contents: Any, words: str) -> No
 def loaded(file: Path) -> bool:
     """Whether a network gets from this file what STATE holds."""
     model = TinyNet()
-    load_weights(model, str(file))
+    load_weights(model, replace(CONFIG, weights=str(file)), 3)
     return all(torch.equal(STATE[key], value) for key, value in model.state_dict().items())
 
 
@@ -833,14 +834,14 @@ def test_weights_of_this_project_and_of_old_files(tmp_path: Path) -> None:
     state = {**STATE, "aux1.weight": torch.zeros(1)}
     del state["norm.num_batches_tracked"]  # which came with torch 0.4.1
     torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    load_weights(TinyNet(), str(tmp_path / "old.pth"))
+    load_weights(TinyNet(), replace(CONFIG, weights=str(tmp_path / "old.pth")), 3)
 
 
 def test_code_in_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": STATE, "extra": Evil()}, "w.pth")
     with pytest.raises(UserError, match=r"^.*posix.mkdir.*run code.*$"):
-        load_weights(TinyNet(), "w.pth")
+        loaded(Path("w.pth"))
     assert not Path("hacked").exists()
 
 
@@ -859,5 +860,41 @@ def test_code_in_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_weights_that_do_not_fit(contents: Any, words: str, tmp_path: Path) -> None:
     torch.save(contents, tmp_path / "w.pth")
-    with pytest.raises(UserError, match=f"--weights .*w.pth: .*{words}"):
+    with pytest.raises(UserError, match=f"--weights .*w.pth: .*{words}.*(--new-head|top)$"):
         loaded(tmp_path / "w.pth")
+
+
+# The part of a network that pytorch/examples wraps, and the weights of its last layer.
+HEADS = {
+    "resnet18": ("", {"fc.weight", "fc.bias"}),
+    "alexnet": ("features.", {"classifier.6.weight", "classifier.6.bias"}),
+    "vgg11_bn": ("features.", {"classifier.6.weight", "classifier.6.bias"}),
+    "mobilenet_v3_small": ("", {"classifier.3.weight", "classifier.3.bias"}),
+    "squeezenet1_1": ("", {"classifier.1.weight", "classifier.1.bias"}),
+    "vit_b_16": ("", {"heads.head.weight", "heads.head.bias"}),
+    "timm:resnet10t": ("", {"fc.weight", "fc.bias"}),
+    "timm:deit_tiny_distilled_patch16_224": (
+        "", {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "classes"), [*((arch, 5) for arch in HEADS), ("resnet18", 3)])
+def test_all_but_the_last_layer_of_a_file(arch: str, classes: int, tmp_path: Path) -> None:
+    """--new-head; without it the file of another number of classes is refused."""
+    if arch.startswith("timm:"):
+        pytest.importorskip("timm")
+    (part, head), pixels = HEADS[arch], {"train_crop_size": 224, "val_crop_size": 224}
+    config = a_config(arch=arch, **pixels, weights=str(tmp_path / "w.pth"), seed=1)
+    theirs = build_model(config, classes, download=False).state_dict()
+    wrapped = {re.sub(f"^{part}", f"{part}module.", key): theirs[key] for key in theirs}
+    torch.save({"state_dict": wrapped}, config.weights)
+    config = replace(config, new_head=True, seed=2)
+    own = build_model(config, 3, download=False)
+    fresh = copy.deepcopy(own.state_dict())
+    load_weights(own, config, 3)
+    for key, value in own.state_dict().items():
+        assert torch.equal(value, (fresh if key in head else theirs)[key]), key
+    config = replace(config, new_head=False)
+    with nullcontext() if classes == 3 else pytest.raises(UserError, match=r"--new-head$"):
+        load_weights(own, config, 3)

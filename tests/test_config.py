@@ -265,6 +265,9 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
         ({"name": ".."}, "without a slash"),
         ({"pretrained": True, "weights": "f"}, "one of the two"),
         ({"evaluate": True}, "--weights FILE"),
+        ({"new_head": True}, "others from --weights FILE; add that"),
+        ({"new_head": True, "weights": "f", "evaluate": True}, "has to be trained first"),
+        ({"new_head": True, "weights": "f", "resume": "c.pt"}, "goes on with all layers"),
         ({"use_adasum": True}, "only Horovod"),
     ],
 )

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from recipe.config import Config
 from recipe.errors import UserError, refuse
-from recipe.training.model import without_auxiliary_heads
+from recipe.training.model import last_layer, without_auxiliary_heads
 
 # Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
 HARMLESS: list[Any] = [
@@ -28,18 +29,23 @@ HARMLESS: list[Any] = [
 STATE_KEYS = ("model", "state_dict", "model_state_dict")
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def load_weights(model: nn.Module, config: Config, num_classes: int) -> None:
     """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
-    example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off."""
-    file = Path(path).expanduser()
-    refuse((not file.is_file(), f"--weights {path}: there is no such file"))
+    example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off.
+    With --new-head the last layer keeps those that it began with."""
+    file, name = Path(config.weights or ""), f"--weights {config.weights}"
+    refuse((not file.is_file(), f"{name}: there is no such file"))
     if file.suffix == ".safetensors":
-        contents = _read_safetensors(file, f"--weights {path}")
+        contents = _read_safetensors(file, name)
     else:
         with file.open("rb") as content:
-            contents = read_file(content, f"--weights {path}")
-    state = state_in(contents, f"--weights {path}")
-    load_state(model, without_auxiliary_heads(state), f"--weights {path}")
+            contents = read_file(content, name)
+    state = without_auxiliary_heads(state_in(contents, name))
+    if config.new_head:
+        own = model.state_dict()
+        state |= {key: own[key] for key in last_layer(model, config, num_classes)}
+    otherwise = "" if config.new_head else ", or start the last layer anew with --new-head"
+    load_state(model, state, name, otherwise)
 
 
 def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict[str, torch.Tensor]:
@@ -52,9 +58,10 @@ def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict
     ):
         raise UserError(f"{name}: holds no state dict under {' or '.join(keys)}, or at its top")
     # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
+    # Of AlexNet and VGG pytorch/examples has wrapped the convolutions alone.
+    prefixes = r"^((module|model)\.)+|(?<=^features\.)module\."
     return {
-        re.sub(r"^((module|model)\.)+", "", key.replace("_orig_mod.", "")): value
-        for key, value in state.items()
+        re.sub(prefixes, "", key.replace("_orig_mod.", "")): value for key, value in state.items()
     }
 
 
@@ -82,7 +89,10 @@ def _read_safetensors(file: Path, name: str) -> Any:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
 
 
-def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
+def load_state(
+    model: nn.Module, state: dict[str, torch.Tensor], name: str, otherwise: str = ""
+) -> None:
+    """UserError, with `name` for the file, if it does not fit."""
     expected = model.state_dict()
     # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
     # not need it.
@@ -97,7 +107,7 @@ def load_state(model: nn.Module, state: dict[str, torch.Tensor], name: str) -> N
     if problems:
         raise UserError(
             f"{name}: does not fit the model ({len(problems)} problems): {'; '.join(problems[:3])};"
-            " check --arch and the number of classes"
+            f" check --arch and the number of classes{otherwise}"
         )
     model.load_state_dict(state, strict=False)
 

@@ -54,7 +54,8 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
             raise UserError(
                 f"--pretrained: {config.arch}'s published weights tell "
                 f"{len(published.meta['categories'])} classes apart, and the data has "
-                f"{num_classes}; train from scratch, or give --weights of a matching checkpoint"
+                f"{num_classes}; train from scratch, or give their file with --weights and add "
+                "--new-head"
             )
     torch.manual_seed(config.seed)
     try:
@@ -251,6 +252,19 @@ def _settings(config: Config) -> dict[str, Any]:
     if config.arch.startswith("timm:"):
         return {"img_size": size}
     return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
+
+
+def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
+    """The weights whose shape the number of classes decides, by name; UserError if there are none.
+    A few networks have two such layers."""
+    with torch.device("meta"):
+        other = _new_network(config, num_classes + 1).state_dict()
+    names = {name for name, own in model.state_dict().items() if own.shape != other[name].shape}
+    if not names:
+        raise UserError(
+            f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out"
+        )
+    return names
 
 
 def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
