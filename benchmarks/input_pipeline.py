@@ -39,7 +39,7 @@ from compare.evidence.turns import Block, Turn
 from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
-from recipe.config import Config
+from recipe.config import Config, home_path
 from recipe.data.batches import Images
 from recipe.data.image_folder import Listing, list_images
 from recipe.data.images import TrainTransform
@@ -138,7 +138,7 @@ def take_turns(
     keep_freed_memory()
     torch.manual_seed(seed)  # torchvision's crops
     config = Config(seed=seed)
-    listing = list_images(jpegs / "train", Path(config.cache_dir).expanduser())
+    listing = list_images(jpegs / "train", Path(home_path("--cache-dir", config.cache_dir)))
     found, stream = contenders(listing, config), SampleStream(len(listing), seed)
 
     def batches(first: int, count: int) -> list[list[int]]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.command import run_tool
-from recipe.config import cache_folder
+from recipe.config import home_path
 from recipe.data.decoding import ONE_IN, decode, suspect
 from recipe.data.folder_errors import PASSED_OVER, SPLIT_NAMES
 from recipe.data.image_folder import Listing
@@ -81,7 +81,8 @@ def check_images(
         if path.is_dir() and not PASSED_OVER.match(os.fsencode(path.name))
     }
     parts = sorted(inner & {"train", "val"}) if inner <= SPLIT_NAMES else []
-    listings = [open_images(folder / part, Path(cache_folder(cache_dir))) for part in parts or [""]]
+    cache = Path(home_path("--cache-dir", cache_dir))
+    listings = [open_images(folder / part, cache) for part in parts or [""]]
     faults = [faults_of(listing) for listing in listings]
     told: dict[str, Any] = {
         "images": sum(map(len, listings)),

@@ -25,6 +25,7 @@ from recipe.knobs import Knobs, read_knobs, set_variables
 from recipe.presets import PRESETS
 from recipe.world import World
 
+PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
 NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data, the last for "not given"
 
 
@@ -57,7 +58,7 @@ def read_flags(
     sense, and SystemExit after --help or a value that the parser does not know. `program`: what
     these say that --help is given to, if not this process's script."""
     path = last_value(argv, "--knobs")
-    tables = read_knobs(Path(path).expanduser()) if path is not None else {}
+    tables = read_knobs(Path(home_path("--knobs", path))) if path is not None else {}
     knobs = tables.get(engine, Knobs())  # none for an engine that the file does not name
     given = {word.split("=")[0].replace("_", "-") for word in argv}
     for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
@@ -174,27 +175,26 @@ def _resolve(config: Config) -> Config:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
         config = replace(config, wire_format="fp16", fp16_allreduce=False)
-    train_dir, val_dir = config.train_dir, config.val_dir
-    if config.data not in NOT_FOLDERS:
-        train_dir = train_dir or os.path.join(config.data, "train")
-        val_dir = val_dir or os.path.join(config.data, "val")
-    return replace(
-        config,
-        train_dir=train_dir and os.path.expanduser(train_dir),
-        val_dir=val_dir and os.path.expanduser(val_dir),
-        cache_dir=cache_folder(config.cache_dir),
+    given: dict[str, str | None] = {name: getattr(config, name) for name in PATHS}
+    config = replace(
+        config, **{name: path and home_path(spelled(name), path) for name, path in given.items()}
     )
+    if config.data in NOT_FOLDERS:
+        return config
+    train_dir = config.train_dir or os.path.join(config.data, "train")
+    val_dir = config.val_dir or os.path.join(config.data, "val")
+    return replace(config, train_dir=train_dir, val_dir=val_dir)
 
 
-def cache_folder(name: str) -> str:
-    """The folder that --cache-dir names; UserError if it is below a home that there is not."""
-    folder = os.path.expanduser(name)
-    if folder.startswith("~"):
+def home_path(flag: str, name: str) -> str:
+    """The path that a flag names, `~` and `~user` replaced; UserError if there is no such home."""
+    path = os.path.expanduser(name)
+    if path.startswith("~"):
         raise UserError(
-            f"--cache-dir {name}: this user has no home folder (HOME is not set); name a folder "
-            "that can be written"
+            f"{flag} {name}: {name.partition('/')[0]} is no home folder here (no such user, or "
+            "HOME is not set); write the path out"
         )
-    return folder
+    return path
 
 
 def check(config: Config, engine: str, world_size: int) -> None:

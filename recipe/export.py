@@ -51,7 +51,9 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
         # Those that did better in the evaluation after that step; the model's if there was none.
-        evaluations = lines_by_step(path.parents[1], "eval").get(step, [{"top1": 0.0}])
+        evaluations = lines_by_step(path.absolute().parent.parent, "eval").get(
+            step, [{"top1": 0.0}]
+        )
         whose = str(max(evaluations, key=lambda line: line["top1"]).get("weights", "model"))
         state = state_in(checkpoint, str(path), [whose])
         state.pop("n_averaged", None)  # of a moving average

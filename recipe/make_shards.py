@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
-from recipe.config import cache_folder
+from recipe.config import home_path
 from recipe.data.decoding import image_size
 from recipe.data.image_folder import (
     DAMAGE,
@@ -174,7 +174,7 @@ def run(
         shards: Where they are written.
         cache_dir: For the folder's listing.
     """
-    return make_shards(folder, shards, Path(cache_folder(cache_dir)), images_per_shard)
+    return make_shards(folder, shards, Path(home_path("--cache-dir", cache_dir)), images_per_shard)
 
 
 main = partial(

@@ -377,6 +377,11 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read(folder / "best.pt")["progress"]["step"] == 10
     partial = [partial_name(folder / name) for name in ("step-000000010.pt", "best.pt")]
     assert synced == [str(path) for path in (partial[0], folder, partial[1], folder)]
+    partial[1].symlink_to("/dev/full")
+    monkeypatch.setattr(Path, "unlink", mock.Mock())  # which would make room
+    mark_best(step_path(folder, 10))
+    with pytest.raises(UserError, match=r"best.pt: .*written \(No space left on device\)"):
+        finish_checkpoint()
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "one byte", "text"])

@@ -513,17 +513,19 @@ def test_suggested_flags_exist(help_text: str) -> None:
 def test_cache_folder(environ: dict[str, str], folder: str) -> None:
     """An empty variable counts as none (XDG Base Directory Specification)."""
     environ = {"HOME": "/home/me", "PYTHONPATH": str(ROOT), **environ}
-    code = "from recipe.config import Config, cache_folder as f; print(f(Config.cache_dir))"
+    code = "from recipe.config import Config, home_path as f; print(f('', Config.cache_dir))"
     text = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
     assert text == f"{folder}imagenet-horovod-ddp\n"
 
 
-def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under a number that its passwd does not have."""
+@pytest.mark.parametrize("user", ["~", "~nosuchuser"])
+@pytest.mark.parametrize("flag", [*map(spelled, config_module.PATHS), "--knobs"])
+def test_a_home_that_there_is_not(flag: str, user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also this user's, in a container that runs under a number that its passwd does not have."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
-    with pytest.raises(UserError, match=r"--cache-dir ~/x: this user has no home folder"):
-        config_module.cache_folder("~/x")
+    with pytest.raises(UserError, match=f"^{flag} {user}/x: {user} is no home folder here"):
+        read_flags("ddp", 1, ["--cache-dir", "/c", flag, f"{user}/x"], talk=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """A training's weights for other tools, and back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def save(folder: Path, parts: Trainables, step: int, is_best: bool = False) -> P
 def read_back(file: Path) -> dict[str, tuple]:
     """The weights that a network gets from a file."""
     model = TinyNet()
-    load_weights(model, str(file))
+    load_weights(model, replace(CONFIG, weights=str(file)), 3)
     return {name: bits(value) for name, value in model.state_dict().items()}
 
 
@@ -76,12 +77,15 @@ def test_the_better_weights_come_back(
         assert file.metadata() == told
 
 
-def test_the_best_checkpoint_is_taken_or_the_one_that_is_named(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_taken_or_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, out = tmp_path / "run", tmp_path / "w.safetensors"
     models = {step: trainables(seed=step) for step in (3, 6, 9)}
     for step, parts in models.items():
         path = save(run, parts, step, is_best=step == 6)
-    for source, step in ((run, 6), (path, 9)):
+    monkeypatch.chdir(path.parent)
+    for source, step in ((run, 6), (path, 9), (path.name, 9)):
         assert main([str(source), str(out)]) == 0
         assert read_back(out) == weights_of(models[step].model)
     (run / "checkpoints" / "best.pt").unlink()

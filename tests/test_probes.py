@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from launching import read_json
 from making import TinyNet, a_config, a_world
 
+from recipe.errors import UserError
+from recipe.files import partial_name
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.training.phases import WARM_UP_STEPS
 
@@ -56,6 +59,14 @@ def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
     for step in times["steps"]:
         assert step["ready"].keys() == times["elements"].keys()
         assert all(step["backward"] <= ready <= step["end"] for ready in step["ready"].values())
+
+
+def test_a_profile_on_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    times = tmp_path / "profile/gradients-rank-0.json"
+    times.parent.mkdir()
+    partial_name(times).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"the run cannot be written there \(No space left"):
+        profiled(tmp_path, 2, WARM_UP_STEPS + 5)
 
 
 def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
         affinity = ()
     knobs = {last_value(words, "--knobs") for words in plan.flag_lists}
-    paths = {name: Path(name).expanduser() for name in sorted(filter(None, knobs))}
+    paths = {name: Path(os.path.expanduser(name)) for name in sorted(filter(None, knobs))}
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     return PlanRecord(
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},

@@ -7,8 +7,9 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,19 @@ def save_checkpoint(
             "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
             "--clip-grad-norm"
         )
-    try:
+    with _one_sentence(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
         for old in outdated(path.parent, keep, older_by) if keep is not None else ():
             old.unlink()
+
+
+@contextmanager
+def _one_sentence(path: Path) -> Iterator[None]:
+    """Turn the error of a full or broken disk into a UserError that names the checkpoint."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
@@ -212,12 +220,13 @@ def _mark_best(path: Path, best: Path) -> None:
     if not path.exists():
         return
     temporary = partial_name(best)
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError:  # a file system without hard links
-        with path.open("rb") as original, whole_file(best, sync=True) as file:
-            shutil.copyfileobj(original, file)
-    else:
-        temporary.replace(best)
-        sync_folder(best.parent)
+    with _one_sentence(best):
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without hard links
+            with path.open("rb") as original, whole_file(best, sync=True) as file:
+                shutil.copyfileobj(original, file)
+        else:
+            temporary.replace(best)
+            sync_folder(best.parent)

@@ -130,7 +130,8 @@ class StepProfiler:
 
     def _start(self) -> None:
         expect_delay()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with one_sentence(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -154,8 +155,9 @@ class StepProfiler:
         expect_delay()  # what is written may be large, and another rank's disk slower
         self.profile.stop()
         self.profile, self.done = None, True
-        if self.rank == 0:
-            self.timeline[2]()
-        if self.gradients is not None:
-            self.gradients.write(self.folder / f"gradients-rank-{self.rank}.json")
-            self.gradients = None
+        with one_sentence(self.folder):
+            if self.rank == 0:
+                self.timeline[2]()
+            if self.gradients is not None:
+                self.gradients.write(self.folder / f"gradients-rank-{self.rank}.json")
+                self.gradients = None

@@ -152,7 +152,7 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
         return  # the record of the training that is evaluated stays as it is
     goes_on_here = config.resume == "auto" or (
         config.resume is not None
-        and Path(config.resume).expanduser().resolve().is_relative_to(run_folder.resolve())
+        and Path(config.resume).resolve().is_relative_to(run_folder.resolve())
     )
     with one_sentence(run_folder):
         if (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here:
@@ -205,7 +205,7 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     would be to destroy the run.
     """
     if config.resume is not None and config.resume != "auto":
-        path = Path(config.resume).expanduser()
+        path = Path(config.resume)
         if not _is_whole(path):
             raise UserError(
                 f"--resume {config.resume}: is damaged, or is no checkpoint of this project"

@@ -54,17 +54,13 @@ def open_run_folder(
         encoded = os.fsencode(_claim(config, world, engine).name)
         name[: len(encoded)] = torch.tensor(list(encoded))
     name = from_rank_0(name)
-    return _log_dir(config) / os.fsdecode(bytes(name.tolist()).rstrip(b"\0"))
-
-
-def _log_dir(config: Config) -> Path:
-    return Path(config.log_dir).expanduser()
+    return Path(config.log_dir, os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
 
 
 def _claim(config: Config, world: World, engine: str) -> Path:
     arch = config.arch.replace(":", "-")  # of timm:NAME
     default = f"{datetime.now():%Y%m%d-%H%M%S}-{engine}-{arch}-{world.size}w"
-    folder = _log_dir(config) / (config.name or default)
+    folder = Path(config.log_dir, config.name or default)
     checkpoints = folder / "checkpoints"
     has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))
     if config.evaluate and config.resume == "auto" and not has_weights:
