@@ -66,6 +66,10 @@ def read_flags(
             raise UserError(f"{shorthand}: stands for a value of {flag}; give one of the two")
     base = replace(_chosen_preset(argv), **knobs.settings)
     config = _resolve(_parse_flags(base, argv, talk, program))
+    # A preset's loss scale is for its fp16; another precision, given by a flag, has its default.
+    is_preset_s = config.loss_scale == base.loss_scale and "--loss-scale" not in given
+    if is_preset_s and config.precision in ("fp32", "tf32", "bf16"):
+        config = replace(config, loss_scale=None)
     check(config, engine, world_size)
     return config, base, knobs
 
@@ -175,10 +179,9 @@ def _resolve(config: Config) -> Config:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
         config = replace(config, wire_format="fp16", fp16_allreduce=False)
-    given: dict[str, str | None] = {name: getattr(config, name) for name in PATHS}
-    config = replace(
-        config, **{name: path and home_path(spelled(name), path) for name, path in given.items()}
-    )
+    given: dict[str, Any] = {name: getattr(config, name) for name in PATHS}
+    paths = {name: path and home_path(spelled(name), path) for name, path in given.items()}
+    config = replace(config, **paths)
     if config.data in NOT_FOLDERS:
         return config
     train_dir = config.train_dir or os.path.join(config.data, "train")
@@ -475,6 +478,11 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     if engine == "horovod" and config.channels_last and config.batch_norm == "sync":
         lines.append(
             "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW"
+        )
+    if config.warmup_epochs >= config.epochs and not config.evaluate:
+        lines.append(
+            f"--warmup-epochs {config.warmup_epochs:g}: the learning rate only rises, up to the end "
+            f"of --epochs {config.epochs}; give fewer epochs of warm-up"
         )
     return lines
 

@@ -285,7 +285,8 @@ class SpeedFlags:
     loss_scale: float | Literal["dynamic"] | None = work(None, LOSS_SCALE, needs="training")
     """Multiply the loss, and so the gradients that fp16 holds, by this number, or by one that
     adapts to them (dynamic). Steps whose gradients overflow are left out. Default: dynamic for fp16
-    and O2, else 1."""
+    and O2, else 1. A preset's is for fp16: --precision fp32, tf32 or bf16 has 1, unless this is
+    given."""
     channels_last: bool = work(False)
     """NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md)."""
     compile: bool = work(False)

@@ -623,6 +623,10 @@ def test_mismatch(saved: dict[str, Any], now: dict[str, Any], words: str | None)
     [
         ({"num_train": 99}, "100 training and 8 validation images, and here are 99 training and 8"),
         ({"num_val": 9}, "100 training and 8 validation images, and here are 100 training and 9"),
+        (
+            {"order_sha256": "other"},
+            f"the order of numpy {np.__version__}, and {np.__version__} here",
+        ),
         ({"sha256": "other"}, "or as many of other names, classes or contents"),
         ({"train_contents_sha256": "other"}, "or as many of other names, classes or contents"),
     ],

@@ -88,6 +88,11 @@ def parsed(settings: dict[str, Any], engine: str, size: int) -> tuple[Config, Co
         ("--opt-level O2 --loss-scale 128", "scales_loss_by", 128.0),
         ("--opt-level O3", "scales_loss_by", 1),
         ("--opt-level O3 --loss-scale dynamic", "scales_loss_by", "dynamic"),
+        (IMAGENET + "--preset dle-90", "scales_loss_by", 128.0),
+        (IMAGENET + "--preset dle-90 --opt-level O2", "scales_loss_by", 128.0),
+        (IMAGENET + "--preset dle-90 --precision bf16", "loss_scale", None),
+        (IMAGENET + "--preset dle-90 --opt-level O0", "loss_scale", None),
+        (IMAGENET + "--preset dle-90 --precision bf16 --loss-scale=128", "loss_scale", 128.0),
         ("--no-cuda", "cuda", False),
         ("--fp16-allreduce", "wire_format", "fp16"),
         ("--wire-format auto", "wire_format", "auto"),
@@ -464,7 +469,7 @@ def test_warning_of_what_has_no_effect(
         ("--lr-scheduler linear --lr-min 0.001 --model-ema --model-ema-steps 2", "ddp"),
         ("--data synthetic --synthetic-images 99", "ddp"),
         ("--workers 2 --random-erase 0.1 --checkpoint-steps 5", "ddp"),
-        (IMAGENET + "--epochs 3", "ddp"),
+        (IMAGENET + "--epochs 6", "ddp"),
         (IMAGENET + "--preset dle-90", "ddp"),
         (IMAGENET + "--arch vgg16", "ddp"),
     ],
@@ -500,6 +505,13 @@ def test_a_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None
 def test_suggested_flags_exist(help_text: str) -> None:
     for name in config_module._flag_names():
         assert re.search(rf"(?<!\S){name}\b", help_text), name
+
+
+@pytest.mark.parametrize(("flags", "count"), [("5", 1), ("6", 0), ("5 --evaluate --weights f", 0)])
+def test_a_warm_up_that_lasts_until_the_end_is_said(flags: str, count: int) -> None:
+    config, base, _ = read_flags("ddp", 1, f"{IMAGENET} --epochs {flags}".split(), talk=False)
+    lines = [one for one in without_effect(config, base, "ddp", 1) if "warmup" in one]
+    assert len(lines) == count and all("only rises" in one for one in lines)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def contents_of(
         "progress": asdict(progress),
         "config": asdict(config),
         "data": data.identity,
+        "numpy": np.__version__,
         "momenta": momenta,
     }
 
