@@ -67,8 +67,7 @@ def read_flags(
     base = replace(_chosen_preset(argv), **knobs.settings)
     config = _resolve(_parse_flags(base, argv, talk, program))
     # A preset's loss scale is for its fp16; another precision, given by a flag, has its default.
-    is_preset_s = config.loss_scale == base.loss_scale and "--loss-scale" not in given
-    if is_preset_s and config.precision in ("fp32", "tf32", "bf16"):
+    if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
     return config, base, knobs
@@ -179,14 +178,14 @@ def _resolve(config: Config) -> Config:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
         config = replace(config, wire_format="fp16", fp16_allreduce=False)
-    given: dict[str, Any] = {name: getattr(config, name) for name in PATHS}
-    paths = {name: path and home_path(spelled(name), path) for name, path in given.items()}
-    config = replace(config, **paths)
-    if config.data in NOT_FOLDERS:
-        return config
-    train_dir = config.train_dir or os.path.join(config.data, "train")
-    val_dir = config.val_dir or os.path.join(config.data, "val")
-    return replace(config, train_dir=train_dir, val_dir=val_dir)
+    paths: dict[str, Any] = {
+        name: home_path(spelled(name), path) for name in PATHS if (path := getattr(config, name))
+    }
+    if config.data not in NOT_FOLDERS:
+        paths = {
+            f"{part}_dir": os.path.join(paths["data"], part) for part in ("train", "val")
+        } | paths
+    return replace(config, **paths)
 
 
 def home_path(flag: str, name: str) -> str:
@@ -475,16 +474,18 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         reasons = [missing[need] for need in (*flag.needs, flag.engine) if need and missing[need]]
         if reasons and getattr(config, name) != getattr(base, name):
             lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
-    if engine == "horovod" and config.channels_last and config.batch_norm == "sync":
-        lines.append(
-            "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW"
-        )
-    if config.warmup_epochs >= config.epochs and not config.evaluate:
-        lines.append(
-            f"--warmup-epochs {config.warmup_epochs:g}: the learning rate only rises, up to the end "
-            f"of --epochs {config.epochs}; give fewer epochs of warm-up"
-        )
-    return lines
+    others: Mistakes = [
+        (
+            engine == "horovod" and config.channels_last and config.batch_norm == "sync",
+            "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW",
+        ),
+        (
+            config.warmup_epochs >= config.epochs and not config.evaluate,
+            f"--warmup-epochs {config.warmup_epochs:g}: the learning rate only rises, up to the "
+            f"end of --epochs {config.epochs}; give fewer epochs of warm-up",
+        ),
+    ]
+    return lines + [line for is_so, line in others if is_so]
 
 
 def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:

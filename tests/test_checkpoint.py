@@ -380,7 +380,7 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     partial[1].symlink_to("/dev/full")
     monkeypatch.setattr(Path, "unlink", mock.Mock())  # which would make room
     mark_best(step_path(folder, 10))
-    with pytest.raises(UserError, match=r"best.pt: .*written \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"best.pt: .*written there \(No space left on device\)"):
         finish_checkpoint()
 
 

@@ -70,8 +70,11 @@ class Data:
         names, labels and classes, the same for files and shards, and of shards their checksums'.
         And what shows that numpy orders them alike, which another version may not."""
         digest = hashlib.sha256()
-        order = hashlib.sha256(permutation(10_000, seed=0, epoch=0).tobytes()).hexdigest()
-        found = {"num_train": self.num_train, "num_val": self.num_val, "order_sha256": order}
+        found = {
+            "num_train": self.num_train,
+            "num_val": self.num_val,
+            "order_sha256": hashlib.sha256(permutation(10_000, 0, epoch=0).tobytes()).hexdigest(),
+        }
         for part, listing in (("train", self.train), ("val", self.val)):
             if listing is not None:
                 digest.update(os.fsencode("\0".join(listing.classes)))

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -43,6 +44,19 @@ NUM_LISTING_THREADS = 8
 DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
+class SharedArray(np.memmap):
+    """An array that loader workers share: for one of them it is pickled as an open file."""
+
+    file: IO[bytes]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.file.fileno()), self.dtype)
+
+
+def _received(descriptor: Any, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(open(descriptor.detach(), "r+b"), dtype)
+
+
 @dataclass(frozen=True)
 class Listing:
     """The images below `root`, ordered by class and then by path, both as bytes.
@@ -51,8 +65,8 @@ class Listing:
     indices, and reads them from elsewhere.
 
     `paths` (bytes of fixed width, [num_images], relative to `root`) and `labels` (int64,
-    [num_images], index into `classes`) are two buffers, not a million Python objects: forked loader
-    workers share them with their parent, since reading them touches no reference count.
+    [num_images], index into `classes`) are two buffers, not a million Python objects, and loader
+    workers share them with the trainer.
 
     `left_out` says how many files of which unknown suffixes are among them, if any.
     """
@@ -65,6 +79,17 @@ class Listing:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a loader worker. ImageNet's arrays are 67 MB: they move into memory that all workers
+        share, not in /dev/shm, which containers keep small."""
+        for name, value in vars(self).items():
+            if type(value) is np.ndarray:
+                file = os.fdopen(os.memfd_create("listing"), "r+b")
+                value.tofile(file)
+                shared = vars(self)[name] = SharedArray(file, value.dtype)
+                shared.file = file  # open as long as the array lives
+        return dict(vars(self))
 
     def name(self, index: int) -> str:
         """What messages call image `index`: here its full path."""

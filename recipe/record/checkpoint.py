@@ -7,9 +7,8 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, sync_folder, whole_file
+from recipe.record.run_folder import one_sentence
 from recipe.record.weights import first_line
 from recipe.training.half_weights import copy_buffers
 from recipe.training.state import Progress, Trainables
@@ -76,19 +76,12 @@ def save_checkpoint(
             "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
             "--clip-grad-norm"
         )
-    with _one_sentence(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, sync=True) as file:  # the next run removes what a killed one leaves
             torch.save(contents, file)
         for old in outdated(path.parent, keep, older_by) if keep is not None else ():
             old.unlink()
-
-
-@contextmanager
-def _one_sentence(path: Path) -> Iterator[None]:
-    """Turn the error of a full or broken disk into a UserError that names the checkpoint."""
-    try:
-        yield
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
@@ -221,7 +214,7 @@ def _mark_best(path: Path, best: Path) -> None:
     if not path.exists():
         return
     temporary = partial_name(best)
-    with _one_sentence(best):
+    with one_sentence(best):
         temporary.unlink(missing_ok=True)
         try:
             os.link(path, temporary)

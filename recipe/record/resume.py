@@ -353,8 +353,8 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
     if config.evaluate:
         return None
     images = checkpoint.get("data") or data.identity  # which older ones lack
-    orders = {images.get("order_sha256"), data.identity["order_sha256"]} - {None}
-    if len(orders) > 1 and not config.allow_changed_data:
+    order = data.identity["order_sha256"]
+    if images.get("order_sha256", order) != order and not config.allow_changed_data:
         return (
             f"was trained on images in the order of numpy {checkpoint.get('numpy')}, and "
             f"{np.__version__} here draws another; install that one, or add --allow-changed-data"

@@ -42,10 +42,11 @@ def load_weights(model: nn.Module, config: Config, num_classes: int) -> None:
             contents = read_file(content, name)
     state = without_auxiliary_heads(state_in(contents, name))
     if config.new_head:
-        own = model.state_dict()
-        state |= {key: own[key] for key in last_layer(model, config, num_classes)}
-    otherwise = "" if config.new_head else ", or start the last layer anew with --new-head"
-    load_state(model, state, name, otherwise)
+        state |= {
+            key: model.get_parameter(key).data for key in last_layer(model, config, num_classes)
+        }
+    anew = "" if config.new_head else ", or start the last layer anew with --new-head"
+    load_state(model, state, name, anew)
 
 
 def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict[str, torch.Tensor]:
@@ -59,9 +60,11 @@ def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict
         raise UserError(f"{name}: holds no state dict under {' or '.join(keys)}, or at its top")
     # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
     # Of AlexNet and VGG pytorch/examples has wrapped the convolutions alone.
-    prefixes = r"^((module|model)\.)+|(?<=^features\.)module\."
     return {
-        re.sub(prefixes, "", key.replace("_orig_mod.", "")): value for key, value in state.items()
+        re.sub(
+            r"^((module|model)\.)+|(?<=^features\.)module\.", "", key.replace("_orig_mod.", "")
+        ): value
+        for key, value in state.items()
     }
 
 
@@ -92,7 +95,6 @@ def _read_safetensors(file: Path, name: str) -> Any:
 def load_state(
     model: nn.Module, state: dict[str, torch.Tensor], name: str, otherwise: str = ""
 ) -> None:
-    """UserError, with `name` for the file, if it does not fit."""
     expected = model.state_dict()
     # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
     # not need it.

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from recipe.config import Config, is_resnet
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.training.half_weights import make_half
 from recipe.training.loss_scale import LossScaler
 from recipe.training.optimizers import kind_and_settings
@@ -260,10 +260,10 @@ def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
     with torch.device("meta"):
         other = _new_network(config, num_classes + 1).state_dict()
     names = {name for name, own in model.state_dict().items() if own.shape != other[name].shape}
-    if not names:
-        raise UserError(
-            f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out"
-        )
+    refuse((
+        not names,
+        f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out",
+    ))  # fmt: skip
     return names
 
 
