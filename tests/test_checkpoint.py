@@ -619,6 +619,30 @@ def test_mismatch(saved: dict[str, Any], now: dict[str, Any], words: str | None)
 
 
 @pytest.mark.parametrize(
+    ("now", "is_refused"),
+    [
+        ({"epochs": 2}, True),
+        ({"epochs": 3}, False),
+        ({"epochs": 4}, False),
+        ({"epochs": 2, "evaluate": True}, False),
+        ({"max_steps": 74}, True),
+        ({"max_steps": 75}, False),
+    ],
+)
+def test_a_run_that_is_past_the_end_that_is_asked_for(
+    now: dict[str, Any], is_refused: bool
+) -> None:
+    """It would be evaluated as if it were at that end. One that is at its end may be."""
+    config = replace(CONFIG, epochs=3)
+    progress = Progress(75, 3 * DATA.num_train + 3)  # the last step passes the end
+    contents = contents_of(trainables(), progress, config, DATA)
+    config = replace(config, **now)
+    refused = pytest.raises(UserError, match=r"c.pt: is of step 75, past the end.* nothing is left")
+    with refused if is_refused else nullcontext():
+        restore(contents, trainables(), config, a_world(), DATA, "c.pt")
+
+
+@pytest.mark.parametrize(
     ("data", "words"),
     [
         ({"num_train": 99}, "100 training and 8 validation images, and here are 99 training and 8"),

@@ -352,6 +352,15 @@ def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data
             )
     if config.evaluate:
         return None
+    told = checkpoint["progress"]
+    if told["step"] > (config.max_steps or math.inf) or (
+        saved.get("epochs", 0) > config.epochs
+        and told["samples_seen"] > config.epochs * data.num_train
+    ):
+        return (
+            f"is of step {told['step']}, past the end that --epochs {config.epochs} or "
+            "--max-steps sets: nothing is left to train; raise that, or look at it with --evaluate"
+        )
     images = checkpoint.get("data") or data.identity  # which older ones lack
     order = data.identity["order_sha256"]
     if images.get("order_sha256", order) != order and not config.allow_changed_data:
