@@ -5,13 +5,13 @@
 What both train.py do on one worker must come out bit by bit as here; a test holds them to it.
 """
 
-from recipe.config import Config, parse_args
+from recipe.config import Config
 from recipe.errors import one_message
-from recipe.world import World, read_world
+from recipe.start import start
+from recipe.world import World
 
-if __name__ == "__main__":
-    world = read_world()
-    config = parse_args("single", world)
+if __name__ == "__main__":  # before torch is loaded
+    config, world = start("single")
 
 import os
 

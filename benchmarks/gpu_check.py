@@ -87,7 +87,7 @@ def ask_nvidia_smi(field: str, *flags: str) -> list[str]:
     """What nvidia-smi says of each GPU."""
     words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *flags]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        done = subprocess.run(words, capture_output=True, errors="replace", check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise NotPossibleError(f"nvidia-smi: {error}") from None
     return done.stdout.splitlines()

@@ -133,7 +133,7 @@ def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
         words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
     words = words if is_here(host) else ssh_words(host, shlex.join(words))
     return subprocess.Popen(
-        ["timeout", str(ANSWER_SECONDS), *words], text=True,
+        ["timeout", str(ANSWER_SECONDS), *words], errors="replace",
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def answer(name: str, data: Path | None) -> None:
     names, network by network, and print what went wrong. Ends with the input."""
     with socket.create_server(("", 0), backlog=1024) as listener, ThreadPoolExecutor(64) as pool:
         report = report_host(name, data, listener.getsockname()[1])
-        print(msgspec.json.encode(report).decode(), flush=True)
+        print(json.dumps(msgspec.to_builtins(report)), flush=True)
         for line in sys.stdin:
             problems = {}
             for network, places in json.loads(line).items():

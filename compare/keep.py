@@ -28,6 +28,7 @@ from compare.page.text import as_text
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
+from recipe.files import replace_file
 
 WITH_TABLE = ("bench.json", "points.json")  # which have their table beside them
 PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
@@ -80,11 +81,11 @@ def keep_measurement(
             is_left_out = name.parts[0] == "turns" and name.name not in kept
             is_left_out |= not left_out.isdisjoint(name.parts)
             if path.suffix in PACKED and not is_left_out and path.is_file():
-                texts[name] = without_paths(path.read_text("utf-8", errors="replace"))
+                texts[name] = without_paths(packed.read_text(path))
         for name in [name for name in texts if len(name.parts) == 1]:
             if name.suffix in OPEN or name.name in (plan.name, "table.json"):
-                (draft / name).write_text(texts.pop(name), "utf-8")
-        (draft / packed.PACKED).write_text(packed.lines_of(texts), "utf-8")
+                replace_file(draft / name, texts.pop(name))
+        replace_file(draft / packed.PACKED, packed.lines_of(texts))
         if plan.name not in WITH_TABLE:
             write_report(draft, is_comparison=plan.name == "plan.json")
         draft.rename(target)
@@ -96,12 +97,12 @@ def write_report(folder: Path, is_comparison: bool) -> None:
     """Write the report as a page and as text; UserError if there is none to make."""
     if is_comparison:
         report = Report(load_comparison(folder))
-        (folder / "report.md").write_text(as_text([report], markdown=True), "utf-8")
-        (folder / "report.html").write_text(render_page(report), "utf-8")
+        replace_file(folder / "report.md", as_text([report], markdown=True))
+        replace_file(folder / "report.html", render_page(report))
     else:
         measurement = read_measurement(folder)
-        (folder / "report.txt").write_text(f"{text_report(measurement)}\n", "utf-8")
-        (folder / "allreduce.svg").write_text(plot(measurement), "utf-8")
+        replace_file(folder / "report.txt", f"{text_report(measurement)}\n")
+        replace_file(folder / "allreduce.svg", plot(measurement))
 
 
 main = partial(run_tool, "compare/keep.py", keep_measurement, __doc__, errors=(UserError, OSError))

@@ -33,6 +33,7 @@ from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
+from recipe.files import json_for_readers
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def text_report(parity: Parity) -> str:
 def json_report(parity: Parity) -> str:
     """Return the result as JSON; an infinite distance is null."""
     judged = {**vars(parity), "verdict": parity.verdict, "hint": parity.hint}
-    return msgspec.json.format(msgspec.json.encode(judged), indent=2).decode()
+    return json_for_readers(msgspec.to_builtins(judged))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,6 @@ FLAGS: Flags = {
 def guarded_report(argv: list[str]) -> int:
     """Print the report that the command line asks for; UserError for whatever can be expected to go
     wrong."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot write × or – gets a ?
-        sys.stdout.reconfigure(errors="replace")
     options = parse_options(argv)
     try:
         report(options)
@@ -64,8 +62,6 @@ def guarded_report(argv: list[str]) -> int:
             f"this needs {error.name}: pip install msgspec scipy tabulate jinja2 (--no-html does "
             "without jinja2)"
         ) from None
-    except BrokenPipeError:
-        raise
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, --no-html "

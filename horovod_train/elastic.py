@@ -18,6 +18,7 @@ import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
+from recipe.command import prepare_output
 from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
 from recipe.flags import last_value
 from recipe.watch import SIGNALS
@@ -38,6 +39,7 @@ def supervise() -> None:
     return."""
     if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
         return
+    prepare_output()
     world = read_world()
     if last_value(sys.argv, "--resume") != "auto" or last_value(sys.argv, "--name") is None:
         message = (

@@ -2,6 +2,7 @@
 which exit code."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,34 @@ from recipe.errors import UserError
 
 RESUMES = "interrupted: the same command resumes where it stopped"
 Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
+
+
+class _LossyOutput(io.FileIO):
+    """A descriptor that drops what cannot be written, since whoever read it is gone or the disk
+    under it is full: what a command does may matter more than what it says, a training's files hold
+    all of it, and an exit code says how the work has ended."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def prepare_output() -> None:
+    """What a command calls first, so that nothing that it prints can end it: neither a reader that
+    has gone (`| head -1`), nor a stream that was closed (`2>&-`), nor a character that has no place
+    in the encoding, such as a byte of a file's name that is not UTF-8: it is shown as \\udce9."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file would take its place
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # a test's or a notebook's own stays
+            encoding = getattr(stream, "encoding", "utf-8")
+            buffer = io.BufferedWriter(_LossyOutput(descriptor, "w", closefd=False))
+            text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
 def parser_of(name: str, about: str | None, flags: Flags, **more: Any) -> argparse.ArgumentParser:
@@ -65,20 +94,14 @@ def run_main(
     interrupted: str = "interrupted",
 ) -> int:
     """Run a command's body on its words, those of the command line by default, and return its exit
-    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C 130;
-    and 1 if nobody reads what it prints any more."""
+    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C
+    130."""
+    prepare_output()
     try:
         return body(sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:  # which `errors` may hold
-        return 1
     except errors as error:
         print(f"{name}: {error}", file=sys.stderr)
         return exit_code
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         return 130
-    finally:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # `--help | head`: whoever reads has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

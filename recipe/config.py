@@ -42,8 +42,6 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         fail(world, f"error: {error}", exit_code=2)
     except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
-    except BrokenPipeError:  # `--help | head`: whoever reads has seen enough
-        fail(world, "", exit_code=0)
     variables, overruled = set_variables(knobs)  # before an engine is loaded, which reads them
     if world.is_first:
         for line in [*without_effect(config, base, engine, world.size), *overruled]:

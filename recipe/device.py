@@ -21,6 +21,7 @@ from torch import nn
 
 from recipe.config import Config
 from recipe.errors import refuse
+from recipe.files import read_proc
 from recipe.world import NVIDIA_DRIVER, World
 
 MAX_DEFAULT_WORKERS = 16
@@ -150,7 +151,7 @@ def cpu_quota_cores(
     """Cores' worth of CPU time that this process's control group and those above it grant (v2 or
     v1), which no affinity mask shows; inf if unlimited."""
     cores = math.inf
-    for line in membership.read_text().splitlines() if membership.exists() else []:
+    for line in read_proc(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "cpu" in controllers.split(","):
             top = root / "cpu" if controllers else root

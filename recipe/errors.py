@@ -11,7 +11,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 from recipe.files import remove_partial_files
@@ -105,8 +105,7 @@ def fail(
         if world.size > 1 and lock is None:
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
-            with suppress(OSError):  # who would read it may be gone, too
-                print(message, file=sys.stderr, flush=True)
+            print(message, file=sys.stderr, flush=True)
             # A late rank 0 with the same error finds the lock taken, as long as this one lives.
             time.sleep(LATE_RANK_0_S if world.rank != 0 or last else 0)
     if last:
@@ -122,9 +121,6 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
     the others may hang in a collective that this rank never joins.
     """
     try:
-        with suppress(OSError, ValueError):  # who reads this output may be gone
-            sys.stdout.flush()
-            sys.stderr.flush()
         concurrent.futures.wait(WRITES, within_s)
         removing = threading.Thread(target=remove_partial_files, daemon=True)
         removing.start()

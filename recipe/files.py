@@ -51,13 +51,27 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_proc(path: str | Path) -> str:
+    """The text of a file in /proc, where the kernel writes names of any bytes, and may cut one off
+    inside a character; "" if there is none."""
+    return os.fsdecode(Path(path).read_bytes()) if os.path.exists(path) else ""
+
+
 def replace_file(path: Path, text: str) -> None:
-    """Write `path` whole or not at all."""
+    """Write `path` whole or not at all, in UTF-8. A byte that is not, in a name, becomes \\udce9,
+    say, which JSON reads back."""
     with whole_file(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: dict[str, Any], allow_nan: bool = True) -> None:
     """Write `path` whole or not at all, as JSON for readers; ValueError for a NaN, which JSON does
     not have, unless it is allowed."""
     replace_file(path, json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
+
+
+def json_for_readers(value: Any) -> str:
+    """JSON in which what is no number there is null."""
+    return json.dumps(
+        json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2, ensure_ascii=False
+    )

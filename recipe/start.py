@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from recipe.command import prepare_output
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.watch import nearest_launcher, start_watchdog
@@ -26,6 +27,7 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     """This rank's settings, by default those of the command line, and its place; from now on the
     watchdog ends it in time. Call it before torch is loaded: --help and typing errors are answered
     at once, and the knobs' variables are set in time."""
+    prepare_output()
     world = read_world()
     config = parse_args(engine, world, words)
     give_back_cores(world)

@@ -25,6 +25,7 @@ from typing import NoReturn
 import psutil
 
 from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
+from recipe.files import read_proc
 from recipe.world import FINISH_S, LAUNCHERS, World
 
 POLL_S = 1.0
@@ -175,7 +176,7 @@ def _started(pid: int, before: str | None = None) -> str | None:
     """When a process was started, by the kernel's own clock, which is never set; None if it has
     ended, and the answer of `before` if that is not to be seen."""
     try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *others = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError:  # such as of a process that has no file descriptor left
@@ -231,8 +232,7 @@ def _observe_cores(world: World) -> Iterator[None]:
             f"{seconds:.0f} s: other programs use the {len(os.sched_getaffinity(0))} core(s) that "
             "it may use, or ranks and loader workers here are more than those"
         )
-        with suppress(OSError):  # who would read it may be gone
-            print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _waited_for_core_s() -> float:
@@ -265,16 +265,14 @@ def _say(world: World, what: str) -> None:
     """One line for the whole run: all its ranks end alike."""
     if world.is_first:
         line = f"{what}: {RESUME_HINT}" if _signs_of_life else what
-        with suppress(OSError):  # who would read it may be gone, too
-            print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _remove_shared_memory() -> None:
     """Remove the files in /dev/shm by which Open MPI's ranks on a host speak with each other, as
     its mpirun does if it lives."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/vader_segment." in line}
-    for path in paths:
+    maps = read_proc("/proc/self/maps").splitlines()
+    for path in {line.split(maxsplit=5)[-1] for line in maps if "/vader_segment." in line}:
         with suppress(OSError):  # another rank was first
             os.unlink(path)
 
@@ -284,9 +282,8 @@ def _end_frozen(
 ) -> NoReturn:
     """End with one message, and a line of each rank that can still say where it is."""
     place = whereabouts() or "before its first step"
-    with suppress(OSError):
-        line = f"[rank {world.rank} on {world.host}] {place}: {_stack()}"
-        print(line, file=sys.stderr, flush=True)
+    line = f"[rank {world.rank} on {world.host}] {place}: {_stack()}"
+    print(line, file=sys.stderr, flush=True)
     stopped = _stopped_ranks(world)
     cut_off = []
     with suppress(OSError):

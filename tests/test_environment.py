@@ -261,7 +261,7 @@ def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
     if torch.version.cuda:  # then torch loads it, with a GPU or without
         expected = ".".join(map(str, torch.cuda.nccl.version()))
         assert environment.nccl_version() == expected
-    monkeypatch.setattr(environment, "loaded_files", lambda: "7f00 r-xp /usr/lib/libc.so.6\n")
+    monkeypatch.setattr(environment, "read_proc", lambda _: "7f00 r-xp /usr/lib/libc.so.6\n")
     assert environment.nccl_version() is None
 
 

@@ -45,7 +45,7 @@ def read_text(path: Path) -> str:
     """Return the text of a record's file, open or packed; OSError if there is none."""
     files = {} if path.exists() else files_in(path.parent)
     if path.name not in files:
-        return path.read_text(encoding="utf-8")
+        return path.read_text("utf-8", "surrogateescape")
     value = files[path.name]
     if isinstance(value, str):
         return value

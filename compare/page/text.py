@@ -22,6 +22,7 @@ from compare.page.tables import (
     square_tables,
     table_text,
 )
+from recipe.files import json_for_readers
 from recipe.record.schema import Energy
 
 # ------------------------------------------------------------- for the terminal, and as Markdown
@@ -205,8 +206,7 @@ def as_json(reports: Sequence[Report]) -> str:
             "not_pooled": both.not_pooled,
             "note": UNPAIRED,
         }
-    text = msgspec.json.encode(value, enc_hook=float)  # a plan's fractions
-    return msgspec.json.format(text, indent=2).decode() + "\n"
+    return json_for_readers(msgspec.to_builtins(value, enc_hook=float)) + "\n"  # plans' fractions
 
 
 def report_value(report: Report) -> dict[str, Any]:

@@ -159,8 +159,8 @@ def login_problem(host: str) -> str:
     """Return why no one can log in to a host; "" if one can."""
     try:
         done = subprocess.run(
-            ssh_words(host, "true"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=LOGIN_SECONDS,
+            ssh_words(host, "true"), stdin=subprocess.DEVNULL, capture_output=True,
+            errors="replace", timeout=LOGIN_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no answer within {LOGIN_SECONDS} s"

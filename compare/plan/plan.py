@@ -157,7 +157,9 @@ class Run:
     def launch_words(self, folder: Path) -> list[str]:
         """Return the words before the trainer's path; by its folder torchrun tells this start from
         others."""
-        job = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+        job = hashlib.sha256(str(folder.resolve()).encode(errors="surrogateescape")).hexdigest()[
+            :12
+        ]
         return self.configuration.launch_words(self.workers, self.hosts, job)
 
     def trainer_words(self, log_dir: str, name: str) -> list[str]:

@@ -131,7 +131,9 @@ def torch_facts() -> dict[str, Any]:
 def horovod_facts() -> dict[str, Any]:
     """Return Horovod's version and which transports it is built with; its "error" if it cannot be
     imported. In a process of its own: the import may not survive, and compare/ never makes it."""
-    done = subprocess.run([sys.executable, "-c", HOROVOD_FACTS], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HOROVOD_FACTS], capture_output=True, errors="replace"
+    )
     if done.returncode:
         return {"error": last_line(done)}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -144,7 +146,7 @@ def mpi_version() -> str | None:
     mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
     if mpirun is None:
         return None
-    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True)
+    done = subprocess.run([mpirun, "--version"], capture_output=True, errors="replace")
     first, *_ = done.stdout.splitlines() or ["unknown"]
     return re.sub(r"^mpirun \((.*)\) ", r"\1 ", first)
 

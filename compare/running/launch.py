@@ -138,7 +138,7 @@ class Launches:
         directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command, in a session of its own, with its words and its output in `folder`."""
-        (folder / "command.txt").write_text(shlex.join(command) + "\n")
+        (folder / "command.txt").write_bytes(os.fsencode(shlex.join(command) + "\n"))
         with (folder / "output.log").open("wb") as log:
             launcher = subprocess.Popen(
                 command,

@@ -51,7 +51,7 @@ from compare.running.launch import (
 )
 from compare.running.sides import MeasurementError, NoTurns, Side, commands_of
 from compare.running.take_turns import SCHEDULER, UNREACHABLE, State, receive, send
-from recipe.files import write_json
+from recipe.files import replace_file, write_json
 
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
 END_SECONDS = 10.0
@@ -182,7 +182,7 @@ class Scheduler(Launches):
         super().__exit__()
         self.listener.close()
         if isinstance(exception[1], MeasurementError):
-            (self.folder / "output.log").write_text(f"{exception[1]}\n")
+            replace_file(self.folder / "output.log", f"{exception[1]}\n")
             self.folder.rename(self.aside)
 
     @property

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipe.command import prepare_output
 from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.decoding import SuspectImages, named, suspect
@@ -430,6 +431,7 @@ def _begin_worker(worker: int) -> None:
     and so they would stay for good after a trainer that was killed or left by os._exit.
     """
     keep_freed_memory()
+    prepare_output()
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 

@@ -32,7 +32,9 @@ class Board:
     def describe(self, settings: dict[str, Any], results: dict[str, float | None]) -> None:
         """Add the hyper-parameters, and the figures that they led to."""
         plain = {
-            key: value if isinstance(value, (int, float, str, bool)) else str(value)
+            key: value
+            if isinstance(value, (int, float))
+            else str(value).encode(errors="backslashreplace").decode()
             for key, value in settings.items()
         }
         figures = {f"hparam/{key}": value for key, value in results.items() if value is not None}

@@ -23,6 +23,7 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_quota_cores, cpu_seconds, peak_memory_bytes
+from recipe.files import read_proc
 from recipe.flags import names_of
 from recipe.record.energy import EnergyUse, energy_summary, gpu_clocks_mhz
 from recipe.record.meter import StepMeter
@@ -105,32 +106,25 @@ def describe(
 
 def cpu_model() -> str:
     """The processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    told = cpuinfo.read_text() if cpuinfo.exists() else ""
-    named = re.search("^model name.*?: *(.*)", told, re.MULTILINE)
+    named = re.search("^model name.*?: *(.*)", read_proc("/proc/cpuinfo"), re.MULTILINE)
     return named[1].strip() if named else platform.machine()
 
 
 def allocator() -> str:
     """The library that hands out memory in this process: what was preloaded, or the C library."""
-    return next((name for name in ALLOCATORS if f"lib{name}" in loaded_files()), "C library")
+    found = re.search(f"lib({'|'.join(ALLOCATORS)})", read_proc("/proc/self/maps"))
+    return found[1] if found else "C library"
 
 
 def nccl_version() -> str | None:
     """The version of the NCCL that this process has loaded, for torch or for Horovod, as in 2.27.3;
     None if it has loaded none."""
-    libraries = set(re.findall(r"/.*/libnccl\.so.*", loaded_files()))
+    libraries = set(re.findall(r"/.*/libnccl\.so.*", read_proc("/proc/self/maps")))
     versions, code = [], ctypes.c_int()
     for library in sorted(libraries):
         ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code))
         versions.append(f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}")
     return " and ".join(versions) or None
-
-
-def loaded_files() -> str:
-    """What this process has mapped into its memory, as Linux lists it; empty on other systems."""
-    maps = Path("/proc/self/maps")
-    return maps.read_text() if maps.exists() else ""
 
 
 def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:
@@ -144,7 +138,7 @@ def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[
 def first_line_of(*command: str) -> str | None:
     """What a command prints, its first line; None if it is not there, or fails."""
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=30)
         return done.stdout.partition("\n")[0] if done.returncode == 0 else None
     return None
 

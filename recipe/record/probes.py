@@ -1,5 +1,6 @@
 """What a run can be asked to write for closer looks: its first steps' tensors, and a profile."""
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -132,6 +133,8 @@ class StepProfiler:
         expect_delay()
         with one_sentence(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+        # By a name that C++ libraries take, whatever bytes are in the folder's own.
+        place = f"/proc/self/fd/{os.open(self.folder, os.O_RDONLY)}"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -139,7 +142,7 @@ class StepProfiler:
             activities=activities,
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self.num_steps, repeat=1),
             on_trace_ready=lambda profile: profile.export_chrome_trace(
-                str(self.folder / f"rank-{self.rank}.json")
+                f"{place}/rank-{self.rank}.json"
             ),
         )
         self.profile.start()
@@ -148,7 +151,7 @@ class StepProfiler:
             self.gradients = GradientTimes(self.model)
         if self.rank == 0:
             engine, start, _ = self.timeline
-            start(str(self.folder / f"{engine}-timeline.json"))
+            start(f"{place}/{engine}-timeline.json")
 
     def _stop(self) -> None:
         assert self.profile is not None

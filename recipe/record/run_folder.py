@@ -116,7 +116,7 @@ def _lock(folder: Path, world: World) -> bool:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = True
         except (BlockingIOError, PermissionError):
-            holder, waited = path.read_text(errors="replace").strip(), time.monotonic() - started
+            holder, waited = os.fsdecode(path.read_bytes()).strip(), time.monotonic() - started
             message = f"{folder}: another run writes there: {holder}"
             if f" on {world.host} " in holder or waited > LOST_HOST_WAIT_S:
                 raise UserError(f"{message}; wait for its end, or choose another --name") from None
@@ -136,7 +136,7 @@ def _lock(folder: Path, world: World) -> bool:
             )
             break
     os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {world.host} since {utc_now()}\n".encode(), 0)
+    os.pwrite(file, os.fsencode(f"process {os.getpid()} on {world.host} since {utc_now()}\n"), 0)
     os.fsync(file)
     return is_held
 

@@ -54,7 +54,9 @@ def comparison_keys(
             facts[f"names of the {name} images"] = _digest(listing.paths.tobytes())
             facts[f"labels of the {name} images"] = _digest(listing.labels.tobytes())
             facts["number of classes"] = str(len(listing.classes))
-            facts["names of the classes"] = _digest("\0".join(listing.classes).encode())
+            facts["names of the classes"] = _digest(
+                "\0".join(listing.classes).encode(errors="surrogateescape")
+            )
     own = f"{engine}_train"
     for folder in ("recipe", own if (ROOT / own).is_dir() else "baselines"):
         for file in sorted((ROOT / folder).rglob("*.py")):
