@@ -11,6 +11,7 @@ from typing import Any
 from recipe.errors import UserError
 
 RESUMES = "interrupted: the same command resumes where it stopped"
+LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
 Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
 
 
@@ -22,7 +23,10 @@ class _LossyOutput(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data) or len(data)
-        except OSError:
+        except BrokenPipeError:  # as in `| head -1`
+            return len(data)
+        except OSError as error:
+            LOST.add(str(error))
             return len(data)
 
 
@@ -36,10 +40,9 @@ def prepare_output() -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # a test's or a notebook's own stays
-            encoding = getattr(stream, "encoding", "utf-8")
             buffer = io.BufferedWriter(_LossyOutput(descriptor, "w", closefd=False))
-            text = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, text)
+            settings = getattr(stream, "encoding", "utf-8"), "backslashreplace"
+            setattr(sys, name, io.TextIOWrapper(buffer, *settings, line_buffering=True))
 
 
 def parser_of(name: str, about: str | None, flags: Flags, **more: Any) -> argparse.ArgumentParser:
@@ -94,11 +97,14 @@ def run_main(
     interrupted: str = "interrupted",
 ) -> int:
     """Run a command's body on its words, those of the command line by default, and return its exit
-    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C
-    130."""
+    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C 130;
+    and not 0 if the disk was too full for what it has printed."""
     prepare_output()
     try:
-        return body(sys.argv[1:] if argv is None else argv)
+        code = body(sys.argv[1:] if argv is None else argv)
+        if LOST:
+            raise UserError(f"not all that it printed was written ({LOST.pop()})")
+        return code
     except errors as error:
         print(f"{name}: {error}", file=sys.stderr)
         return exit_code

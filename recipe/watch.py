@@ -227,12 +227,12 @@ def _observe_cores(world: World) -> Iterator[None]:
         yield
     share = (_waited_for_core_s() - before_s) / seconds
     if share > WITHOUT_CORE:
-        line = (
+        print(
             f"warning: rank {world.rank} on {world.host} waited for a core for {share:.0%} of "
             f"{seconds:.0f} s: other programs use the {len(os.sched_getaffinity(0))} core(s) that "
-            "it may use, or ranks and loader workers here are more than those"
-        )
-        print(line, file=sys.stderr, flush=True)
+            "it may use, or ranks and loader workers here are more than those",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _waited_for_core_s() -> float:
@@ -264,17 +264,18 @@ def _words_for(number: signal.Signals) -> str:
 def _say(world: World, what: str) -> None:
     """One line for the whole run: all its ranks end alike."""
     if world.is_first:
-        line = f"{what}: {RESUME_HINT}" if _signs_of_life else what
-        print(line, file=sys.stderr, flush=True)
+        hint = f": {RESUME_HINT}" if _signs_of_life else ""
+        print(f"{what}{hint}", file=sys.stderr, flush=True)
 
 
 def _remove_shared_memory() -> None:
     """Remove the files in /dev/shm by which Open MPI's ranks on a host speak with each other, as
     its mpirun does if it lives."""
-    maps = read_proc("/proc/self/maps").splitlines()
-    for path in {line.split(maxsplit=5)[-1] for line in maps if "/vader_segment." in line}:
+    for line in filter(
+        lambda line: "/vader_segment." in line, read_proc("/proc/self/maps").splitlines()
+    ):
         with suppress(OSError):  # another rank was first
-            os.unlink(path)
+            os.unlink(line.split(maxsplit=5)[-1])
 
 
 def _end_frozen(
@@ -282,8 +283,7 @@ def _end_frozen(
 ) -> NoReturn:
     """End with one message, and a line of each rank that can still say where it is."""
     place = whereabouts() or "before its first step"
-    line = f"[rank {world.rank} on {world.host}] {place}: {_stack()}"
-    print(line, file=sys.stderr, flush=True)
+    print(f"[rank {world.rank} on {world.host}] {place}: {_stack()}", file=sys.stderr, flush=True)
     stopped = _stopped_ranks(world)
     cut_off = []
     with suppress(OSError):

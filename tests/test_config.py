@@ -1,6 +1,5 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
-import io
 import itertools
 import os
 import re
@@ -9,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -492,14 +490,6 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
     parse("--lr-gamma 0.5", size=2, rank=1)
     codes = [code_of(line, size=2, rank=1) for line in ("--help", "--precision fp8")]
     assert (codes, capsys.readouterr()) == ([0, 2], ("", ""))
-
-
-def test_a_reader_of_the_help_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `--help | head`."""
-    closed = io.StringIO()
-    monkeypatch.setattr(closed, "write", mock.Mock(side_effect=BrokenPipeError))
-    monkeypatch.setattr(sys, "stdout", closed)
-    assert code_of("--help") == 0
 
 
 def test_suggested_flags_exist(help_text: str) -> None:

@@ -112,8 +112,9 @@ def cpu_model() -> str:
 
 def allocator() -> str:
     """The library that hands out memory in this process: what was preloaded, or the C library."""
-    found = re.search(f"lib({'|'.join(ALLOCATORS)})", read_proc("/proc/self/maps"))
-    return found[1] if found else "C library"
+    return next(
+        (name for name in ALLOCATORS if f"lib{name}" in read_proc("/proc/self/maps")), "C library"
+    )
 
 
 def nccl_version() -> str | None:

@@ -1,0 +1,267 @@
+"""Neither a reader that goes nor a name of any bytes ends a command."""
+
+import hashlib
+import json
+import mmap
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from launching import BIN, LAUNCHERS, ROOT, TRAINERS, rarely, read_json, run
+from making import a_world, folder_config, write_images
+from records import a_plan
+from test_compare_records import edit, make_comparison
+
+from compare import keep, report
+from compare.evidence import packed
+from compare.evidence.records import load_comparison
+from compare.plan.plan import Words
+from recipe import check_images, make_shards, watch
+from recipe.data.batches import open_data
+from recipe.data.shards import open_shards
+from recipe.files import json_for_readers, read_proc, replace_file
+from recipe.record import environment
+from recipe.record.board import Board
+from recipe.record.run_folder import _lock
+from recipe.training.agreement import comparison_keys
+
+NAME = os.fsdecode(b"name-\xe9")  # in Latin-1
+SHOWN = r"name-\udce9"
+PRINTS = """
+from recipe.command import prepare_output
+prepare_output()
+import os, subprocess, sys
+from pathlib import Path
+for _ in range(3):
+    print("x" * 70_000, "\\u00f6 \\udce9", flush=True)
+    print("y" * 70_000, "\\u00f6 \\udce9", file=sys.stderr)
+file = open(sys.argv[1], "w")
+assert file.fileno() > 2 and not sys.stderr.isatty()
+subprocess.run(["sh", "-c", "echo child; echo child >&2; cat"], stdout=None)
+file.write("done")
+"""
+STREAMS = [
+    "2>&1 | head -c 10", "2>&1 >/dev/null | head -c 10", "| true", ">/dev/full 2>&1", ">&-", "2>&-",
+    "<&-", ">&- 2>&- <&-",
+]  # fmt: skip
+
+
+def piped(words: str, *, locale: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a shell's pipe, whose exit code is that of its first command."""
+    environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    if locale:
+        environ |= {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    script = f"set -o pipefail; {words}"
+    return subprocess.run(
+        ["bash", "-c", script], input="", capture_output=True, text=True, env=environ, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_what_nobody_reads_ends_nothing(streams: str, tmp_path: Path) -> None:
+    program = f"{sys.executable} -c {shlex.quote(PRINTS)} {tmp_path}/file {streams}"
+    assert piped(program).returncode == 0
+    assert (tmp_path / "file").read_text() == "done"
+
+
+@pytest.mark.parametrize(("locale", "letter"), [("C.UTF-8", "ö"), ("POSIX", r"\xf6")])
+def test_what_has_no_place_in_the_encoding_is_shown(
+    locale: str, letter: str, tmp_path: Path
+) -> None:
+    program = f"{sys.executable} -c {shlex.quote(PRINTS)} {tmp_path}/file"
+    done = piped(program, locale=locale)
+    assert done.returncode == 0
+    for text in (done.stdout, done.stderr):
+        assert text.count(rf" {letter} \udce9") == 3 and text.endswith("child\n")
+
+
+@pytest.mark.parametrize("streams", ["| head -1", "2>&-", ">&-"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ddp_train/train.py --help",
+        "baselines/single_process.py --help",
+        "compare/run.py --list-plans",
+        "compare/run.py square --dry-run --workers 1",
+        "compare/report.py --no-html",
+        "benchmarks/run.py --help",
+        "-m recipe.check_images --help",
+    ],
+)
+def test_commands_whose_output_is_not_read(command: str, streams: str) -> None:
+    done = piped(f"{sys.executable} {command} {streams}")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_full_disk_under_what_a_command_prints() -> None:
+    """A text that was to go into a file is not whole: the exit code says so."""
+    done = piped(f"{sys.executable} compare/report.py --csv >/dev/full")
+    assert done.returncode == 1
+    assert (
+        "compare/report.py: not all that it printed was written ([Errno 28] No space left"
+        in done.stderr
+    )
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images whose folder, classes and files have names that are not UTF-8, and one that is."""
+    root = tmp_path_factory.mktemp("images") / NAME
+    for part in ("train", "val"):
+        write_images(root / part, 8)
+        (root / part / "b").rename(root / part / NAME)
+        (root / part / "c" / "0.png").rename(root / part / "c" / f"{NAME}.png")
+        (root / part / "c").rename(root / part / "größe")
+    return root
+
+
+def flags(images: Path, log_dir: Path, name: str = NAME) -> list[str]:
+    settings = "--preset digits --epochs 1 --max-steps 3 --keep-checkpoints 1"
+    places = ["--data", str(images), "--log-dir", str(log_dir), "--name", name]
+    return [*settings.split(), *places, "--cache-dir", str(log_dir / "cache")]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "engine", "locale"),
+    [
+        ("python", "ddp", ""),
+        ("torchrun", "ddp", "POSIX"),
+        ("horovodrun --gloo", "horovod", ""),
+        rarely("horovodrun --mpi", "horovod", ""),
+        rarely("mpirun", "horovod", ""),
+    ],
+)
+def test_a_training_on_names_that_are_not_utf_8(
+    launcher: str, engine: str, locale: str, images: Path, tmp_path: Path
+) -> None:
+    """It ends well, goes on, and is read back; in a locale without UTF-8, too."""
+    log_dir = tmp_path / NAME
+    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=2)
+    environ = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale} if locale else {}
+    words = [*command.split(), *flags(images, log_dir), "--profile-steps", "2"]
+    for more in ([], ["--resume", "auto", "--max-steps", "9", "--epochs", "19"]):
+        done = run([*words, *more], UCX_ODD=NAME, **environ).checked()
+        assert SHOWN in done.output
+    folder = log_dir / NAME
+    assert read_json(folder / "summary.json")["steps"] == 9
+    assert (folder / "profile/rank-0.json").stat().st_size > 1000
+    told = read_json(folder / "environment.json")
+    assert NAME in told["command"] and told["variables"]["UCX_ODD"] == NAME
+    assert read_json(folder / "config.json")["name"] == NAME
+    assert not list((folder / "checkpoints").glob("set-aside*/best.pt"))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "engine", "streams"),
+    [
+        ("python", "ddp", "| head -1"),
+        ("python", "ddp", "2>&-"),
+        ("torchrun", "ddp", "| head -1"),
+        ("horovodrun --gloo", "horovod", "2>&1 | head -1"),
+        ("python", "single_process", "| head -1"),
+        rarely("torchrun", "ddp", ">&- 2>&- <&-"),
+        rarely("horovodrun --mpi", "horovod", "| head -1"),
+    ],
+)
+def test_a_training_goes_on_without_a_reader(
+    launcher: str, engine: str, streams: str, images: Path, tmp_path: Path
+) -> None:
+    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=2)
+    words = [*command.split(), *flags(images, tmp_path, "run")]
+    run(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"]).checked()
+    assert engine == "single_process" or (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.fixture
+def as_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output as a command finds it, not pytest's."""
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+
+
+@pytest.mark.usefixtures("as_started")
+def test_data_of_such_names(images: Path, tmp_path: Path) -> None:
+    """Listed, agreed on, packed into shards, and checked."""
+    config = folder_config(images, tmp_path / "cache")
+    data = open_data(config)
+    classes = hashlib.sha256(
+        b"a\0" + "größe".encode() + b"\0name-\xe9"
+    ).hexdigest()  # in any locale
+    facts = comparison_keys("ddp", config, data, torch.device("cpu"))
+    assert facts["names of the classes"] == f"digest {classes[:12]}"
+    assert make_shards.main([str(images), str(tmp_path / NAME), "--cache-dir", str(tmp_path)]) == 0
+    shards = open_shards(tmp_path / NAME / "train")
+    assert shards.classes == data.train.classes and NAME in shards.classes
+    (broken := images / "val" / NAME / f"{NAME}.png").write_bytes(b"no image")
+    told = tmp_path / f"{NAME}.json"
+    assert check_images.main([str(images / "val"), "--json", str(told)]) == 1
+    broken.unlink()
+    assert [one["image"] for one in read_json(told)["bad"]] == [str(broken)]
+
+
+@pytest.mark.usefixtures("as_started")
+def test_a_report_on_such_names(tmp_path: Path) -> None:
+    """What a comparison has recorded is read, shown in each form, and kept."""
+    folder = tmp_path / NAME
+    make_comparison(folder, a_plan(trainer_arguments=Words(("--data", NAME))))
+    run_folder = folder / "block-1/ddp-torchrun-1"
+    (run_folder / "command.txt").write_bytes(os.fsencode(f"torchrun --name {NAME}"))
+    (run_folder / "output.log").write_bytes(b"\xe9")
+    edit(run_folder / "environment.json", command=["train.py", NAME])
+    edit(run_folder / "config.json", data=NAME)
+    for form in ("--json", "--csv", "--markdown", "--html"):
+        assert report.main([str(folder), form, str(tmp_path / "report")]) == 0
+        assert SHOWN in (tmp_path / "report").read_text("utf-8")
+    assert report.main([str(folder), "--json", str(tmp_path / "report")]) == 0
+    assert read_json(tmp_path / "report")["comparison"].endswith(NAME)
+    place = ["--machine", "m", "--question", "q", "--results", str(tmp_path / "results")]
+    assert keep.main([str(folder), *place]) == 0
+    (kept,) = (tmp_path / "results/m").iterdir()
+    for place in (run_folder, kept / "block-1/ddp-torchrun-1"):
+        assert packed.read_text(place / "command.txt") == f"torchrun --name {NAME}"
+    assert load_comparison(kept).plan.trainer_arguments == ("--data", NAME)
+
+
+def test_names_in_what_is_written(tmp_path: Path) -> None:
+    replace_file(tmp_path / "text", NAME)
+    assert (tmp_path / "text").read_text() == SHOWN
+    told = json_for_readers({"name": NAME, "loss": float("nan")})
+    replace_file(tmp_path / "text", told)
+    assert json.loads((tmp_path / "text").read_text()) == {"name": NAME, "loss": None}
+    board = Board(tmp_path / NAME, None)
+    board.describe({"name": NAME}, {"loss": 1.0})
+    board.close()
+    (events,) = (tmp_path / NAME).iterdir()
+    assert SHOWN.encode() in events.read_bytes()
+    world = replace(a_world(), host=NAME)
+    assert _lock(tmp_path, world)
+    assert os.fsencode(f" on {NAME} since") in (tmp_path / "lock").read_bytes()
+
+
+@pytest.mark.parametrize("name", [b"fourteen bytes" + "ö".encode(), b"name-\xe9) S 1 2"])
+def test_a_process_of_such_a_name(name: bytes, tmp_path: Path) -> None:
+    """The kernel keeps 15 bytes of it, and cuts the first one inside a character."""
+    program = os.path.join(os.fsencode(tmp_path), name)
+    shutil.copy(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"]) as process:
+        assert name[:15] in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert (watch._started(process.pid) or "").isdecimal()
+        process.kill()
+    assert watch._started(process.pid) is None
+
+
+def test_a_library_at_such_a_path(tmp_path: Path) -> None:
+    path = tmp_path / f"libjemalloc-{NAME}.so"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert str(path) in read_proc("/proc/self/maps")
+        assert environment.allocator() == "jemalloc"
+        environment.nccl_version()
