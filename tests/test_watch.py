@@ -413,7 +413,7 @@ def test_a_rank_that_mpirun_binds_unasked_uses_all_cores(
 def test_a_launcher_that_is_not_to_be_seen_is_not_gone(
     error: OSError, answer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch.Path, "read_text", mock.Mock(side_effect=error))
+    monkeypatch.setattr(watch.Path, "read_bytes", mock.Mock(side_effect=error))
     assert watch._started(os.getppid(), "7") == answer
     assert watch._started(os.getppid()) is None
 
