@@ -14,10 +14,11 @@ import torch
 
 from recipe.allreduce import Backend, run
 from recipe.errors import UserError
+from recipe.watch import own_world
 from recipe.wire_formats import WireFormat
-from recipe.world import World, lone_copy_message, prepare_mpi, read_world
+from recipe.world import World, lone_copy_message, prepare_mpi
 
-prepare_mpi(read_world())
+prepare_mpi(own_world())
 from mpi4py import MPI  # its import initialises MPI
 
 

@@ -5,13 +5,16 @@
 What both train.py do on one worker must come out bit by bit as here; a test holds them to it.
 """
 
-from recipe.config import Config
+from recipe.command import prepare_output
+from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.start import start
+from recipe.watch import own_world
 from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
-    config, world = start("single")
+    prepare_output()
+    world = own_world()
+    config = parse_args("single", world)
 
 import os
 

@@ -21,8 +21,7 @@ from http.client import HTTPConnection, HTTPException
 from recipe.command import prepare_output
 from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
 from recipe.flags import last_value
-from recipe.watch import SIGNALS
-from recipe.world import read_world
+from recipe.watch import SIGNALS, own_world
 
 WORD = "/training/word"
 AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, but save first
@@ -40,7 +39,7 @@ def supervise() -> None:
     if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
         return
     prepare_output()
-    world = read_world()
+    world = own_world()
     if last_value(sys.argv, "--resume") != "auto" or last_value(sys.argv, "--name") is None:
         message = (
             "error: horovodrun --host-discovery-script: a change of hosts is a start from the last "

@@ -22,9 +22,9 @@ from recipe.command import parser_of, prepare_output
 from recipe.device import gather, own_row
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
-from recipe.watch import start_watchdog
+from recipe.watch import own_world, start_watchdog
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
-from recipe.world import World, read_world
+from recipe.world import World
 
 FP32_BYTES = 4
 WIRES = tuple(WIRE_FORMATS)
@@ -81,7 +81,7 @@ def run(
 ) -> None:
     """Be an engine's script: read the flags, let the ranks `connect`, and measure."""
     prepare_output()
-    world = read_world()
+    world = own_world()
     start_watchdog(world)
     with one_message(world):
         options = parser_of(sys.argv[0], description, FLAGS | {"--transport": {

@@ -13,8 +13,8 @@ from typing import Any
 from recipe.command import prepare_output
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
-from recipe.watch import nearest_launcher, start_watchdog
-from recipe.world import NVIDIA_DRIVER, World, read_world
+from recipe.watch import nearest_launcher, own_world, start_watchdog
+from recipe.world import NVIDIA_DRIVER, World
 
 # Variables, or families of them, by which Open MPI's mpirun passes on its user's choice of cores.
 CHOICES = (
@@ -28,7 +28,7 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     watchdog ends it in time. Call it before torch is loaded: --help and typing errors are answered
     at once, and the knobs' variables are set in time."""
     prepare_output()
-    world = read_world()
+    world = own_world()
     config = parse_args(engine, world, words)
     give_back_cores(world)
     workers = config.cuda and NVIDIA_DRIVER.exists() if config.workers is None else config.workers

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ import psutil
 
 from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
 from recipe.files import read_proc
-from recipe.world import FINISH_S, LAUNCHERS, World
+from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
 
 POLL_S = 1.0
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
@@ -114,9 +114,48 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
     ).start()
 
 
-def is_launcher(words: Sequence[str]) -> bool:
-    """Whether a process with this command line starts ranks, or waits for what does: an
-    interpreter, `timeout`, a shell (horovodrun over MPI becomes `sh -c 'mpirun ...'`).
+def own_world() -> World:
+    """This process's place. One message ends it where the variables that tell it are no numbers, or
+    are left over from another job: ranks would train alone, each as a copy of the others."""
+    world, *others = read_worlds()
+    rightful = rightful_world([world, *others], ancestors().values())
+    if (is_rank := world.rank in range(world.size)) and rightful is world:
+        return world
+    reason = (
+        f"left over from another job, since {rightful.launcher} started this process as rank "
+        f"{rightful.rank} of {rightful.size}" if is_rank else "no rank of so many"
+    )  # fmt: skip
+    rank, size, *more = world.started_by.variables
+    names = [rank, size, *(name for name in (*more, *world.started_by.job) if name in os.environ)]
+    told = f"{rank}={os.environ[rank]} {size}={os.environ[size]}"
+    speaker = rightful if is_rank else others[0]
+    return fail(speaker, f"error: {told}: {reason}; unset {' '.join(names)}", exit_code=2)
+
+
+def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> World:
+    """The first of a process's places, or the one because of which its variables are left over;
+    `above`: the command lines of its ancestors, the parent's first.
+
+    The innermost launcher among them decides. Variables of another one are left over if they tell
+    of a smaller world; or of another place, though this launcher itself started the process: a
+    shell or a program in between may have started more ranks. Where no launcher is to be seen (on
+    another host, in a container) the largest world decides.
+    """
+    found = (
+        [one for one in worlds if launcher_program(words) in one.started_by.programs]
+        for words in above
+    )
+    unseen = 1, [max(worlds, key=lambda one: one.size)]
+    distance, around = next((pair for pair in enumerate(found) if pair[1]), unseen)
+    first, other = worlds[0], around[0]
+    differs = distance == 0 and (first.rank, first.size) != (other.rank, other.size)
+    return other if first not in around and (differs or first.size < other.size) else first
+
+
+def launcher_program(words: Sequence[str]) -> str:
+    """The program by which a process with this command line starts ranks, or waits for what does:
+    an interpreter, `timeout`, a shell (horovodrun over MPI becomes `sh -c 'mpirun ...'`); "" if it
+    does neither.
 
     A shell that starts a launcher in its background may end before it, and is none.
     """
@@ -124,11 +163,9 @@ def is_launcher(words: Sequence[str]) -> bool:
     if first and os.path.basename(first[0]).startswith("python"):
         while rest and rest[0].startswith("-"):  # up to the script or module
             del rest[: 2 if rest[0] in ("-X", "-W") else 1]
-    return any(
-        os.path.basename(word.split()[0]).rstrip(":") in PROGRAMS and "&" not in word
-        for word in [*first, *rest][:3]
-        if word.split()
-    )
+    called = (word for word in [*first, *rest][:3] if word.split() and "&" not in word)
+    names = (os.path.basename(word.split()[0]).rstrip(":") for word in called)
+    return next((name for name in names if name in PROGRAMS), "")
 
 
 def launchers_of(world: World) -> dict[int, str]:
@@ -137,39 +174,35 @@ def launchers_of(world: World) -> dict[int, str]:
     tmux or a shell."""
     if world.launcher == "none":
         return {}
-    ancestors = []
-    with suppress(psutil.Error):  # another user's process may not be looked at
-        process = psutil.Process().parent()
-        while process is not None:
-            ancestors.append(process)
-            process = process.parent()
-    places = [place for place, one in enumerate(ancestors) if _is_launcher(one)]
-    found = {one.pid: _started(one.pid) for one in ancestors[: max(places, default=-1) + 1]}
+    above = ancestors()
+    places = [place for place, words in enumerate(above.values(), 1) if launcher_program(words)]
+    found = {pid: _started(pid) for pid in list(above)[: max(places, default=0)]}
     return {pid: started for pid, started in found.items() if started is not None}
 
 
 def nearest_launcher(world: World) -> psutil.Process:
     """The process that starts this rank, and starts it anew after a loss; this one if none does."""
-    own = psutil.Process()
-    with suppress(psutil.Error):
-        found = [one for one in map(psutil.Process, launchers_of(world)) if _is_launcher(one)]
-        # Horovod's elastic driver may be on another host. What it has started here lives on, too,
-        # and starts processes of its own words (horovod_train/elastic.py).
-        parent = own.parent()
-        if world.launcher == "horovodrun" and parent is not None:
-            found += [parent] if _command_line(parent)[1:] == own.cmdline()[1:] else []
-        return [*found, own][0]
-    return own
+    own, above = psutil.Process(), ancestors() if world.launcher != "none" else {}
+    found = [pid for pid, words in above.items() if launcher_program(words)]
+    # Horovod's elastic driver may be on another host. What it has started here lives on, too, and
+    # starts processes of its own words (horovod_train/elastic.py).
+    if world.launcher == "horovodrun":
+        found += [pid for pid, words in [*above.items()][:1] if words[1:] == own.cmdline()[1:]]
+    return psutil.Process(found[0]) if found else own
 
 
-def _is_launcher(process: psutil.Process) -> bool:
-    return is_launcher(_command_line(process))
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
+def ancestors() -> dict[int, list[str]]:
+    """The command lines of this process's ancestors by process ID, the parent first, as far as they
+    may be looked at."""
+    found: dict[int, list[str]] = {}
+    with suppress(psutil.Error):  # another user's process may not be
+        process = psutil.Process().parent()
+        while process is not None:
+            found[process.pid] = []
+            with suppress(psutil.Error):
+                found[process.pid] = process.cmdline()
+            process = process.parent()
+    return found
 
 
 def _started(pid: int, before: str | None = None) -> str | None:

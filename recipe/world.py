@@ -71,7 +71,8 @@ LAUNCHERS = {
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
         meeting="MPI",
-        programs=("mpirun", "orterun", "orted", "prterun", "prted"),  # kills after one second
+        # mpirun kills after one second.
+        programs=("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
         job=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
         sets=("OMPI_", "PMIX_"),
         reaches="agent",
@@ -83,7 +84,7 @@ LAUNCHERS = {
     "mpich": Launcher(
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         meeting="MPI",
-        programs=("mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+        programs=("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
     ),
     "srun": Launcher(
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -126,25 +127,27 @@ class World:
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Read this process's place in the world; alone (rank 0 of 1) when no launcher left its
-    variables."""
-    host = socket.gethostname()
+    variables. Scripts ask `recipe.watch.own_world` first, which refuses those of another job."""
+    return read_worlds(environ)[0]
+
+
+def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
+    """This process's place by each launcher that left its variables, the innermost first, and at
+    last that of a process alone. An empty variable counts as absent, what is no number as -1."""
+    environ = {name: value for name, value in environ.items() if value}
+    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in environ.items()}
     named = {name: launcher.variables for name, launcher in LAUNCHERS.items()}
-    left = {name: keys for name, keys in named.items() if set(keys[:2]) <= environ.keys()}
-    whole = {name: keys for name, keys in left.items() if keys[2] in environ}
-    for launcher, (rank, size, local_rank, local_size) in (whole or left).items():
-        local = environ.get(local_size, "1")
+    left = [name for name, keys in named.items() if set(keys[:2]) <= environ.keys()]
+    places = []
+    for launcher in sorted(left, key=lambda name: named[name][2] not in environ):
+        rank, size, local_rank, local_size = named[launcher]
+        local = numbers.get(local_size, 1)
         if launcher == "srun":
-            counts = tasks_per_node(local)
-            local = str(counts[min(int(environ.get("SLURM_NODEID", "0")), len(counts) - 1)])
-        return World(
-            rank=int(environ[rank]),
-            size=int(environ[size]),
-            local_rank=int(environ.get(local_rank, environ[rank])),
-            local_size=int(local),
-            launcher=launcher,
-            host=host,
-        )
-    return World(0, 1, 0, 1, "none", host)
+            counts = tasks_per_node(environ.get(local_size, "1"))
+            local = counts[min(numbers.get("SLURM_NODEID", 0), len(counts) - 1)]
+        own = numbers.get(local_rank, numbers[rank])
+        places.append((numbers[rank], numbers[size], own, local, launcher))
+    return [World(*place, socket.gethostname()) for place in (*places, (0, 1, 0, 1, "none"))]
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -171,7 +174,8 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
         )
     return (
         f"{world.launcher} started this process as one of {world.size}, but the engine sees a "
-        f"world of {engine_size}: it would train as {world.size} independent copies. {remedy}"
+        f"world of {engine_size}: it would train as {world.size} independent copies. {remedy}, or "
+        f"unset {' and '.join(world.started_by.variables[:2])} if another job has left them"
     )
 
 

@@ -165,6 +165,16 @@ def test_what_cannot_work_is_refused_at_once(
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
 
 
+@pytest.mark.parametrize(("launcher", "engine"), [("mpirun", "ddp"), ("mpirun", "horovod")])
+def test_what_another_job_has_left_is_named(launcher: str, engine: str, tmp_path: Path) -> None:
+    """On two hosts each rank would train alone, and end well."""
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    finished = launch(launcher, engine, f"{SMALL} --log-dir {tmp_path}/runs", timeout=120, **left)
+    assert finished.returncode == 2
+    assert finished.output.count("unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR") == 1
+    assert "Traceback" not in finished.output and not (tmp_path / "runs").exists()
+
+
 def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
     finished = launch("python", "horovod", "", 1, timeout=60, PYTHONPATH=str(tmp_path))

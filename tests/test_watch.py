@@ -34,7 +34,7 @@ from launching import (
 from making import a_world
 
 from recipe import watch, world
-from recipe.watch import is_launcher, launchers_of
+from recipe.watch import launcher_program, launchers_of, rightful_world
 
 RANK_VARIABLES: dict[str, dict[str, str]] = {
     "none": {},
@@ -351,7 +351,6 @@ def test_the_process_that_starts_ranks_anew(
     for name, following in (("own", "parent"), ("parent", "above"), ("above", None)):
         found[name].cmdline.return_value = words[name]
         found[name].parent.return_value = found.get(following or "")
-    monkeypatch.setattr(watch, "_started", lambda pid: "7")
     monkeypatch.setattr(watch.psutil, "Process", lambda pid=0: [*found.values()][pid])
     assert watch.nearest_launcher(a_world(0, 2, launcher=launcher)) is found[nearest]
 
@@ -365,8 +364,7 @@ subprocess.run(sys.argv[1:], check=True, preexec_fn=lambda: os.sched_setaffinity
 USES = """
 import os
 from recipe.start import give_back_cores
-from recipe.world import read_world
-give_back_cores(read_world())
+give_back_cores()
 print(len(os.sched_getaffinity(0)))
 """
 
@@ -443,7 +441,81 @@ def test_a_launcher_that_is_not_to_be_seen_is_not_gone(
     ],
 )
 def test_what_starts_ranks(words: list[str], launches: bool) -> None:
-    assert is_launcher(words) == launches
+    assert bool(launcher_program(words)) == launches
+
+
+TORCHRUN, HOROVODRUN = ["python", "/venv/bin/torchrun"], ["python", "horovodrun", "--gloo"]
+MPIRUN, ORTED, SLURM = ["mpirun", "-np", "2"], ["orted"], ["slurmstepd: [12.0]"]
+HYDRA, SHELL = ["hydra_pmi_proxy"], ["sh", "-c", "RANK=0 python ddp_train/train.py; true"]
+
+
+@pytest.mark.parametrize(
+    ("places", "above", "rightful"),
+    [
+        # What another job has left, of torchrun: each rank would train alone.
+        ("torchrun 0/1, mpirun 1/2", [MPIRUN], "mpirun"),
+        ("torchrun 0/1, mpirun 1/2", [SHELL, ORTED], "mpirun"),
+        ("torchrun 0/1, mpirun 1/2", [], "mpirun"),  # in a container of its own
+        ("torchrun 0/1, mpirun 1/2", [SHELL], "mpirun"),
+        ("torchrun 0/1, horovodrun 1/2", [["/bin/bash", "-c", "..."], HOROVODRUN], "horovodrun"),
+        ("torchrun 0/1, srun 1/2", [SLURM], "srun"),
+        ("torchrun 0/8, mpirun 1/2", [MPIRUN], "mpirun"),  # or wait for ranks that never come
+        ("torchrun 0/2, mpirun 1/2", [MPIRUN], "mpirun"),
+        ("torchrun 0/1, mpirun 0/2", [MPIRUN, TORCHRUN], "mpirun"),  # started by one of torchrun's
+        # Of other launchers.
+        ("horovodrun 0/1, mpirun 1/2", [MPIRUN], "mpirun"),
+        ("mpirun 0/1, srun 1/2", [SLURM], "srun"),
+        ("mpirun 0/4, mpich 1/2", [HYDRA, ["mpirun"]], "mpich"),
+        ("mpirun 0/1, mpich 1/2, srun 0/1", [HYDRA, SLURM], "mpich"),
+        # One inside another.
+        ("torchrun 3/4, srun 1/2", [TORCHRUN, SLURM], "torchrun"),
+        ("torchrun 3/4, mpirun 1/2", [TORCHRUN, MPIRUN], "torchrun"),
+        ("torchrun 0/1, srun 1/2", [TORCHRUN, SLURM], "torchrun"),  # each task trains another model
+        ("torchrun 3/4, srun 1/2", [], "torchrun"),
+        ("mpirun 1/2, srun 0/1", [MPIRUN, SLURM], "mpirun"),  # from an interactive step
+        ("mpirun 1/2, srun 0/1", [ORTED, SLURM], "mpirun"),
+        ("mpirun 1/2, srun 0/1", [["mpiexec", "-n", "2"]], "mpirun"),  # Open MPI's other name
+        ("horovodrun 3/4, srun 0/1", [HOROVODRUN, SLURM], "horovodrun"),
+        ("horovodrun 3/4, srun 0/2", [["sshd: me@notty"]], "horovodrun"),
+        ("srun 1/2, mpich 1/2", [SLURM], "srun"),  # srun --mpi=pmi2
+        # Set by hand.
+        ("torchrun 1/2, mpirun 1/2", [SHELL, MPIRUN], "torchrun"),
+        ("torchrun 1/2, srun 0/1", [SHELL, SLURM], "torchrun"),
+        ("torchrun 3/4, mpirun 1/2", [["python", "accelerate", "launch"], MPIRUN], "torchrun"),
+        ("torchrun 0/1, none 0/1", [SHELL], "torchrun"),
+        # Slurm's batch step has a place of nobody; nobody but a shell is there.
+        ("torchrun 0/2, none 0/1", [SHELL, SLURM], "torchrun"),
+        ("none 0/1", [], "none"),
+    ],
+)
+def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rightful: str) -> None:
+    worlds = [
+        a_world(*map(int, place.split("/")), launcher=name)
+        for name, place in (one.split() for one in places.split(", "))
+    ]
+    assert rightful_world(worlds, above).launcher == rightful
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [
+        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2: no rank of so many; "
+         "unset RANK WORLD_SIZE LOCAL_RANK\n"),
+        ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: no rank of so many; .*\n"),
+        ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
+         "RANK=0 WORLD_SIZE=1: left over from another job, since mpirun started this process as "
+         "rank 0 of 2; unset RANK WORLD_SIZE MASTER_PORT\n"),
+        ("RANK= WORLD_SIZE=", 0, ""),
+        ("RANK=0 WORLD_SIZE=1", 0, ""),
+    ],
+)  # fmt: skip
+def test_variables_of_another_job_are_refused(variables: str, code: int, said: str) -> None:
+    environ = os.environ | dict(one.split("=") for one in variables.split())
+    done = subprocess.run(
+        [sys.executable, "-c", "from recipe.watch import own_world; print(own_world().size)"],
+        env=environ, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code and re.fullmatch(f"error: {said}" if said else "", done.stderr)
 
 
 def listens_at(launcher: subprocess.Popen) -> set[str]:

@@ -66,6 +66,8 @@ MPICH_OF_SLURM = {"PMI_RANK": "3", "PMI_SIZE": "4"}
     [
         ({}, ("none", 0, 1, 0, 1)),
         ({"RANK": "3"}, ("none", 0, 1, 0, 1)),  # anyone may have such a variable
+        ({"RANK": "", "WORLD_SIZE": ""}, ("none", 0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": ""}, ("torchrun", 3, 4, 3, 1)),
         # An allocation alone starts nothing: a script under sbatch has Slurm's variables of the
         # job, but is no task of a step.
         (
@@ -100,7 +102,7 @@ def test_lone_copies() -> None:
     assert lone_copy_message(a_world(1, 4), 4, "Use mpirun") is None
     assert lone_copy_message(a_world(), 1, "Use mpirun") is None
     message = str(lone_copy_message(a_world(1, 4), 1, "Use mpirun"))
-    words = ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun")
+    words = ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun, or unset")
     assert [word for word in words if word not in message] == []
     unknown = str(lone_copy_message(a_world(), 4, "Use mpirun"))
     assert "world of 4" in unknown and "copies" not in unknown
