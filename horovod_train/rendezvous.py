@@ -11,7 +11,13 @@ from threading import Thread
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from recipe.meeting import keep_gloo_off_loopback, prepare_gloo, server_address, start_mpi
+from recipe.meeting import (
+    keep_gloo_off_loopback,
+    prepare_gloo,
+    refuse_unknown_interfaces,
+    server_address,
+    start_mpi,
+)
 from recipe.world import World
 
 
@@ -20,6 +26,7 @@ def meet_through_mpi(world: World) -> None:
     UserError where MPI cannot carry the server's address, or other hosts would not reach it."""
     comm = start_mpi(world, "start it with horovodrun --gloo").COMM_WORLD
     prepare_gloo(world)
+    refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
     # Those with the same local rank, one of each host.
     peers = [rank for rank, local in enumerate(comm.allgather(world.local_rank))
              if local == world.local_rank]  # fmt: skip

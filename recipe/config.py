@@ -137,6 +137,7 @@ OTHERS_FLAGS = {
     "--dist-backend": "--transport",
     "--dist-url": "the launcher's flags (docs/launching.md)",
     "--world-size": "the launcher's flags (docs/launching.md)",
+    "--local-rank": "torchrun, in place of python -m torch.distributed.launch, which adds it",
 }
 
 
@@ -151,7 +152,7 @@ def _about_unknown(word: str) -> str:
             "by the number of workers and --batches-per-allreduce"
         )
     close = difflib.get_close_matches(word, _flag_names(), n=1)
-    meant = OTHERS_FLAGS.get(word) or (close[0] if close else None)
+    meant = OTHERS_FLAGS.get(word.replace("_", "-")) or (close[0] if close else None)
     hint = f"did you mean {meant}?" if meant else "--help lists all"
     return f"{word}: there is no such flag; {hint}"
 

@@ -3,6 +3,8 @@
 import concurrent.futures
 import difflib
 import os
+import re
+import resource
 import socket
 import sys
 import threading
@@ -52,11 +54,23 @@ LOST_PEER_SIGNS = (
     "Shutdown msg from rank",
     "shutdown in progress",
     "Read error",
-    "gloo/transport",
+    "gloo/transport/tcp/pair.cc",  # of Gloo's own files those about a connection, and about what
+    "buffer.cc",  # was to come through it: device.cc, for one, is about this host
     "tensorpipe/transport",
     "ncclRemoteError",
     "ncclSystemError",
 )
+# The system's limits, by what an error says that has met one, also inside the traceback of a loader
+# worker; and what needs them.
+LIMITS = (
+    ("Too many open files|ancdata", resource.RLIMIT_NOFILE,
+     "open files in a process (ulimit -n), and a rank has about 50, and 12 more for each of its "
+     "loader workers"),
+    ("start new thread|Resource temporarily unavailable|^unexpected EOF$", resource.RLIMIT_NPROC,
+     "processes and threads of this user (ulimit -u), and a rank has about 30, and 6 more for each "
+     "of its loader workers"),
+    ("Cannot allocate memory", resource.RLIMIT_AS, "bytes of memory in a process (ulimit -v)"),
+)  # fmt: skip
 
 
 class UserError(ValueError):
@@ -88,6 +102,17 @@ def is_lost_peer(error: BaseException) -> bool:
     return type(error).__name__ == "HorovodInternalError" or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER_SIGNS)
     )
+
+
+def limit_reached(error: BaseException) -> str:
+    """What to say of an error that one of the system's limits has caused; "" of another one."""
+    found = (
+        f"{str(error).splitlines()[-1]}: the limit here is {resource.getrlimit(limit)[0]} {what}; "
+        "raise it where the job is started, or give fewer --workers"
+        for signs, limit, what in LIMITS
+        if re.search(signs, str(error)) and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
+    )
+    return next(found, "")
 
 
 def fail(
@@ -141,11 +166,10 @@ def _acquire_speaker_lock() -> socket.socket | None:
     An abstract Unix socket, whose name vanishes with the process that holds it.
     """
     lock = socket.socket(socket.AF_UNIX)
-    try:
+    with suppress(OSError):
         lock.bind(f"\0{job_on_host()}")
-    except OSError:
-        return None
-    return lock
+        return lock
+    return None
 
 
 @contextmanager
@@ -159,13 +183,11 @@ def one_message(world: World) -> Iterator[None]:
         fail(world, f"interrupted: {RESUME_HINT}", 130)
     except Exception as error:
         FAILING.set()
-        if is_lost_peer(error):
-            time.sleep(LOST_PEER_DELAY_S)
-            fail(world, traceback.format_exc(), EXIT_LOST_PEER)
         if "have a deterministic implementation" in str(error):  # torch's words
-            operation = str(error).partition(",")[0]
-            fail(
-                world,
-                f"error: --deterministic: {operation}; choose another --arch, or leave it out",
-            )
-        fail(world, traceback.format_exc())
+            told = f"--deterministic: {str(error).partition(',')[0]}; choose another --arch, or "
+            fail(world, f"error: {told}leave it out")
+        told = limit_reached(error)
+        is_lost = not told and is_lost_peer(error)
+        time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
+        message = f"error: {told}" if told else traceback.format_exc()
+        fail(world, message, EXIT_LOST_PEER if is_lost else 1)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 
@@ -22,8 +22,17 @@ def prepare_gloo(world: World) -> None:
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
         interface = "lo" if world.local_size == world.size else ""
-    if interface in psutil.net_if_addrs():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface in psutil.net_if_addrs() and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    refuse_unknown_interfaces("GLOO_SOCKET_IFNAME")
+
+
+def refuse_unknown_interfaces(variable: str) -> None:
+    """UserError if a variable, of names of network interfaces, has one that this host lacks."""
+    given, there = os.environ.get(variable, ""), psutil.net_if_addrs()
+    unknown = [name for name in given.split(",") if name and name not in there]
+    told = f"{variable}={given}: this host has no network interface {', '.join(unknown)}"
+    refuse((unknown, f"{told}; it has {', '.join(there)}"))
 
 
 def keep_gloo_off_loopback(world: World, first_host: str) -> None:
@@ -33,7 +42,7 @@ def keep_gloo_off_loopback(world: World, first_host: str) -> None:
 
     UserError if there is none.
     """
-    if world.local_size == world.size or "GLOO_SOCKET_IFNAME" in os.environ:
+    if world.local_size == world.size or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     name = socket.gethostname()
     own = "127.0.0.1"  # Gloo's address for a host without one
@@ -104,12 +113,8 @@ def _own_address() -> str:
     """This host as the others reach it: by the interface that the user chose for Gloo, or for NCCL
     if that is the name of one (see `prepare_gloo`), else by its name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface is None:
+    if not interface:
         return socket.gethostname()
-    for address, name in own_addresses().items():
-        if name == interface:
-            return address
-    raise UserError(
-        f"GLOO_SOCKET_IFNAME={interface}: this host has no such interface with an IPv4 address; it "
-        "has " + ", ".join(psutil.net_if_addrs())
-    )
+    found = [address for address, name in own_addresses().items() if name == interface]
+    refuse((not found, f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that others reach"))
+    return found[0]

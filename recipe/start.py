@@ -1,12 +1,13 @@
 """How a training script starts, and what whoever starts it from Python may hook into it."""
 
 import importlib
-import multiprocessing.forkserver
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from recipe.errors import one_message
 from recipe.watch import nearest_launcher, own_world, start_watchdog
 from recipe.world import NVIDIA_DRIVER, World
 
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: sun_path, man 7 unix
 # Variables, or families of them, by which Open MPI's mpirun passes on its user's choice of cores.
 CHOICES = (
     "OMPI_MCA_hwloc_base_", "OMPI_MCA_orte_rankfile", "OMPI_MCA_rmaps_base_cpus_per",
@@ -32,9 +34,10 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     config = parse_args(engine, world, words)
     give_back_cores(world)
     workers = config.cuda and NVIDIA_DRIVER.exists() if config.workers is None else config.workers
-    if workers and config.data != "synthetic":
-        start_loaders_server()
-    start_watchdog(world, config.stall_timeout)
+    with one_message(world):
+        if workers and config.data != "synthetic":
+            start_loaders_server()
+        start_watchdog(world, config.stall_timeout)
     return config, world
 
 
@@ -43,10 +46,14 @@ def start_loaders_server() -> None:
     too; it loads what they need while this one loads the same.
 
     They are not forked from this process: neither MPI nor CUDA survives that. A worker loads the
-    trainer's script again, so all that it imports is to be there already.
+    trainer's script again, so all that it imports is to be there already. The sockets at which all
+    of these are reached are in a folder for temporary files, if names in it are not too long.
     """
-    multiprocessing.set_forkserver_preload(["recipe.session"])
-    multiprocessing.forkserver.ensure_running()
+    tempfile.tempdir = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER else None
+    util.get_temp_dir()  # from now on it is this one, for workers, too
+    tempfile.tempdir = None
+    forkserver.set_forkserver_preload(["recipe.session"])
+    forkserver.ensure_running()
 
 
 def give_back_cores(world: World) -> None:

@@ -121,15 +121,14 @@ def own_world() -> World:
     rightful = rightful_world([world, *others], ancestors().values())
     if (is_rank := world.rank in range(world.size)) and rightful is world:
         return world
+    variables = (*world.started_by.variables, *world.started_by.job)
+    told = " ".join(f"{name}={os.environ[name]}" for name in variables if os.environ.get(name))
     reason = (
         f"left over from another job, since {rightful.launcher} started this process as rank "
-        f"{rightful.rank} of {rightful.size}" if is_rank else "no rank of so many"
+        f"{rightful.rank} of {rightful.size}; unset them" if is_rank else
+        "no rank of so many; unset them, or give them right numbers"
     )  # fmt: skip
-    rank, size, *more = world.started_by.variables
-    names = [rank, size, *(name for name in (*more, *world.started_by.job) if name in os.environ)]
-    told = f"{rank}={os.environ[rank]} {size}={os.environ[size]}"
-    speaker = rightful if is_rank else others[0]
-    return fail(speaker, f"error: {told}: {reason}; unset {' '.join(names)}", exit_code=2)
+    return fail(rightful if is_rank else others[0], f"error: {told}: {reason}", exit_code=2)
 
 
 def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> World:
@@ -145,8 +144,8 @@ def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> W
         [one for one in worlds if launcher_program(words) in one.started_by.programs]
         for words in above
     )
-    unseen = 1, [max(worlds, key=lambda one: one.size)]
-    distance, around = next((pair for pair in enumerate(found) if pair[1]), unseen)
+    largest = max(worlds, key=lambda one: one.size)
+    distance, around = next((pair for pair in enumerate(found) if pair[1]), (1, [largest]))
     first, other = worlds[0], around[0]
     differs = distance == 0 and (first.rank, first.size) != (other.rank, other.size)
     return other if first not in around and (differs or first.size < other.size) else first
@@ -172,9 +171,7 @@ def launchers_of(world: World) -> dict[int, str]:
     """The processes that this rank must not outlive, and when each was started: its
     ancestors up to the first of its launchers; none if no launcher started it, regardless of nohup,
     tmux or a shell."""
-    if world.launcher == "none":
-        return {}
-    above = ancestors()
+    above = ancestors() if world.launcher != "none" else {}
     places = [place for place, words in enumerate(above.values(), 1) if launcher_program(words)]
     found = {pid: _started(pid) for pid in list(above)[: max(places, default=0)]}
     return {pid: started for pid, started in found.items() if started is not None}
@@ -198,9 +195,7 @@ def ancestors() -> dict[int, list[str]]:
     with suppress(psutil.Error):  # another user's process may not be
         process = psutil.Process().parent()
         while process is not None:
-            found[process.pid] = []
-            with suppress(psutil.Error):
-                found[process.pid] = process.cmdline()
+            found[process.pid] = process.as_dict(["cmdline"], [])["cmdline"]
             process = process.parent()
     return found
 

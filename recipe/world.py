@@ -1,6 +1,7 @@
 """Who this process is among those that a launcher started, by the launcher's variables."""
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -134,17 +135,16 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
 def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
     """This process's place by each launcher that left its variables, the innermost first, and at
     last that of a process alone. An empty variable counts as absent, what is no number as -1."""
-    environ = {name: value for name, value in environ.items() if value}
-    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in environ.items()}
+    numbers = {
+        name: int(text) if text.isdecimal() else -1 for name, text in environ.items() if text
+    }
     named = {name: launcher.variables for name, launcher in LAUNCHERS.items()}
-    left = [name for name, keys in named.items() if set(keys[:2]) <= environ.keys()]
+    left = [name for name, keys in named.items() if set(keys[:2]) <= numbers.keys()]
     places = []
-    for launcher in sorted(left, key=lambda name: named[name][2] not in environ):
+    for launcher in sorted(left, key=lambda name: named[name][2] not in numbers):
         rank, size, local_rank, local_size = named[launcher]
-        local = numbers.get(local_size, 1)
-        if launcher == "srun":
-            counts = tasks_per_node(environ.get(local_size, "1"))
-            local = counts[min(numbers.get("SLURM_NODEID", 0), len(counts) - 1)]
+        counts = tasks_per_node(environ.get(local_size, "")) or [1]  # one, but of Slurm
+        local = counts[min(numbers.get("SLURM_NODEID", 0), len(counts) - 1)]
         own = numbers.get(local_rank, numbers[rank])
         places.append((numbers[rank], numbers[size], own, local, launcher))
     return [World(*place, socket.gethostname()) for place in (*places, (0, 1, 0, 1, "none"))]
@@ -152,11 +152,8 @@ def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
 
 def tasks_per_node(text: str) -> list[int]:
     """Slurm's tasks of each node, from its run-length form: "4(x2),2" means 4, 4 and 2."""
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, repeat = part.partition("(x")
-        counts += [int(count)] * int(repeat.rstrip(")") or 1)
-    return counts
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:
@@ -180,10 +177,7 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
 
 
 def _free_shared_memory() -> int:
-    try:
-        return shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return 0
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 def prepare_mpi(world: World) -> None:

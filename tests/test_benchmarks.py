@@ -327,7 +327,11 @@ def test_commands() -> None:
     assert (ddp.images_per_step, ddp.ranks) == (16, 2)
     pair = made(Contender("horovod-mpi", copies=2, environment={"A": "1"}))
     for side, begin, part in (
-        (ddp, "torchrun --standalone --nproc-per-node 2 ddp_train/train.py", ""),
+        (
+            ddp,
+            "torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 ddp_train/train.py",
+            "",
+        ),
         (made(Contender("ddp-mpi", workers=2)), "mpirun -np 2 ", "--transport mpi"),
         (pair, "A=1 python horovod_train/train.py", "# 2 of them at once"),
     ):

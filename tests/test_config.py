@@ -294,6 +294,8 @@ def test_what_cannot_be_meant(settings: dict[str, Any], words: str) -> None:
         ),
         ("--learning-rate=0.1", "--base-lr is the rate of one worker"),
         ("--data-path /images", "did you mean --data DIR?"),
+        ("--local-rank=0", "did you mean torchrun, in place of python -m torch.distributed.launch"),
+        ("--sync_bn", "did you mean --batch-norm sync?"),
         (
             "-b 3 /images",
             "/images: belongs to no flag; if the images are there, say --data /images",

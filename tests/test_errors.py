@@ -1,5 +1,6 @@
 """One clear message, from one rank, and an exit code that is not 0."""
 
+import errno
 import os
 import re
 import signal
@@ -91,12 +92,49 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
             "error: --deterministic: adaptive_avg_pool2d_backward_cuda does not have a "
             "deterministic implementation; choose another --arch, or leave it out",
         ),
+        # Of the system's limits: as itself, of a loader worker, and of torch or multiprocessing.
+        *(
+            (
+                error,
+                1,
+                rf"error: {said}: the limit here is \d+ {what} .*, and a rank has .*; raise .*",
+            )
+            for error, said, what in (
+                (
+                    OSError(errno.EMFILE, "Too many open files"),
+                    r"\[Errno 24\] Too .*",
+                    "open files",
+                ),
+                (RuntimeError("received 0 items of ancdata"), "received .*", "open files"),
+                (
+                    OSError(
+                        "Caught OSError in worker 0.\nOSError: [Errno 24] Too many open files\n"
+                    ),
+                    "OSError.*files",
+                    "open files",
+                ),
+                (
+                    RuntimeError("[gloo/transport/tcp/pair.cc:1] socket: Too many open files"),
+                    ".*files",
+                    "open files",
+                ),
+                (RuntimeError("can't start new thread"), "can't .*", "processes and threads"),
+                (
+                    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+                    r"\[Errno 11\] .*",
+                    "processes and threads",
+                ),
+                (EOFError("unexpected EOF"), "unexpected EOF", "processes and threads"),
+            )
+        ),
         (RuntimeError("x"), 1, r"(?s)Traceback .*test_errors.py.*RuntimeError: x\n"),
     ],
 )
 def test_what_is_told(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(errors.resource, "getrlimit", lambda limit: (40, 40))
     assert code_of(raising(error)) == code
     assert re.fullmatch(said + "\n", capsys.readouterr().err)
 
@@ -109,6 +147,12 @@ class HorovodInternalError(RuntimeError):
     ("error", "lost"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (
+            RuntimeError("[c10d/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"),
+            True,
+        ),
+        # Of this host itself.
+        (RuntimeError("[gloo/transport/tcp/device.cc:84] Unable to find address for: eth9"), False),
         (RuntimeError("eof (this error originated at tensorpipe/transport/uv/x.cc:2)"), True),
         (RuntimeError("Application timeout: Connection reset by peer"), True),
         (HorovodInternalError("anything"), True),

@@ -78,7 +78,7 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     nccl: str, gloo: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
-    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": []})
+    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": [], "eth0": []})
     monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
@@ -126,9 +126,9 @@ def test_a_host_whose_name_stands_for_loopback(
     monkeypatch.setenv("MASTER_ADDR", "node7")
     world = a_world(1, 4, local_size=2)
     # Taken out again after the test, whatever is put there in it.
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     meeting_point(world)
-    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "chosen"
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
     if gloo == "error":
         with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts .*GLOO_SOCKET_IFNAME"):
             meeting_point(world)
@@ -224,8 +224,8 @@ def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.Monke
     """On several hosts; the other ranks learn its address where they ask for the port."""
     for name, value in variables_of(os.getpid(), next(STEPS), "127.0.0.1").items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.setattr(meeting, "own_addresses", lambda: {"127.0.0.5": "eth7"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(meeting, "own_addresses", lambda: {"127.0.0.5": "lo"})
     worlds = [a_world(rank, 2, local_size=1, launcher="srun") for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         late = pool.submit(meeting_point, worlds[1])
@@ -293,7 +293,12 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)  # a name, or what only NCCL understands
         meeting.prepare_gloo(a_world(0, 4, local_size=2))
         assert meeting._own_address() == expected
-    for missing in ("ib0", "eth9"):
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", missing)
-        with pytest.raises(UserError, match=f"{missing}: .* it has eth0, ib0"):
-            meeting._own_address()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with pytest.raises(UserError, match="=ib0: has no IPv4 address"):
+        meeting._own_address()
+    for given, unknown in (("eth9", "eth9"), ("eth0,wlan0", "wlan0")):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+        with pytest.raises(UserError, match=f"={given}: .* interface {unknown}; it has eth0, ib0"):
+            meeting.prepare_gloo(a_world(0, 4, local_size=2))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # as if it were not set, as Gloo sees it
+    assert meeting._own_address() == socket.gethostname()

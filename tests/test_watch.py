@@ -321,9 +321,11 @@ def test_a_stopped_rank_is_named_and_ended(
 
 def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where /proc is mounted with hidepid=1."""
-    above = mock.Mock(pid=1, **{"cmdline.return_value": ["python", "tmux"]})
+    above = mock.Mock(pid=1, **{"as_dict.return_value": {"cmdline": ["python", "tmux"]}})
     above.parent.side_effect = psutil.AccessDenied(1)
-    launcher = mock.Mock(pid=os.getpid(), **{"cmdline.return_value": ["python", "torchrun"]})
+    launcher = mock.Mock(
+        pid=os.getpid(), **{"as_dict.return_value": {"cmdline": ["python", "torchrun"]}}
+    )
     launcher.parent.return_value = above
     rank = mock.Mock(**{"parent.return_value": launcher})
     monkeypatch.setattr(watch.psutil, "Process", lambda: rank)
@@ -499,12 +501,12 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2: no rank of so many; "
-         "unset RANK WORLD_SIZE LOCAL_RANK\n"),
+        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: no rank of "
+         "so many; unset them, or give them right numbers\n"),
         ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: no rank of so many; .*\n"),
         ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
-         "RANK=0 WORLD_SIZE=1: left over from another job, since mpirun started this process as "
-         "rank 0 of 2; unset RANK WORLD_SIZE MASTER_PORT\n"),
+         "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun started "
+         "this process as rank 0 of 2; unset them\n"),
         ("RANK= WORLD_SIZE=", 0, ""),
         ("RANK=0 WORLD_SIZE=1", 0, ""),
     ],

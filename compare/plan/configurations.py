@@ -91,7 +91,10 @@ class Configuration:
             return ["python"]
         if self.launcher == "torchrun":
             if is_only_here(workers, hosts):
-                return ["torchrun", "--standalone", "--nproc-per-node", n]
+                # Its ranks would look for each other by this host's name, which it may not know.
+                return [
+                    "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", n
+                ]  # fmt: skip
             assert hosts is not None
             return self.torchrun_words(placement(workers, hosts), job)
         if self.launcher == "srun":

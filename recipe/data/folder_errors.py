@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError, limit_reached, refuse
 
 # What Pillow reads and what image sets are made of. Compared in lower case.
 SUFFIXES = frozenset(
@@ -88,8 +88,9 @@ def readable(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror}). Check its "
-            "permissions, and whether it, or what it links to, is still there."
+            limit_reached(error)
+            or f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror}). Check "
+            "its permissions, and whether it, or what it links to, is still there."
         ) from error
 
 
