@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recipe.errors import UserError
+from recipe.errors import UserError, limit_reached
 
 RESUMES = "interrupted: the same command resumes where it stopped"
 LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
@@ -97,16 +97,18 @@ def run_main(
     interrupted: str = "interrupted",
 ) -> int:
     """Run a command's body on its words, those of the command line by default, and return its exit
-    code: of `errors`, which the user can set right, one message and `exit_code`; after Ctrl-C 130;
-    and not 0 if the disk was too full for what it has printed."""
+    code: of `errors`, which the user can set right, as he can the system's limits, one message and
+    `exit_code`; after Ctrl-C 130; and not 0 if the disk was too full for what it has printed."""
     prepare_output()
     try:
         code = body(sys.argv[1:] if argv is None else argv)
         if LOST:
             raise UserError(f"not all that it printed was written ({LOST.pop()})")
         return code
-    except errors as error:
-        print(f"{name}: {error}", file=sys.stderr)
+    except Exception as error:
+        if not (limit := limit_reached(error)) and not isinstance(error, errors):
+            raise
+        print(f"{name}: {limit or error}", file=sys.stderr)
         return exit_code
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Every launcher starts the trainers, and every mistake ends in one clear message."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,6 +164,31 @@ def test_what_cannot_work_is_refused_at_once(
     assert finished.returncode != 0 and finished.output.count(said) == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
+
+
+@pytest.mark.parametrize(
+    ("limit", "variables", "flags", "said"),
+    [
+        (["--nofile=40"], {}, "--workers 2", "the limit here is 40 open files in a process"),
+        ([], {"GLOO_SOCKET_IFNAME": "eth99"}, "", "error: GLOO_SOCKET_IFNAME=eth99: this host has"),
+    ],
+)
+def test_what_the_host_does_not_give_is_one_message(
+    limit: list[str], variables: dict[str, str], flags: str, said: str, tmp_path: Path
+) -> None:
+    words = f"{sys.executable} {TRAINERS['ddp']} {SMALL} {flags} --log-dir {tmp_path}"
+    finished = run(["prlimit", *limit, *words.split()], 120, **variables)
+    assert finished.returncode == 1 and finished.output.count(said) == 1
+    assert "recipe/" not in finished.output, "no traceback of ours"
+
+
+def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    """Loader workers' sockets have names of 107 bytes at most."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    flags = f"{SMALL} --max-steps 2 --workers 1 --log-dir {tmp_path}"
+    launch("python", "ddp", flags, 1, TMPDIR=str(folder)).checked()
+    assert not any(folder.glob("pymp-*")), "they are elsewhere"
 
 
 @pytest.mark.parametrize(("launcher", "engine"), [("mpirun", "ddp"), ("mpirun", "horovod")])
