@@ -390,7 +390,8 @@ MPIRUN = "mpirun -np 2 -H localhost:2 --bind-to none --mca pml ob1 --mca btl '^o
 def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
     monkeypatch.chdir(ROOT)
     begins = {
-        "ddp-torchrun": "torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 ddp_train",
+        "ddp-torchrun": "torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 "
+        "ddp_train/train.py",
         "ddp-mpirun": f"{MPIRUN} ddp_train/train.py",
         "horovod-mpi": "horovodrun --mpi -np 2 python horovod_train/train.py",
         "horovod-gloo": "horovodrun --gloo -np 2 python horovod_train/train.py",
