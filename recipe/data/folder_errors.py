@@ -88,7 +88,7 @@ def readable(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            limit_reached(error)
+            (error.errno == errno.EMFILE and limit_reached(error))
             or f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror}). Check "
             "its permissions, and whether it, or what it links to, is still there."
         ) from error
