@@ -13,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from recipe.files import remove_partial_files
