@@ -51,7 +51,7 @@ from recipe.training.state import Trainables
 LACKS = (
     *(name for name in RunFlags.__annotations__ if name != "max_steps"),
     *MeasurementFlags.__annotations__,
-    "weights", "model_ema", "bad_images", "transport", "knobs",
+    "weights", "new_head", "model_ema", "bad_images", "transport", "knobs",
 )  # fmt: skip
 
 

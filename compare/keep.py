@@ -81,7 +81,7 @@ def keep_measurement(
             is_left_out = name.parts[0] == "turns" and name.name not in kept
             is_left_out |= not left_out.isdisjoint(name.parts)
             if path.suffix in PACKED and not is_left_out and path.is_file():
-                texts[name] = without_paths(packed.read_text(path))
+                texts[name] = without_paths(path.read_text("utf-8", "surrogateescape"))
         for name in [name for name in texts if len(name.parts) == 1]:
             if name.suffix in OPEN or name.name in (plan.name, "table.json"):
                 replace_file(draft / name, texts.pop(name))

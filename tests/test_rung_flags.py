@@ -64,6 +64,7 @@ OF_RUNGS: list[dict[str, Any]] = [
         "max_steps": 3,
         "allow_changed_data": True,
     },
+    {"name": "other", "weights": "kept/checkpoints/best.pt", "new_head": True},
 ]
 
 
@@ -83,6 +84,8 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
             for flags in trainings:
                 if "resume" in flags:
                     (root / "val" / "a" / "0.png").unlink()
+                if "weights" in flags:
+                    flags["weights"] = str(root / flags["weights"])
                 config = Noted(**vars(folder_config(root, log_dir=str(root), **common | flags)))
                 if script == "rung":
                     Alone.main(config, a_world(), Hooks())
@@ -110,7 +113,8 @@ def is_read(name: str, rung: type[Rung], readers: Readers) -> bool:
 
 def given(name: str) -> Config:
     """Settings of which this one is another than usual."""
-    return replace(a_config(), **{name: "another"})
+    is_number = type(getattr(a_config(), name)) in (int, float)
+    return replace(a_config(), **{name: 7 if is_number else "another"})
 
 
 class Went(Exception):

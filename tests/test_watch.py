@@ -195,7 +195,10 @@ def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
         ([], 0, math.inf),
     ],
 )
-def test_how_long_no_batch_may_come(gaps: list[float], given: int | None, seconds: float) -> None:
+def test_how_long_no_batch_may_come(
+    gaps: list[float], given: int | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_paused_at", -math.inf)  # whatever other tests have trained here
     assert watch._patience_s(list(accumulate(gaps, initial=3.0)), given) == seconds
 
 
@@ -352,6 +355,7 @@ def test_the_process_that_starts_ranks_anew(
     found = {name: mock.Mock(pid=pid) for pid, name in enumerate(words)}
     for name, following in (("own", "parent"), ("parent", "above"), ("above", None)):
         found[name].cmdline.return_value = words[name]
+        found[name].as_dict.return_value = {"cmdline": words[name]}
         found[name].parent.return_value = found.get(following or "")
     monkeypatch.setattr(watch.psutil, "Process", lambda pid=0: [*found.values()][pid])
     assert watch.nearest_launcher(a_world(0, 2, launcher=launcher)) is found[nearest]
@@ -366,7 +370,8 @@ subprocess.run(sys.argv[1:], check=True, preexec_fn=lambda: os.sched_setaffinity
 USES = """
 import os
 from recipe.start import give_back_cores
-give_back_cores()
+from recipe.world import read_world
+give_back_cores(read_world())
 print(len(os.sched_getaffinity(0)))
 """
 

@@ -45,7 +45,9 @@ def read_text(path: Path) -> str:
     """Return the text of a record's file, open or packed; OSError if there is none."""
     files = {} if path.exists() else files_in(path.parent)
     if path.name not in files:
-        return path.read_text("utf-8", "surrogateescape")
+        # JSON writes any byte of a name by an escape of its own; a command stands as it was.
+        is_json = path.suffix in (".json", ".jsonl")
+        return path.read_text("utf-8", "strict" if is_json else "surrogateescape")
     value = files[path.name]
     if isinstance(value, str):
         return value
