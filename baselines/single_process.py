@@ -5,14 +5,12 @@
 What both train.py do on one worker must come out bit by bit as here; a test holds them to it.
 """
 
-from recipe.command import prepare_output
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.watch import own_world
 from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
-    prepare_output()
     world = own_world()
     config = parse_args("single", world)
 
@@ -64,6 +62,9 @@ def main(config: Config, world: World) -> None:
             "start it with python"
         )
     data = open_data(config)
+    for one in (data.train, data.val):
+        if one is not None and one.left_out:
+            print(f"{one.root}: {one.left_out}")
     device = choose_device(config, world)
     cores = share_of_cores([(world.host, sorted(os.sched_getaffinity(0)))], rank=0)
     torch.set_num_threads(config.threads or cores)

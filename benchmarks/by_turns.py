@@ -137,7 +137,7 @@ def judged_today(row: Row, record: Record, declared: Sequence[Benchmark]) -> Row
     for benchmark in declared:
         pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
         blocks = [
-            read_block(Path(benchmark.name), one["order"], one)
+            read_block(Path(benchmark.name), one.get("order", ()), one)
             for case, of_case in record.blocks.items()
             if pair and (benchmark.name.endswith(case) or len(record.blocks) == 1)
             for one in of_case

@@ -188,7 +188,7 @@ def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
             trainings[arch, engine, run.batch_size, run.environment.transport].append(run)
         else:
             alone[training].append(run)
-    for arch, engine in alone.keys() - {(key[0], key[1]) for key in trainings}:
+    for arch, engine in sorted(alone.keys() - {(key[0], key[1]) for key in trainings}):
         trainings[arch, engine, max(run.batch_size for run in alone[arch, engine]), ""] = []
     found = {}
     for (arch, engine, batch, transport), runs in trainings.items():

@@ -7,9 +7,10 @@ gradients were ready and exchanged.
 
 Open the file at https://ui.perfetto.dev. Each rank has a process of its own for what torch's
 profiler saw on the CPU, and one for each GPU; the engine's timeline, which rank 0 writes, is
-another one with a thread for each tensor (Horovod) or bucket (DDP). All of a run is on one clock,
-the hosts' own: between hosts it is as good as their clocks agree. Several runs are shifted so that
-their first profiled steps begin together (--align none leaves them where they were).
+another one with a thread for each tensor (Horovod) or, on CPUs, bucket (DDP). All of a run is on
+one clock, the hosts' own: between hosts it is as good as their clocks agree. Several runs are
+shifted so that their first profiled steps begin together (--align none leaves them where they
+were).
 
 The list is of runs on CPUs with at least two ranks: the messages of a typical step on rank 0, in ms
 since its backward pass began. Horovod begins an all-reduce when all ranks have its gradients. DDP's

@@ -19,7 +19,6 @@ Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 # How many messages a backend carries at once, each by a thread of its own; the next ones wait.
 THREADS = {"gloo": 2}
 
-
 # A bucket of a step: its number and its gradients; when the last of these was ready, and when their
 # average was back, in ns of the Unix clock.
 Message = tuple[int, list[str], int, int]

@@ -235,7 +235,8 @@ def of_torch(torch: Any, name: str) -> Path:
 
 def output_of(command: list[str]) -> str:
     """What a command prints, errors included; nothing when it cannot be run or fails."""
-    options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "text": True}
+    options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    options |= {"encoding": "utf-8", "errors": "replace"}
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, timeout=60, **options)
     return ""

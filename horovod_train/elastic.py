@@ -18,7 +18,6 @@ import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
-from recipe.command import prepare_output
 from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
 from recipe.flags import last_value
 from recipe.watch import SIGNALS, own_world
@@ -38,7 +37,6 @@ def supervise() -> None:
     return."""
     if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
         return
-    prepare_output()
     world = own_world()
     if last_value(sys.argv, "--resume") != "auto" or last_value(sys.argv, "--name") is None:
         message = (

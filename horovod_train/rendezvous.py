@@ -52,5 +52,5 @@ def meet_through_mpi(world: World) -> None:
     keep_gloo_off_loopback(world, host)
     os.environ |= {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()}
     os.environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        os.environ.setdefault("HOROVOD_GLOO_IFACE", os.environ["GLOO_SOCKET_IFNAME"])
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)

@@ -145,7 +145,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         update_ema(ema, model, config, progress.step + 1)
         meter.lap("optimizer")
 
-        # The step is done. What its end entails: record, signals, checks, checkpoint, evaluation.
+        # The step is done. What follows: signals, record, checks, checkpoint, evaluation.
         profiler.end_step(progress.step + 1)
         goes_on = session.end_step(parts, sums, rate, sum_over_ranks, from_rank_0)
         hooks.step_ended(session, model)

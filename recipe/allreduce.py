@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from recipe.command import parser_of, prepare_output
+from recipe.command import parser_of
 from recipe.device import gather, own_row
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
@@ -80,7 +80,6 @@ def run(
     transports: Sequence[str] = ("auto",),
 ) -> None:
     """Be an engine's script: read the flags, let the ranks `connect`, and measure."""
-    prepare_output()
     world = own_world()
     start_watchdog(world)
     with one_message(world):

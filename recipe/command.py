@@ -96,9 +96,9 @@ def run_main(
     exit_code: int = 2,
     interrupted: str = "interrupted",
 ) -> int:
-    """Run a command's body on its words, those of the command line by default, and return its exit
-    code: of `errors`, which the user can set right, as he can the system's limits, one message and
-    `exit_code`; after Ctrl-C 130; and not 0 if the disk was too full for what it has printed."""
+    """Run a command's body on its words, by default those of the command line, and return its exit
+    code. Of `errors`, and of a system limit that was met, one message is printed, and the code is
+    `exit_code`; it is 130 after Ctrl-C, and not 0 if what it printed could not all be written."""
     prepare_output()
     try:
         code = body(sys.argv[1:] if argv is None else argv)
@@ -106,7 +106,8 @@ def run_main(
             raise UserError(f"not all that it printed was written ({LOST.pop()})")
         return code
     except Exception as error:
-        if not (limit := limit_reached(error)) and not isinstance(error, errors):
+        limit = "" if isinstance(error, UserError) else limit_reached(error)
+        if not limit and not isinstance(error, errors):
             raise
         print(f"{name}: {limit or error}", file=sys.stderr)
         return exit_code

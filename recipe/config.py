@@ -466,7 +466,8 @@ def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
-    """What was asked for and does nothing here, in sentences; compared with the preset `base`."""
+    """Warnings, in sentences: settings that do nothing here, compared with the preset `base`, and
+    settings that are probably a mistake."""
     missing = _missing(config, engine, world_size)
     lines = []
     for name, flag in FLAGS.items():

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import difflib
+import errno
 import os
 import re
 import resource
@@ -13,7 +14,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 from recipe.files import remove_partial_files
@@ -54,19 +55,20 @@ LOST_PEER_SIGNS = (
     "Shutdown msg from rank",
     "shutdown in progress",
     "Read error",
-    "gloo/transport/tcp/pair.cc",  # of Gloo's own files those about a connection, and about what
-    "buffer.cc",  # was to come through it: device.cc, for one, is about this host
+    "gloo/transport/tcp/pair.cc",  # Gloo's files about a connection, and those about what
+    "buffer.cc",  # was sent through it; not device.cc, which is about this host
     "tensorpipe/transport",
     "ncclRemoteError",
     "ncclSystemError",
 )
-# The system's limits, by what an error says that has met one, also inside the traceback of a loader
-# worker; and what needs them.
+# What an error says that has met a limit of the system (also inside a loader worker's traceback),
+# the limit, and what it counts.
 LIMITS = (
     ("Too many open files|ancdata", resource.RLIMIT_NOFILE,
      "open files in a process (ulimit -n), and a rank has about 50, and 12 more for each of its "
      "loader workers"),
-    ("start new thread|Resource temporarily unavailable|^unexpected EOF$", resource.RLIMIT_NPROC,
+    (r"start new thread|(^|\[Errno 11\] )Resource temporarily unavailable|^unexpected EOF$",
+     resource.RLIMIT_NPROC,
      "processes and threads of this user (ulimit -u), and a rank has about 30, and 6 more for each "
      "of its loader workers"),
     ("Cannot allocate memory", resource.RLIMIT_AS, "bytes of memory in a process (ulimit -v)"),
@@ -126,8 +128,8 @@ def fail(
         time.sleep(0 if last else OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
-        lock = _acquire_speaker_lock() if world.size > 1 else None
-        if world.size > 1 and lock is None:
+        lock = world.size == 1 or _acquire_speaker_lock()
+        if not lock:
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
             print(message, file=sys.stderr, flush=True)
@@ -157,19 +159,22 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
 def job_on_host(environ: Mapping[str, str] = AS_STARTED) -> str:
     """A name for this job that its ranks on a host share: for what they share there."""
     job = "/".join(environ.get(name, "") for name in JOB_VARIABLES)
-    return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(job.encode())}"
+    return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(os.fsencode(job))}"
 
 
-def _acquire_speaker_lock() -> socket.socket | None:
-    """The right to speak for this job on this host, held by one process at a time; None if taken.
+def _acquire_speaker_lock() -> socket.socket | bool:
+    """The right to speak for this job on this host, held by one process at a time; False if taken.
 
     An abstract Unix socket, whose name vanishes with the process that holds it.
     """
-    lock = socket.socket(socket.AF_UNIX)
-    with suppress(OSError):
+    try:
+        lock = socket.socket(socket.AF_UNIX)
         lock.bind(f"\0{job_on_host()}")
-        return lock
-    return None
+    except OSError as error:
+        return (
+            error.errno != errno.EADDRINUSE
+        )  # no descriptor is left, say: better twice than never
+    return lock
 
 
 @contextmanager
@@ -184,9 +189,10 @@ def one_message(world: World) -> Iterator[None]:
     except Exception as error:
         FAILING.set()
         if "have a deterministic implementation" in str(error):  # torch's words
-            told = f"--deterministic: {str(error).partition(',')[0]}; choose another --arch, or "
-            fail(world, f"error: {told}leave it out")
-        told = limit_reached(error)
+            operation = str(error).partition(",")[0]
+            told = f"--deterministic: {operation}; choose another --arch, or leave it out"
+        else:
+            told = limit_reached(error)
         is_lost = not told and is_lost_peer(error)
         time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
         message = f"error: {told}" if told else traceback.format_exc()

@@ -71,7 +71,7 @@ def write_json(path: Path, value: dict[str, Any], allow_nan: bool = True) -> Non
 
 
 def json_for_readers(value: Any) -> str:
-    """JSON in which what is no number there is null."""
+    """JSON for other programs: NaN and infinity, which JSON lacks, become null."""
     return json.dumps(
         json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2, ensure_ascii=False
     )

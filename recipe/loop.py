@@ -87,7 +87,10 @@ class Rung(Trainables):
 
     def __init__(self, config: Config, world: World) -> None:
         """UserError for settings that it lacks, and if it was not started as it must be."""
-        refuse_settings(config, (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks))
+        lacks = [*(one for one in ENGINES_OWN if one not in self.has), *self.lacks]
+        if "weight_check_steps" in lacks and config.weight_check_steps == 0:
+            lacks.remove("weight_check_steps")  # that is what it does
+        refuse_settings(config, lacks)
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
             raise UserError(

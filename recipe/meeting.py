@@ -28,7 +28,8 @@ def prepare_gloo(world: World) -> None:
 
 
 def refuse_unknown_interfaces(variable: str) -> None:
-    """UserError if a variable, of names of network interfaces, has one that this host lacks."""
+    """UserError if a variable names a network interface that this host lacks; it may hold several,
+    with commas."""
     given, there = os.environ.get(variable, ""), psutil.net_if_addrs()
     unknown = [name for name in given.split(",") if name and name not in there]
     told = f"{variable}={given}: this host has no network interface {', '.join(unknown)}"
@@ -115,6 +116,7 @@ def _own_address() -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if not interface:
         return socket.gethostname()
-    found = [address for address, name in own_addresses().items() if name == interface]
+    names = interface.split(",")
+    found = [address for address, name in own_addresses().items() if name in names]
     refuse((not found, f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that others reach"))
     return found[0]

@@ -181,7 +181,12 @@ class Session:
         if self.is_complete or self.lacks_evaluation:
             self.trained = parts.whole()
             self.validate(self.trained, sum_over_ranks, from_rank_0)
-        self.start_clocks()
+        self.recorder.open_bar(self.last_step)
+        self.meter.start()
+        self.next_look, self.saved_at = self.first_step, time.monotonic()
+        self.looked_at = self.first_step, time.perf_counter()
+        if self.keeps_checkpoints:
+            obey_signals()
         return self._goes_on(parts)
 
     def _goes_on(self, parts: Trainables) -> bool:
@@ -190,15 +195,6 @@ class Session:
         goes_on = not (self.is_complete or self.stopped)
         self.trained = parts if goes_on else self.trained
         return goes_on
-
-    def start_clocks(self) -> None:
-        """Training begins now."""
-        self.recorder.open_bar(self.last_step)
-        self.meter.start()
-        self.next_look, self.saved_at = self.first_step, time.monotonic()
-        self.looked_at = self.first_step, time.perf_counter()
-        if self.keeps_checkpoints:
-            obey_signals()
 
     def end_step(
         self,
@@ -355,18 +351,14 @@ class Session:
         """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
         may fail, or be cut off."""
         config, world, progress = self.config, self.world, self.progress
-        finish_checkpoint()  # the other ranks wait for rank 0's disk here, where that is announced
+        finish_checkpoint()  # now: the watch expects this pause, and other ranks wait just below
         align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
         check_same_weights(parts.model, progress.step, world, sum_over_ranks)
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()
             keep_checkpoint(parts, progress, config, world, self.data, self.folder, sum_over_ranks)
 
-    def end(
-        self,
-        sum_over_ranks: Collective,
-        rung: RungFigures | None = None,
-    ) -> int:
+    def end(self, sum_over_ranks: Collective, rung: RungFigures | None = None) -> int:
         """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
 
         A complete training gets a summary, with the last evaluation's figures and what a rung has

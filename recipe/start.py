@@ -11,7 +11,6 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-from recipe.command import prepare_output
 from recipe.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.watch import nearest_launcher, own_world, start_watchdog
@@ -29,7 +28,6 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     """This rank's settings, by default those of the command line, and its place; from now on the
     watchdog ends it in time. Call it before torch is loaded: --help and typing errors are answered
     at once, and the knobs' variables are set in time."""
-    prepare_output()
     world = own_world()
     config = parse_args(engine, world, words)
     give_back_cores(world)

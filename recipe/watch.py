@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import psutil
 
+from recipe.command import prepare_output
 from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
 from recipe.files import read_proc
 from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
@@ -115,8 +116,10 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
 
 
 def own_world() -> World:
-    """This process's place. One message ends it where the variables that tell it are no numbers, or
-    are left over from another job: ranks would train alone, each as a copy of the others."""
+    """Make output safe, and return this process's place. One message ends it where the variables
+    that tell it are no numbers, or are left over from another job: ranks would train alone, each as
+    a copy of the others."""
+    prepare_output()
     world, *others = read_worlds()
     rightful = rightful_world([world, *others], ancestors().values())
     if (is_rank := world.rank in range(world.size)) and rightful is world:
@@ -126,19 +129,19 @@ def own_world() -> World:
     reason = (
         f"left over from another job, since {rightful.launcher} started this process as rank "
         f"{rightful.rank} of {rightful.size}; unset them" if is_rank else
-        "no rank of so many; unset them, or give them right numbers"
+        "these name no rank of a job; unset them, or correct them"
     )  # fmt: skip
     return fail(rightful if is_rank else others[0], f"error: {told}: {reason}", exit_code=2)
 
 
 def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> World:
-    """The first of a process's places, or the one because of which its variables are left over;
-    `above`: the command lines of its ancestors, the parent's first.
+    """The place that holds: the first of `worlds`, or the one that shows its variables to be left
+    over. `above`: the command lines of the process's ancestors, the parent's first.
 
-    The innermost launcher among them decides. Variables of another one are left over if they tell
-    of a smaller world; or of another place, though this launcher itself started the process: a
-    shell or a program in between may have started more ranks. Where no launcher is to be seen (on
-    another host, in a container) the largest world decides.
+    The innermost launcher among the ancestors decides. Variables of another launcher are left over
+    if they tell of a smaller world; or, where the parent itself is a launcher, of another place.
+    (Behind a shell or a program in between they may be right: it may have started more ranks.) If
+    no launcher is seen, as in a container, the largest world decides.
     """
     found = (
         [one for one in worlds if launcher_program(words) in one.started_by.programs]
@@ -185,7 +188,9 @@ def nearest_launcher(world: World) -> psutil.Process:
     # starts processes of its own words (horovod_train/elastic.py).
     if world.launcher == "horovodrun":
         found += [pid for pid, words in [*above.items()][:1] if words[1:] == own.cmdline()[1:]]
-    return psutil.Process(found[0]) if found else own
+    with suppress(IndexError, psutil.Error):  # there is none, or it has just ended
+        return psutil.Process(found[0])
+    return own
 
 
 def ancestors() -> dict[int, list[str]]:
@@ -299,11 +304,10 @@ def _say(world: World, what: str) -> None:
 def _remove_shared_memory() -> None:
     """Remove the files in /dev/shm by which Open MPI's ranks on a host speak with each other, as
     its mpirun does if it lives."""
-    for line in filter(
-        lambda line: "/vader_segment." in line, read_proc("/proc/self/maps").splitlines()
-    ):
+    lines = read_proc("/proc/self/maps").splitlines()
+    for path in {one.split(maxsplit=5)[-1] for one in lines if "/vader_segment." in one}:
         with suppress(OSError):  # another rank was first
-            os.unlink(line.split(maxsplit=5)[-1])
+            os.unlink(path)
 
 
 def _end_frozen(

@@ -25,12 +25,14 @@ from benchmarks.programs.without_instruments import Nothing
 from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
+from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, estimate
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
 from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
+from recipe.errors import UserError
 
 # ------------------------------------------------------------------------- verdicts, table, record
 
@@ -151,6 +153,21 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     (options.out / "memory.json").write_text("{}")
     with pytest.raises(MeasurementError, match=r"memory\.json: is no record"):
         record.read_record(options.out, "memory")
+
+
+def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
+    """A bare loop beside a trainer: each side's turns have the same."""
+    block = json.loads(json.dumps(asdict(a_block({"loop": [9.0, 9.0], "ddp": [8.0, 8.0]}))))
+    block |= {"steps": {"loop": 1, "ddp": 1}}
+    for turn in block["turns"][2:]:
+        turn["phases"] = {"backward": 0.1}
+    path = tmp_path / "block.json"
+    path.write_text(json.dumps(block))
+    assert read_block(path, block["order"]).phases("loop") == {}
+    block["turns"][3]["phases"] = {}
+    path.write_text(json.dumps(block))
+    with pytest.raises(UserError, match="the turns of a side have not the same phases"):
+        read_block(path, block["order"])
 
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_what_file_servers_keep_is_passed_over_and_what_is_left_out_is_told(
     for file in ("lost+found/1.txt", "train/@eaDir/1.jpg", "train/a/@eaDir/1.jpg", "val/a/1.heic"):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
-    line = f"{root}/val: left out: 1 files without a known suffix (1 .heic)"
+    line = f"{root}/val: left out: 1 file(s) without a known suffix (1 .heic)"
     good = f"{root}: 12 images, 0 bad, 0 that may be damaged; {line}\n"
     assert check(root) == (0, good, "")
     assert json.loads(check(root, "--json", "-")[1])["left_out"] == [line]

@@ -246,6 +246,23 @@ def test_a_folder_without_figures_is_refused(tmp_path, capsys):
         read_measurement(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("collectives.json", "[]", "is no JSON object"),
+        ("collectives.json", '{"blocks": 3, "workers": 4}', "required field `backends`"),
+        ("block-2/mpi4py/outcome.json", '{"status": 7}', "status = 7"),
+        ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is no JSON object"),
+        ("block-1/mpi4py/measurements.jsonl", '{"kind": "allreduce"}', "required field `message`"),
+    ],
+)
+def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
+    folder = write_folder(tmp_path / "m", TIMES)
+    (folder / file).write_text(text)
+    message = refusal(main, ["--show", str(folder)])
+    assert said in message and Path(file).name in message
+
+
 def test_files_hold_the_figures_of_the_table(tmp_path):
     folder = write_folder(tmp_path / "m", TIMES)
     words = [f"--{kind}={tmp_path / 'figures.'}{kind}" for kind in ("json", "svg")]

@@ -29,6 +29,23 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
+def test_a_rank_without_a_free_descriptor_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Better twice than never."""
+
+    def none_is_free(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(errors.socket, "socket", none_is_free)
+    assert code_of(lambda: fail(a_world(0, 2), "error: alas")) == 1
+    assert capsys.readouterr().err == "error: alas\n"
+
+
+def test_a_job_may_have_a_name_of_any_bytes() -> None:
+    assert errors.job_on_host({"TORCHELASTIC_RUN_ID": "gr\udcf6\udcdfe"})
+
+
 def code_of(action: Callable[[], object]) -> int:
     with pytest.raises(SystemExit) as ended:
         action()

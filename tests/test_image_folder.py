@@ -149,7 +149,7 @@ def test_rank_0_says_at_the_start_what_is_left_out(
     config = folder_config(tmp_path)
     world = a_world(rank, 2)
     session.Session("ddp", config, world, open_data(config), CPU, lambda sums: sums)
-    line = f"{tmp_path}/val: left out: 1 files without a known suffix (1 .heic)\n"
+    line = f"{tmp_path}/val: left out: 1 file(s) without a known suffix (1 .heic)\n"
     assert capsys.readouterr().out == (line if rank == 0 else "")
 
 

@@ -176,6 +176,9 @@ def test_a_training_goes_on_without_a_reader(
 ) -> None:
     command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=2)
     words = [*command.split(), *flags(images, tmp_path, "run")]
+    if engine == "single_process":  # which has no run folder
+        words = [*command.split(), "--data", str(images), "--cache-dir", str(tmp_path / "cache")]
+        words += ["--epochs", "1", "--max-steps", "3"]
     run(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"]).checked()
     assert engine == "single_process" or (tmp_path / "run" / "summary.json").exists()
 

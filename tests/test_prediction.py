@@ -78,7 +78,6 @@ def test_no_step_is_shorter_than_its_computation_or_its_gradients_on_the_link(in
     step = simulate(inputs, cluster)
     assert step.seconds >= least / cluster.network.between.bytes_per_second * (1 - 1e-9)
     assert step.seconds >= inputs.step_seconds
-    assert 1 <= step.messages <= len(inputs.gradient_bytes)  # however many workers there are
 
 
 @settings(max_examples=50, deadline=None)

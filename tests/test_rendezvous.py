@@ -293,6 +293,8 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)  # a name, or what only NCCL understands
         meeting.prepare_gloo(a_world(0, 4, local_size=2))
         assert meeting._own_address() == expected
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")
+    assert meeting._own_address() == "10.0.0.7"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UserError, match="=ib0: has no IPv4 address"):
         meeting._own_address()

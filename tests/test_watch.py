@@ -506,9 +506,9 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: no rank of "
-         "so many; unset them, or give them right numbers\n"),
-        ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: no rank of so many; .*\n"),
+        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: these name "
+         "no rank of a job; unset them, or correct them\n"),
+        ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: these name no rank of a job; .*\n"),
         ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
          "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun started "
          "this process as rank 0 of 2; unset them\n"),
@@ -517,7 +517,9 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
     ],
 )  # fmt: skip
 def test_variables_of_another_job_are_refused(variables: str, code: int, said: str) -> None:
-    environ = os.environ | dict(one.split("=") for one in variables.split())
+    named = {name for one in world.LAUNCHERS.values() for name in (*one.variables, *one.job)}
+    environ = {name: value for name, value in os.environ.items() if name not in named}
+    environ |= dict(one.split("=") for one in variables.split())
     done = subprocess.run(
         [sys.executable, "-c", "from recipe.watch import own_world; print(own_world().size)"],
         env=environ, cwd=ROOT, capture_output=True, text=True, check=False,

@@ -1,16 +1,37 @@
 """What compare/collectives.py has measured in a folder: how long the allreduce of each message took
 on each wire through each backend."""
 
-import contextlib
-import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import Estimate, estimate_ratio
-from recipe.errors import UserError, refuse
+from compare.evidence.run_folder import decode, parse, read_object, read_outcome, read_text
+from recipe.errors import refuse
+from recipe.record.schema import Count, Positive, Text, Whole
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What collectives.json is asked for by name."""
+
+    backends: list[Text]
+    blocks: Count
+    workers: Count
+
+
+@dataclass(frozen=True)
+class Line:
+    """A message in measurements.jsonl."""
+
+    message: Text
+    wire: Text
+    bytes: Whole
+    tensors: Whole
+    seconds_median: Positive  # over the repetitions of one launch
 
 
 @dataclass(frozen=True)
@@ -70,21 +91,22 @@ def read_measurement(folder: Path) -> Measurement:
     A backend of which a launch failed has no figures: those of its other launches may be wrong as
     well, or were taken before what broke it was seen.
     """
-    try:
-        plan = json.loads((folder / "collectives.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: holds no measurement of collectives ({error})") from None
+    path = folder / "collectives.json"
+    refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
+    plan = read_object(path)
+    asked = parse(plan, Asked, path)
     launches: dict[str, list[list[dict[str, Any]]]] = {}  # each launch's lines
     failed, loads = [], []
-    for name in plan["backends"]:
-        for block in range(1, plan["blocks"] + 1):
-            place = folder / f"block-{block}" / name
-            with contextlib.suppress(OSError, ValueError):  # it was not started, or interrupted
-                outcome = json.loads(packed.read_text(place / "outcome.json"))
-                failed += [name] if outcome["status"] != "completed" else []
-                loads.append(outcome["other_load"] or 0.0)
-                lines = packed.read_text(place / "measurements.jsonl").splitlines()
-                launches.setdefault(name, []).append([json.loads(line) for line in lines])
+    for name, block in product(asked.backends, range(1, asked.blocks + 1)):
+        place = folder / f"block-{block}" / name
+        if not packed.exists(place / "outcome.json"):
+            continue  # it was not started, or interrupted
+        outcome, path = read_outcome(place), place / "measurements.jsonl"
+        failed += [name] if outcome.status != "completed" else []
+        loads.append(outcome.other_load or 0.0)
+        if outcome.status == "completed":
+            lines = [decode(line, path) for line in read_text(path).splitlines()]
+            launches.setdefault(name, []).append(lines)
     launches = {name: own for name, own in launches.items() if name not in failed}
     # Those in which all were measured; the last one may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
@@ -92,11 +114,11 @@ def read_measurement(folder: Path) -> Measurement:
     worlds = {name: own[0][0] for name, own in launches.items()}
     figures = {}
     for name, own in launches.items():
-        for lines in zip(*own[:blocks], strict=True):
-            first = lines[0]
-            if first["kind"] == "allreduce":
-                key = name, first["message"], first["wire"]
-                seconds = tuple(line["seconds_median"] for line in lines)
-                sizes = first["bytes"], first["tensors"], plan["workers"]
-                figures[key] = Figure(*key, *sizes, seconds)
+        for lines in zip(*own[:blocks], strict=False):
+            if lines[0].get("kind") == "allreduce":
+                where = f"{folder}: measurements.jsonl of {name}"
+                first, *others = (parse(line, Line, where) for line in lines)
+                key = name, first.message, first.wire
+                seconds = tuple(one.seconds_median for one in (first, *others))
+                figures[key] = Figure(*key, first.bytes, first.tensors, asked.workers, seconds)
     return Measurement(plan, worlds, figures, failed, blocks, loads)

@@ -89,7 +89,9 @@ def read_exchange(run: Path) -> list[Step]:
     lane, elements = read_timeline(timelines[0], ""), ranks[0].elements
     on_all_ranks = [*zip(*(rank.steps for rank in ranks), strict=False)]
     try:
-        [elements[name] for step in on_all_ranks for one in step for name in one.ready]
+        ready = {name for step in on_all_ranks for one in step for name in one.ready}
+        if unknown := ready - elements.keys():
+            raise KeyError(unknown.pop())
         steps = [messages_of(step, elements, lane) for step in on_all_ranks]
     except LookupError as error:
         raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None

@@ -19,11 +19,15 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     verdict on speed stands apart."""
     judged = {name for pair in comparison.plan.pairs() for name in pair}
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
+    damaged = {(case, workers) for case, workers, _ in comparison.damaged_blocks}
     found[WARNINGS] += [
-        f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the same "
-        f"command of run.py continues it: {so_far}"
+        f"{place_text(*place)}: nothing is decided, since part of the record cannot be read"
+        if place in damaged
+        else f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the "
+        f"same command of run.py continues it: {so_far}"
         for place, so_far in unfinished(comparison).items()
     ]
+    num_estimates = len(comparison.plan.pairs()) * len(comparison.plan.groups())
     found[WARNINGS] += [
         f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
         f"(lag-1 correlation {lag:.2f}); its interval takes them as independent, and is too narrow"
@@ -32,7 +36,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
             comparison.plan, *place, comparison.blocks(*place), comparison.confidence
         ).estimates.items()
         for lag, p_value in [one.serial_correlation()]
-        if p_value < 0.01 / len(comparison.plan.pairs())  # 1 %, in all pairs together
+        if p_value < 0.01 / num_estimates  # 1 %, in all of them together
     ]
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"

@@ -45,7 +45,7 @@ def refuse_copies(comparisons: Sequence[Comparison]) -> None:
         refuse((
             made == (other.plan.created_utc, other.plan.order_seed),
             f"{one.folder} and {other.folder} are the same comparison, begun at {made[0]}: a copy "
-            "is no further occasion; give one of them",
+            "tells nothing new; give one of them",
         ))  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasio
     an interval; the comparisons must have asked the same."""
     by_key = [
         {
-            # In labels stand flags, and so paths: of what was kept without this machine's.
+            # Labels hold flags, and so paths, from which keep.py has removed this machine's.
             (
                 v.case,
                 v.workers,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from compare.plan.record import DAMAGE
 from recipe.errors import UserError, refuse
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
@@ -98,15 +99,7 @@ def read_torch(path: Path, name: str) -> list[Lane]:
                 if "dur" in event:
                     event["dur"] = round(event["dur"] * 1000)
                 lane.events.append(event)
-    except (
-        OSError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): it was not written to its end, or not by the "
             "torch that this project pins; profile again"

@@ -29,7 +29,9 @@ FINGERPRINT = (
     "batch_norm",
 )  # fmt: skip
 AS_IN_EFFECT = {"threads"}  # in the fingerprint, while config.json has what was asked for
-NESTED = re.compile(r"(?:[\[{][^\[\]{}]*){20}")  # what no trainer writes, and no stack holds
+# Deeper than any trainer writes, brackets in texts included; of thousands, reading or writing would
+# end in a RecursionError.
+NESTED = re.compile(r"(?:[\[{][^\[\]{}]*){20}")
 TOLERANCE = 0.05  # between a rate and the time that a step took
 
 
@@ -90,19 +92,21 @@ def read_block(path: Path, sides: Iterable[str], told: dict[str, Any] | None = N
                 turn["images"] = float(turn["images_per_second"]) * float(turn["seconds"])
     block = parse(told, Block, path)
     speed = block.of("speed")
-    phases = {frozenset(turn.phases) for turn in (*speed, *block.of("ablation"))}
+    # A bare loop has no phases; of a side that has, each turn has them.
+    phases = {(turn.side, frozenset(turn.phases)) for turn in (*speed, *block.of("ablation"))}
     rounds = {
         "order": [*block.order],
         "one of its turns": [*{turn.side for turn in block.turns}],
-        "steps": [*block.steps] if block.steps or any(phases) else expected,
+        "steps": [*block.steps] if block.steps or any(names for _, names in phases) else expected,
         **{f"round {n}": [turn.side for turn in speed if turn.round == n]
            for n in {turn.round for turn in speed}},
     }  # fmt: skip
     refuse(
         (not speed, f"{path}: it holds no turn"),
         (
-            len(phases) > 1 or any(names and "backward" not in names for names in phases),
-            f"{path}: its turns have not the same phases, with backward among them",
+            len(phases) > len(block.order)
+            or any(names and "backward" not in names for _, names in phases),
+            f"{path}: the turns of a side have not the same phases, with backward among them",
         ),
     )
     for what, names in rounds.items():

@@ -209,8 +209,8 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
 
 
 def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
-    """Say of which cases and numbers of workers the plan would measure more, and how far they are;
-    none where an earlier version measured, whose rule was another."""
+    """Say of which cases and numbers of workers the plan would measure more, and how far they are,
+    or what is damaged; none where an earlier version measured until its own rule ended it."""
     plan = comparison.plan
     if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
         return damaged

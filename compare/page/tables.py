@@ -18,10 +18,10 @@ from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
 
 POOLED = (
     "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
-    "effects model. The standard deviation is that of the occasions' own truths, from four "
-    "occasions on: of fewer it is hardly known. So the common interval is wide (Student's quantile "
-    "is 12.7 for two, 4.3 for three, 2.8 for five). Verdicts of unfinished measurements are left "
-    "out."
+    "effects model. The standard deviation between the occasions' own truths is told from four "
+    "occasions on. Of few it is hardly known, which makes the common interval wide (Student's "
+    "quantile is 12.7 for two, 4.3 for three, 2.8 for five). Verdicts of unfinished measurements "
+    "are left out."
 )
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 EQUAL = {True: "equal", False: "other", None: "–"}

@@ -439,8 +439,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def end(self) -> tuple[Any, ...]:
-        """What ends the measuring: a number of blocks, or else the rule. It ends another plan no
-        earlier if none of these is less: of a number and a rule, nobody knows which comes first."""
+        """What ends the measuring, as numbers: blocks, narrowness and minutes. A plan whose numbers
+        are all at least another's ends no earlier. A number of blocks and a rule cannot be
+        compared: each has a number that is less."""
         return (
             (0, 1 - self.until_interval, self.minutes)
             if self.blocks is None

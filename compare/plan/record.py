@@ -28,6 +28,10 @@ from recipe.record.schema import Whole
 IDENTIFIES = Meta(extra={"identifies": True})
 # Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the
 # sides had another order in their blocks, and the width alone ended them.
+# What reading a damaged file may end in, where its text is not decoded into a typed record.
+DAMAGE = (
+    OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 FORMAT = 3
 
 
@@ -96,10 +100,7 @@ def read_plan(path: Path) -> PlanRecord:
         check_names(plan)
         plan.runs()  # which raises if they cannot be made
         datetime.fromisoformat(plan.created_utc).astimezone(timezone.utc)
-    except (
-        *(OSError, ValueError, RecursionError),
-        *(ArithmeticError, AttributeError, LookupError, TypeError),  # what `upgraded` meets
-    ) as error:
+    except DAMAGE as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     return plan
 

@@ -34,7 +34,6 @@ class Step:
     seconds: float
     exposed_seconds: float  # what the exchange of gradients adds
     straggler_seconds: float  # what waiting for the slowest rank adds
-    messages: int
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
     seconds = inputs.step_seconds * slow + exposed + straggler
     seconds *= scale["model"] if workers > 1 else 1.0
     read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
-    return Step(max(seconds, read), exposed, straggler, messages)
+    return Step(max(seconds, read), exposed, straggler)
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:

@@ -101,8 +101,8 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             for one in (old, plan)
         )
         differences.append(
-            f"the end: {then} there, {now} now. That may come earlier, and whoever ends a "
-            "comparison when it pleases finds differences that are none"
+            f"the end: {then} there, {now} now. That may come earlier; stopping when the figures "
+            "look good finds differences that do not exist"
         )
     if differences:
         lines = "\n".join(f"    {line}" for line in differences)
@@ -110,22 +110,12 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
             "another --out DIR"
         )
+    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
+    later = ({"created_utc": record.created_utc, **end},) if old.end != plan.end else ()
     return replace(
-        record,
-        created_utc=old.created_utc,
-        warnings=old.warnings,
-        extensions=old.extensions
-        if old.end == plan.end
-        else (
-            *old.extensions,
-            {
-                "created_utc": record.created_utc,
-                "blocks": plan.blocks,
-                "until_interval": plan.until_interval,
-                "minutes": plan.minutes,
-            },
-        ),
-    )
+        record, created_utc=old.created_utc, warnings=old.warnings,
+        extensions=(*old.extensions, *later),
+    )  # fmt: skip
 
 
 def check_sources(folder: Path) -> None:

@@ -68,7 +68,8 @@ class Listing:
     [num_images], index into `classes`) are two buffers, not a million Python objects, and loader
     workers share them with the trainer.
 
-    `left_out` says how many files of which unknown suffixes are among them, if any.
+    `left_out` says how many files were left out because their suffix is unknown, and which
+    suffixes; "" if none.
     """
 
     root: Path
@@ -220,7 +221,7 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
             times_ns |= class_times_ns
             others += class_others
     kinds = first_few([f"{n:,} {os.fsdecode(one) or 'without'}" for one, n in others.most_common()])
-    left_out = kinds and f"left out: {others.total():,} files without a known suffix ({kinds})"
+    left_out = kinds and f"left out: {others.total():,} file(s) without a known suffix ({kinds})"
     counts = [len(class_paths) for class_paths in paths]
     empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
     if empty:

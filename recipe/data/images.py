@@ -226,8 +226,8 @@ class ValTransform:
         size, crop = self.config.val_resize_size, self.config.val_crop_size
         short, long = sorted(image.shape[:2])
         if size * size * long > MAX_PIXELS * short:
-            # A strip, of whose length the crop shows no more than its width, and filters reach
-            # twice as far at most: both its ends go.
+            # A strip: the crop shows no more of its length than its width, and the filter reaches
+            # at most twice as far. Cut off both ends.
             cut = max(0, long // 2 - 4 * short)
             image = image[cut : long - cut] if long == len(image) else image[:, cut : long - cut]
         height, width = (size * side // short for side in image.shape[:2])

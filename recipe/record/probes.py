@@ -84,7 +84,8 @@ class StepProfiler:
     profile/gradients-rank-R.json, when each gradient was ready.
 
     `timeline`: the engine's name, and two functions that start (given a path) and end its own
-    record of its messages, which rank 0 then writes into profile/ENGINE-timeline.json.
+    record of its messages, which rank 0 then writes into profile/ENGINE-timeline.json (DDP's only
+    on CPUs).
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class StepProfiler:
         expect_delay()
         with one_sentence(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        # By a name that C++ libraries take, whatever bytes are in the folder's own.
-        place = f"/proc/self/fd/{os.open(self.folder, os.O_RDONLY)}"
+            # By a name that C++ libraries take, whatever bytes are in the folder's own. It stays
+            # open: Horovod writes its timeline from a thread of its own.
+            place = f"/proc/self/fd/{os.open(self.folder, os.O_RDONLY)}"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)

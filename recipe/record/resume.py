@@ -191,11 +191,8 @@ def _step_of(path: Path) -> float:
     """The step that a checkpoint is of, most of which stays on disk; infinity if it is damaged."""
     try:
         with path.open("rb") as file:  # torch takes no path with bytes that are not UTF-8
-            return float(
-                torch.load(f"/proc/self/fd/{file.fileno()}", mmap=True, weights_only=True)[
-                    "progress"
-                ]["step"]
-            )
+            place = f"/proc/self/fd/{file.fileno()}"
+            return float(torch.load(place, mmap=True, weights_only=True)["progress"]["step"])
     except OSError:
         raise
     except Exception:  # torch raises several kinds

@@ -84,10 +84,10 @@ def read_file(content: BinaryIO, name: str) -> Any:
 
 def _read_safetensors(file: Path, name: str) -> Any:
     from safetensors import SafetensorError  # few read such files
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        return load_file(file)
+        return load(file.read_bytes())
     except SafetensorError as error:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
 

@@ -10,11 +10,10 @@ def learning_rate(config: Config, epoch: float, scale: float) -> float:
 
     `scale` is what one worker's --base-lr is multiplied by, by the linear scaling rule of Goyal et
     al. 2017 (arXiv 1706.02677, section 2.1). Their warm-up is gradual-256: from 0.1, the rate of 8
-    workers of 32 images, to 3.2 with 256 (section 5.2). The cosine
-    comes down over the epochs after warm-up, as in torchvision's reference, or from one restart to
-    the next (Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5). While the batch grows, the
-    rate grows with it, which keeps the noise of the gradients as it is (Smith et al. 2018, arXiv
-    1711.00489).
+    workers of 32 images, to 3.2 with 256 (section 5.2). The cosine comes down over the epochs
+    after warm-up, as in torchvision's reference, or from one restart to the next (Loshchilov and
+    Hutter 2017, arXiv 1608.03983, equation 5). While the batch grows, the rate grows with it, which
+    keeps the noise of the gradients as it is (Smith et al. 2018, arXiv 1711.00489).
     """
     base_lr = config.base_lr * config.batch_share(epoch)
     peak = base_lr * scale
