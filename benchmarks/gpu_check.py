@@ -223,8 +223,9 @@ def stopped_neighbour(setting: Setting) -> dict[str, Any]:
         beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
     ratio = fmean(beside) / fmean(alone)
     error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
-    is_well = setting.dry or ratio + 2 * error > 0.99
-    return expect(is_well, "costs more than 1 %", ratio=ratio, error=error)
+    return expect(
+        setting.dry or ratio + 2 * error > 0.99, "costs more than 1 %", ratio=ratio, error=error
+    )
 
 
 def jpegs(setting: Setting) -> dict[str, Any]:

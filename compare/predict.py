@@ -149,15 +149,13 @@ def training_of(settings: Settings, known: Sequence[Inputs]) -> Settings:
 
 def limits(known: dict[str, Inputs], settings: Settings) -> list[str]:
     """What these predictions cannot know, where it matters."""
-    on_gpus = [one for one in known.values() if one.transport == "nccl"]
-    unknown = [one for one in known.values() if settings.global_batch and one.fixed_share is None]
     return [
         "On GPUs images/s and efficiency are upper bounds: the model was above the published "
         "efficiency in {} of {} cases (docs/prediction.md).".format(*number_above())
-    ] * bool(on_gpus) + [
+    ] * any(one.transport == "nccl" for one in known.values()) + [
         "Upper bound: which part of a step no smaller batch makes shorter was not measured. Give "
         "runs of one worker with a smaller --batch-size, too."
-    ] * bool(unknown)
+    ] * any(settings.global_batch and one.fixed_share is None for one in known.values())
 
 
 def past_error(results: Path = ROOT / "results") -> str:
@@ -239,9 +237,9 @@ def steps(
 
 def chart_of(inputs: Inputs, settings: Settings) -> dict[str, list[tuple[Cluster, Prediction]]]:
     """The steps over sizes, by network: the chosen one and, unless it was measured, others."""
-    names = ON_GPUS if inputs.transport == "nccl" else ON_CPUS
+    others = () if settings.collectives else ON_GPUS if inputs.transport == "nccl" else ON_CPUS
     chart = {}
-    for name in dict.fromkeys([settings.network, *(names if not settings.collectives else ())]):
+    for name in dict.fromkeys([settings.network, *others]):
         places = clusters(inputs, replace(settings, network=name))
         chart[name] = steps(fit(inputs, places[0].network), places, settings)
     return chart

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from compare.evidence.profiles import TIMELINES, Event, Lane, read_timeline
 from compare.evidence.run_folder import read_record
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
 
@@ -90,8 +90,7 @@ def read_exchange(run: Path) -> list[Step]:
     on_all_ranks = [*zip(*(rank.steps for rank in ranks), strict=False)]
     try:
         ready = {name for step in on_all_ranks for one in step for name in one.ready}
-        if unknown := ready - elements.keys():
-            raise KeyError(unknown.pop())
+        refuse((ready - elements.keys(), f"{folder}: its files are damaged: profile again"))
         steps = [messages_of(step, elements, lane) for step in on_all_ranks]
     except LookupError as error:
         raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None
