@@ -107,7 +107,7 @@ def test_whoever_stops_when_pleased_decides_nothing(planned, then, told, bench, 
     with pytest.raises(KeyboardInterrupt):
         measure(plan, tmp_path)
     before = (tmp_path / "plan.json").read_bytes()
-    with pytest.raises(run_module.UserError, match=f"the end: .* there, {told} now.*pleases"):
+    with pytest.raises(run_module.UserError, match=f"the end: .* there, {told} now.*do not exist"):
         measure(replace(plan, **then), tmp_path)
     assert (tmp_path / "plan.json").read_bytes() == before
     [group] = measured(plan, tmp_path)

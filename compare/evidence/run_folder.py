@@ -93,19 +93,19 @@ def read_block(path: Path, sides: Iterable[str], told: dict[str, Any] | None = N
     block = parse(told, Block, path)
     speed = block.of("speed")
     # A bare loop has no phases; of a side that has, each turn has them.
-    phases = {(turn.side, frozenset(turn.phases)) for turn in (*speed, *block.of("ablation"))}
+    turns = [*speed, *block.of("ablation")]
+    phases = [{frozenset(t.phases) for t in turns if t.side == side} for side in block.order]
     rounds = {
         "order": [*block.order],
         "one of its turns": [*{turn.side for turn in block.turns}],
-        "steps": [*block.steps] if block.steps or any(names for _, names in phases) else expected,
+        "steps": [*block.steps] if block.steps or any(map(any, phases)) else expected,
         **{f"round {n}": [turn.side for turn in speed if turn.round == n]
            for n in {turn.round for turn in speed}},
     }  # fmt: skip
     refuse(
         (not speed, f"{path}: it holds no turn"),
         (
-            len(phases) > len(block.order)
-            or any(names and "backward" not in names for _, names in phases),
+            any(len(own) > 1 or any(n and "backward" not in n for n in own) for own in phases),
             f"{path}: the turns of a side have not the same phases, with backward among them",
         ),
     )
