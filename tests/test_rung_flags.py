@@ -71,6 +71,7 @@ OF_RUNGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
     """Who asks for which flag while a rung trains, and while single_process.py does."""
+    pytest.importorskip("timm", reason="pip install '.[timm]', which some flags are for")
     root = tmp_path_factory.mktemp("images")
     write_images(root / "train", 4)
     write_images(root / "val", 2)
