@@ -118,7 +118,9 @@ def test_a_plain_folder_is_listed_as_torchvision_does(tmp_path: Path, cache: Pat
     assert (list(listing.classes), ours) == (theirs.classes, theirs.samples)
 
 
-LEFT_OUT = r"left out: 5 file\(s\) without a known suffix \(2 \.heic, 1 [a-z.]+, 1 [a-z.]+ and 1 more\)"
+LEFT_OUT = (
+    r"left out: 5 file\(s\) without a known suffix \(2 \.heic, 1 [a-z.]+, 1 [a-z.]+ and 1 more\)"
+)
 
 
 def test_files_without_a_known_suffix_are_counted(tmp_path: Path, cache: Path) -> None:

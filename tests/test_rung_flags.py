@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from making import a_config, a_world, folder_config, write_images
+from test_optimizers import WITHOUT_TIMM
 
 import recipe.loop
 import recipe.start
@@ -71,7 +72,7 @@ OF_RUNGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
     """Who asks for which flag while a rung trains, and while single_process.py does."""
-    pytest.importorskip("timm", reason="pip install '.[timm]', which some flags are for")
+    pytest.importorskip("timm", reason=WITHOUT_TIMM)
     root = tmp_path_factory.mktemp("images")
     write_images(root / "train", 4)
     write_images(root / "val", 2)
