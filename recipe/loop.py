@@ -52,12 +52,14 @@ ENGINES_OWN = (
 
 
 def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
-    """UserError for the first of these settings, written as ENGINES_OWN, that is given."""
+    """UserError for the first of these settings, written as ENGINES_OWN, that is given. A number
+    that is 0 turns it off, which is what this script does."""
     default = Config()
     for words in lacking:
         name, _, value = words.partition(" ")
         given = getattr(config, name)
-        is_given = str(given) == value if value else given != getattr(default, name)
+        is_off = given == 0 and not isinstance(given, bool)
+        is_given = str(given) == value if value else given != getattr(default, name) and not is_off
         refuse((is_given, f"{spelled(name)} {given}: not supported by this script; remove it"))
 
 
@@ -87,10 +89,7 @@ class Rung(Trainables):
 
     def __init__(self, config: Config, world: World) -> None:
         """UserError for settings that it lacks, and if it was not started as it must be."""
-        lacks = [*(one for one in ENGINES_OWN if one not in self.has), *self.lacks]
-        if "weight_check_steps" in lacks and config.weight_check_steps == 0:
-            lacks.remove("weight_check_steps")  # that is what it does
-        refuse_settings(config, lacks)
+        refuse_settings(config, (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks))
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
             raise UserError(

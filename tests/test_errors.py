@@ -144,6 +144,12 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
                 (EOFError("unexpected EOF"), "unexpected EOF", "processes and threads"),
             )
         ),
+        # A transport's own words are no limit of this user's.
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:9] read: Resource temporarily unavailable"),
+            EXIT_LOST_PEER,
+            r"(?s)Traceback .*pair.cc.*\n",
+        ),
         (RuntimeError("x"), 1, r"(?s)Traceback .*test_errors.py.*RuntimeError: x\n"),
     ],
 )

@@ -22,7 +22,7 @@ from compare import keep, report
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
-from recipe import check_images, make_shards, watch
+from recipe import check_images, command, make_shards, watch
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
 from recipe.files import json_for_readers, read_proc, replace_file
@@ -181,6 +181,18 @@ def test_a_training_goes_on_without_a_reader(
         words += ["--epochs", "1", "--max-steps", "3"]
     run(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"]).checked()
     assert engine == "single_process" or (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_full_pipe_that_does_not_wait_is_no_silent_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a parent process may leave it, by O_NONBLOCK."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    monkeypatch.setattr(command, "LOST", set())
+    output = command._LossyOutput(writer, "w")
+    assert [output.write(b"x" * 2**20) for _ in range(2)][1] == 2**20
+    assert {"[Errno 11] Resource temporarily unavailable"} == command.LOST
+    os.close(reader)
+    output.close()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Each flag has its effect in each script of baselines/, or is refused, or a warning says that it
 has none."""
 
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections import defaultdict
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 from making import a_config, a_world, folder_config, write_images
-from test_optimizers import WITHOUT_TIMM
 
 import recipe.loop
 import recipe.start
@@ -25,7 +24,14 @@ from recipe.flags import SECTIONS
 from recipe.loop import ENGINES_OWN, Rung
 from recipe.start import Hooks
 
-NAMES = [name for section in SECTIONS.values() for name in section.__annotations__]
+HAS_TIMM = importlib.util.find_spec("timm") is not None
+NAMES = [  # --drop-path is read of timm's networks alone
+    name
+    for section in SECTIONS.values()
+    for name in section.__annotations__
+    if HAS_TIMM or name != "drop_path"
+]
+ARCH, OPTIMIZER = ("timm:resnet10t", "lars") if HAS_TIMM else ("resnet18", "sgd")
 SCRIPTS = {path.stem for path in Path(single_process.__file__).parent.glob("*.py")}
 RUNGS = sorted(SCRIPTS - {"__init__", "mpi_allreduce", "single_process"})
 Readers = dict[str, set[CodeType]]  # by flag: the functions that ask for it by name
@@ -51,8 +57,18 @@ class Alone(Rung):
 
 # Between them they ask for all that is asked for where other flags are given.
 TRAININGS: list[dict[str, Any]] = [
-    {"arch": "timm:resnet10t", "optimizer": "adamw", "loss": "bce", "mixup_alpha": 0.1},
-    {"optimizer": "lars", "first_crop_size": 32, "resize_epochs": (0, 1), "lr_scheduler": "step"},
+    {
+        "arch": "timm:resnet10t" if HAS_TIMM else "resnet18",
+        "optimizer": "adamw",
+        "loss": "bce",
+        "mixup_alpha": 0.1,
+    },
+    {
+        "optimizer": OPTIMIZER,
+        "first_crop_size": 32,
+        "resize_epochs": (0, 1),
+        "lr_scheduler": "step",
+    },
     {"lr_scheduler": "cosine", "precision": "bf16"},
     {"warmup_epochs": 1},
 ]
@@ -72,7 +88,6 @@ OF_RUNGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
     """Who asks for which flag while a rung trains, and while single_process.py does."""
-    pytest.importorskip("timm", reason=WITHOUT_TIMM)
     root = tmp_path_factory.mktemp("images")
     write_images(root / "train", 4)
     write_images(root / "val", 2)
@@ -141,6 +156,17 @@ def test_each_flag_has_its_effect_or_is_refused(
         if found.type is Went and not is_read(name, rung, readers["rung"]):
             ignored.append(name)
     assert ignored == []
+
+
+@pytest.mark.parametrize("script", ["fsdp", "pipeline"])
+def test_no_check_of_weights_may_be_asked_for_where_there_is_none(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = importlib.import_module(f"baselines.{script}").main.__self__
+    monkeypatch.setattr(recipe.loop, "choose_device", went)
+    for steps, ends in ((0, Went), (7, UserError)):
+        with pytest.raises(ends):
+            rung(replace(a_config(), weight_check_steps=steps), a_world(0, 2, launcher="torchrun"))
 
 
 def test_in_one_process_too(readers: dict[str, Readers], monkeypatch: pytest.MonkeyPatch) -> None:

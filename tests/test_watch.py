@@ -361,6 +361,14 @@ def test_the_process_that_starts_ranks_anew(
     assert watch.nearest_launcher(a_world(0, 2, launcher=launcher)) is found[nearest]
 
 
+def test_a_launcher_that_has_just_ended_is_not_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = mock.Mock()
+    ended = mock.Mock(side_effect=watch.psutil.NoSuchProcess(7))
+    monkeypatch.setattr(watch, "ancestors", lambda: {7: ["python", "torchrun"]})
+    monkeypatch.setattr(watch.psutil, "Process", lambda *pid: ended() if pid else own)
+    assert watch.nearest_launcher(a_world(0, 2, launcher="torchrun")) is own
+
+
 # As mpirun, which binds each rank to a core; and the rank says which it uses in the end.
 BINDING = """
 import os, subprocess, sys

@@ -139,7 +139,8 @@ def keep_checkpoint(
     """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
     oldest ones.
 
-    The one before is to be on disk: a second copy would take memory.
+    The checkpoint before must be on disk by now (`finish_checkpoint`): two copies would take twice
+    the memory.
     """
     momenta = None
     if config.use_adasum and world.size > 1:
