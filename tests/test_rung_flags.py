@@ -25,11 +25,12 @@ from recipe.loop import ENGINES_OWN, Rung
 from recipe.start import Hooks
 
 HAS_TIMM = importlib.util.find_spec("timm") is not None
-NAMES = [  # --drop-path is read of timm's networks alone
+OF_TIMM = {"drop_path", "trust_coefficient"}  # read of its networks and optimizers alone
+NAMES = [
     name
     for section in SECTIONS.values()
     for name in section.__annotations__
-    if HAS_TIMM or name != "drop_path"
+    if HAS_TIMM or name not in OF_TIMM
 ]
 ARCH, OPTIMIZER = ("timm:resnet10t", "lars") if HAS_TIMM else ("resnet18", "sgd")
 SCRIPTS = {path.stem for path in Path(single_process.__file__).parent.glob("*.py")}
