@@ -76,6 +76,11 @@ class Finished:
         return self
 
 
+def words_of(launcher: str, script: str, ranks: int = 2) -> list[str]:
+    """The command that starts a script."""
+    return LAUNCHERS[launcher].format(python=sys.executable, trainer=script, ranks=ranks).split()
+
+
 def launch(
     launcher: str,
     engine: str,
@@ -86,10 +91,8 @@ def launch(
     **environ: str,
 ) -> Finished:
     """Start a trainer and wait for its end; fail if it hangs or leaves a process behind."""
-    command = LAUNCHERS[launcher].format(
-        python=sys.executable, trainer=TRAINERS[engine], ranks=ranks
-    )
-    return run([*command.split(), *arguments.split()], timeout, meanwhile, **environ)
+    command = words_of(launcher, TRAINERS[engine], ranks)
+    return run([*command, *arguments.split()], timeout, meanwhile, **environ)
 
 
 def train(

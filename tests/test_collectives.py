@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import LAUNCHERS, marked, run, wait_until
+from launching import marked, run, wait_until, words_of
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
@@ -394,7 +394,7 @@ def test_no_process_outlives_an_interruption(tmp_path):
 
 
 def measured(launcher: str, script: str, out: Path, *words: str) -> list[dict]:
-    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=script, ranks=2).split()
+    command = words_of(launcher, script)
     done = run([*command, "--seconds", "0.01", "--no-cuda", "--out", str(out), *words])
     assert done.returncode == 0, done.output
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -462,7 +462,7 @@ allreduce.run("", connect_badly)
 def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_path):
     script = tmp_path / "sabotage.py"
     script.write_text(SABOTAGE.format(root=str(ROOT), module=module))
-    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=script, ranks=2).split()
+    command = words_of(launcher, str(script))
     out = tmp_path / "lines.jsonl"
     done = run([*command, "--sizes", "4096", "--seconds", "0.01", "--no-cuda", "--out", str(out)])
     assert done.returncode != 0

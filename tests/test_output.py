@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import BIN, LAUNCHERS, ROOT, TRAINERS, rarely, read_json, run
+from launching import BIN, ROOT, TRAINERS, rarely, read_json, run, words_of
 from making import a_world, folder_config, write_images
 from records import a_plan
 from test_compare_records import edit, make_comparison
@@ -143,9 +143,8 @@ def test_a_training_on_names_that_are_not_utf_8(
 ) -> None:
     """It ends well, goes on, and is read back; in a locale without UTF-8, too."""
     log_dir = tmp_path / NAME
-    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=2)
     environ = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale} if locale else {}
-    words = [*command.split(), *flags(images, log_dir), "--profile-steps", "2"]
+    words = [*words_of(launcher, TRAINERS[engine]), *flags(images, log_dir), "--profile-steps", "2"]
     for more in ([], ["--resume", "auto", "--max-steps", "9", "--epochs", "19"]):
         done = run([*words, *more], UCX_ODD=NAME, **environ).checked()
         assert SHOWN in done.output
@@ -174,12 +173,12 @@ def test_a_training_on_names_that_are_not_utf_8(
 def test_a_training_goes_on_without_a_reader(
     launcher: str, engine: str, streams: str, images: Path, tmp_path: Path
 ) -> None:
-    command = LAUNCHERS[launcher].format(python=sys.executable, trainer=TRAINERS[engine], ranks=2)
-    words = [*command.split(), *flags(images, tmp_path, "run")]
+    words = flags(images, tmp_path, "run")
     if engine == "single_process":  # which has no run folder
-        words = [*command.split(), "--data", str(images), "--cache-dir", str(tmp_path / "cache")]
+        words = ["--data", str(images), "--cache-dir", str(tmp_path / "cache")]
         words += ["--epochs", "1", "--max-steps", "3"]
-    run(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"]).checked()
+    command = shlex.join([*words_of(launcher, TRAINERS[engine]), *words])
+    run(["bash", "-c", f"set -o pipefail; {command} {streams}"]).checked()
     assert engine == "single_process" or (tmp_path / "run" / "summary.json").exists()
 
 

@@ -28,11 +28,11 @@ from recipe.record.schema import Whole
 IDENTIFIES = Meta(extra={"identifies": True})
 # Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the
 # sides had another order in their blocks, and the width alone ended them.
+FORMAT = 3
 # What reading a damaged file may end in, where its text is not decoded into a typed record.
 DAMAGE = (
     OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-FORMAT = 3
 
 
 class Variables(Struct, frozen=True, kw_only=True):
