@@ -224,7 +224,9 @@ def find_toolkit(cuda: str) -> Path | None:
     nvcc = shutil.which("nvcc", path=places)
     if nvcc is None or f"release {cuda}," not in output_of([nvcc, "--version"]):
         return None
-    root = Path(nvcc).resolve().parents[1]
+    # On PATH it may be a script that calls another: it says itself where its toolkit is.
+    told = re.search(r"\bTOP=(.+)", output_of([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]))
+    root = Path(told[1] if told else Path(nvcc).resolve().parent / "..").resolve()
     return root if (root / "include" / "cuda_runtime.h").exists() else None
 
 
@@ -410,7 +412,13 @@ def run_group(
 
 def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
     """Sum a tensor over two real processes, through every launcher that was built."""
-    built = output_of([*HOROVODRUN, "--check-build"])
+    command = [*HOROVODRUN, "--check-build"]
+    code, built = run_group(command, without_horovod_settings(), CHECK_TIMEOUT)
+    if code is None:
+        raise BuildError(
+            f"Horovod is installed, but `horovodrun --check-build` did not end in {CHECK_TIMEOUT} "
+            "s; call this again when the machine is less busy."
+        )
     wanted = {"PyTorch": True, "Gloo": True, "MPI": facts["mpi"], "NCCL": facts["gpu"]}
     if lacking := [name for name in wanted if wanted[name] and f"[X] {name}" not in built]:
         raise BuildError(f"the installed Horovod has no {' and no '.join(lacking)}: use --rebuild.")

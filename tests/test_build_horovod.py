@@ -205,6 +205,12 @@ def test_nccl_and_toolkit(monkeypatch, tmp_path):
         built, toolkit, nccl = find(wanted, fake_torch(cuda="13.0", gpu=gpu))
         assert built == {"nccl": "22903", "cuda": "13.0 of this site", "architectures": "80,90"}
         assert toolkit == nccl == tmp_path / "cuda"
+    # nvcc on PATH may be a script elsewhere, which calls the toolkit's: that one says where it is.
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    told = f"""case $1 in --dryrun) echo '#$ TOP={tmp_path / "cuda" / "bin"}/..' ;; """
+    write_program(tmp_path / "bin" / "nvcc", f"{told} *) echo 'release 13.0, V.1' ;; esac")
+    assert find(True, fake_torch(cuda="13.0"))[1] == tmp_path / "cuda"
     built, toolkit, _ = find(True, fake_torch(cuda="13.1"))  # not what this toolkit is of
     assert toolkit is None and built["cuda"] == "13.1 from wheels"
     for cuda in (None, "12.6"):
@@ -246,6 +252,13 @@ def test_launch_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_pa
             return True
 
     wait_until(has_ended, 20)  # a process that was killed takes a moment to die
+
+
+def test_check_that_a_busy_machine_does_not_end_is_no_lack_of_parts(monkeypatch):
+    monkeypatch.setattr(build_horovod, "CHECK_TIMEOUT", 1)
+    monkeypatch.setattr(build_horovod, "HOROVODRUN", ["sh", "-c", "sleep 600"])
+    with pytest.raises(BuildError, match="did not end in 1 s; call this again"):
+        build_horovod.check({"mpi": None, "gpu": None}, {})
 
 
 def test_launch_that_sums_on_too_few_ranks_is_no_proof():
