@@ -125,7 +125,8 @@ class Pipeline(Rung):
 
     def take_times(self) -> None:
         """Count the steps since the last time; the host waits for the device."""
-        for phases in self.clock.take():
+        self.clock.wait_for(self.clock.now())
+        for phases in map(self.clock.seconds, self.clock.take()):
             self.seconds += sum(phases.values())
             self.idle_seconds += phases["data"]
 

@@ -246,12 +246,14 @@ class Session:
         return progress.samples_seen // num_train > self.epoch
 
     def write_steps(self, sum_over_ranks: Collective, now: bool) -> StepLine | None:
-        """Write the steps since the last time, `now` or every --log-interval. The first of them
-        whose loss is not finite, if --rollback allows to go back; else UserError for it."""
+        """Write the steps since the last time, `now` or every --log-interval: on a GPU, unless
+        `now`, one interval later. The first of them whose loss is not finite, if --rollback allows
+        to go back; else UserError for it."""
         if not now and self.progress.step % self.config.log_interval:
             return None
-        steps = self.meter.take_steps(sum_over_ranks)
-        self.recorder.write_steps(steps)
+        steps = self.meter.take_steps(sum_over_ranks, now)
+        if steps:
+            self.recorder.write_steps(steps)
         if self.config.bad_images == "replace" and (listing := self.data.train) is not None:
             replaced = self.meter.take_replaced(self.world, sum_over_ranks)
             self.recorder.write_replaced(listing, replaced)
@@ -274,6 +276,7 @@ class Session:
             parts, self.config, self.world, self.data, self.folder, bad.step, from_rank_0
         )
         vars(self.progress).update(vars(earlier) | {"train_seconds": self.meter.train_seconds})
+        self.meter.coming.clear()  # steps after it
         self.left_out.append(bad.samples_seen - bad.images)
         self._read_on()
         self._open_record()

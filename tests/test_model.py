@@ -451,11 +451,15 @@ def test_ddp_compiles_the_graphs_that_horovod_compiles(monkeypatch: pytest.Monke
     assert sizes and not any(isinstance(one, torch.SymInt) for one in sizes), "symbolic sizes"
 
 
-def test_blocks_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
+def test_stages_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
     plain = build_model(a_config(arch="resnet18"), 10, download=False)
     compiled = build_model(a_config(arch="resnet18", compile=True), 10, download=False)
     names = [n for n, module in compiled.named_modules() if module._compiled_call_impl is not None]
-    assert names == [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
+    assert names == ["layer1", "layer2", "layer3", "layer4"]
+    config = a_config(arch="convnext_tiny", compile=True, train_crop_size=32, val_crop_size=32)
+    nested = build_model(config, 10, download=False)
+    names = [n for n, module in nested.named_modules() if module._compiled_call_impl is not None]
+    assert names == [*(f"features.{stage}" for stage in range(8)), "classifier"]
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any(module._compiled_call_impl for module in plain.modules())
 

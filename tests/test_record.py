@@ -127,7 +127,7 @@ def test_throughput_by_wall_clock(clock: SimpleNamespace, monkeypatch: pytest.Mo
             meter.end_step(torch.tensor([0, 0, 0, 4.0]).double(), 0.1)
             clock.now += 1  # after the warm-up's last step, too
             meter.restart()
-        meter.take_steps(lambda sums: sums)
+        meter.take_steps(lambda sums: sums, now=True)
         clock.now += 1  # after the last of them, as for a checkpoint: counts if others follow
         meter.energy.stop()
         assert meter.wall_images_per_second == expected
@@ -209,6 +209,27 @@ def test_a_whole_run(
     out = capsys.readouterr().out
     assert out.count("\n") == 2 + 3 * 2 and "ddp 2 over Gloo, 1 worker(s)" in out
     assert "epoch   2/3  val    loss 1.5000  top-1  50.00 %" in out
+
+
+def test_a_gpu_s_steps_are_written_an_interval_later(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    """So that the host does not wait for what the GPU has just been given; but none is lost."""
+    session = Training(tmp_path / "run", clock, config=replace(CONFIG, log_interval=2))
+    session.meter.reads_later = True
+    written = []
+    for _ in range(7):
+        session.steps(1, write=False)
+        session.write_steps(same, now=False)
+        written.append(len(lines(tmp_path / "run", "step")))
+    assert written == [0, 0, 0, 2, 2, 4, 4]
+    session.write_steps(same, now=True)
+    assert [line["step"] for line in lines(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6, 7]
+    session.steps(1, loss=math.nan, write=False)  # is found as late
+    session.write_steps(same, now=False)
+    session.steps(2, write=False)
+    with pytest.raises(UserError, match="the loss is nan at step 8 "):
+        session.write_steps(same, now=False)
 
 
 @pytest.mark.parametrize("progress", [Progress(), Progress(step=7, samples_seen=28)])

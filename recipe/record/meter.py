@@ -19,6 +19,7 @@ from recipe.training.metrics import Collective, Sums, means
 from recipe.training.phases import (
     PHASES,
     WARM_UP_STEPS,
+    Laps,
     StepClock,
     begins_stretch,
     exchanges_gradients,
@@ -78,9 +79,13 @@ class StepMeter:
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
         self.earlier_train_seconds = progress.train_seconds
         self.clock = StepClock(device)
+        self.reads_later = device.type == "cuda"
         self.lap = self.clock.lap  # ends a phase of the step, one of `phases.PHASES`
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
+        # What was summed over the ranks and is on its way to the host: the sums, when they are
+        # there, the `pending` that they are of, and the laps of these steps.
+        self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
         self.phases = PhaseSums()
         self.input = input_meter  # None for synthetic data
         self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
@@ -114,17 +119,24 @@ class StepMeter:
             self.warm_up_seconds = self.energy.seconds
             forget_peak_memory(sums.device)
 
-    def take_steps(self, sum_over_ranks: Collective) -> list[StepLine]:
-        """The steps since the last call, their metrics over all ranks."""
-        rows = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending])).cpu()
-        taken = zip(rows, self.pending, self.clock.take(), strict=True)
-        lines = [
-            self._count(sums, rate, step, samples_seen, phases)
-            for sums, (_, rate, step, samples_seen), phases in taken
-        ]
-        self.energy.sample()  # the clock has waited for the device
+    def take_steps(self, sum_over_ranks: Collective, now: bool) -> list[StepLine]:
+        """The steps since the last call, their metrics over all ranks. On a GPU, unless `now`,
+        those of the calls before: whoever waits for what it has just been given to compute leaves
+        it without work meanwhile."""
+        sums = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending]))
+        rows = sums.to("cpu", non_blocking=True)
+        self.coming.append((rows, self.clock.now(), self.pending, self.clock.take()))
+        self.pending = []
+        due = len(self.coming) - (self.reads_later and not now)
+        taken, self.coming = self.coming[:due], self.coming[due:]
+        lines = []
+        for rows, arrival, steps, laps in taken:
+            self.clock.wait_for(arrival)
+            for sums, (_, rate, step, samples_seen), of_step in zip(rows, steps, laps, strict=True):
+                phases = self.clock.seconds(of_step)
+                lines.append(self._count(sums, rate, step, samples_seen, phases))
+        self.energy.sample()
         self.wall_seconds = self.energy.seconds - self.warm_up_seconds
-        self.pending.clear()
         return lines
 
     def take_replaced(self, world: World, sum_over_ranks: Collective) -> dict[int, str]:

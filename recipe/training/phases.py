@@ -53,7 +53,8 @@ class StepClock:
         self.ended: Laps = []  # of the last step that has ended
         self.restart()
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """This moment: on CUDA the one when the device is done with what it was given so far."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -62,11 +63,11 @@ class StepClock:
 
     def restart(self) -> None:
         """Leave out what happened since the last step: an evaluation, a checkpoint."""
-        self.last = self._now()
+        self.last = self.now()
 
     def lap(self, phase: str) -> None:
         """End a phase that began where the last one ended; a step may come to one several times."""
-        now = self._now()
+        now = self.now()
         self.steps[-1].append((phase, self.last, now))
         self.last = now
 
@@ -75,14 +76,16 @@ class StepClock:
         self.ended = self.steps[-1]
         self.steps.append([])
 
-    def take(self) -> list[dict[str, float]]:
-        """Seconds of each phase, of every step since the last call; on CUDA this waits for the
-        device."""
+    def wait_for(self, moment: Any) -> None:
+        """Wait until the device has come past this moment."""
+        if self.on_cuda:
+            moment.synchronize()
+
+    def take(self) -> list[Laps]:
+        """The laps of each step that has ended since the last call."""
         *ended, current = self.steps
         self.steps = [current]
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        return [self.seconds(laps) for laps in ended]
+        return ended
 
     def seconds(self, laps: Laps) -> dict[str, float]:
         """Seconds of each phase of these laps; on CUDA the device must have come past them."""

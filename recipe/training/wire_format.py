@@ -18,7 +18,7 @@ from torch import nn
 from recipe.config import Config
 from recipe.data.batches import to_device
 from recipe.device import own_row
-from recipe.training.model import autocast, compile_blocks
+from recipe.training.model import autocast, compile_stages
 from recipe.watch import expect_delay, heartbeat
 from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
@@ -90,7 +90,7 @@ def trial(
     config = replace(config, batches_per_allreduce=1)  # only the exchange makes a difference
     replica = copy.deepcopy(model)
     if config.compile:
-        compile_blocks(replica)  # which is not copied
+        compile_stages(replica)  # which is not copied
     network, optimizer = distribute(replica, config)
     size = config.train_crop_size
     pixels = torch.randint(0, 256, (config.batch_size, 3, size, size), dtype=torch.uint8)
