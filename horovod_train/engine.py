@@ -64,8 +64,8 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     """What carries the gradients, by what Horovod says of itself: NCCL, MPI or Gloo.
 
     UserError for ranks that did not find each other, for another transport than --transport names,
-    for Adasum without MPI, and on GPUs for a synchronised BatchNorm in fp16; a warning where GPUs
-    lack NCCL.
+    for Adasum without MPI, and on GPUs for a synchronised BatchNorm in fp16 and for a Horovod that
+    was built for CPUs, which aborts at the first tensor on a GPU.
     """
     refuse_lone_copies(world)
     wanted, on_gpu = config.transport, device.type == "cuda"
@@ -82,11 +82,11 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
          "--no-cuda"),
         (wanted == "nccl" and not by_nccl,
          "--transport nccl: this Horovod has no NCCL: make setup NCCL=1"),
+        (on_gpu and not by_nccl,
+         "this Horovod was built for CPUs: build it again by make setup NCCL=1, or add --no-cuda"),
     )  # fmt: skip
     if by_nccl:
         return "NCCL"
-    if on_gpu and world.is_first:
-        print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
     # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
     # CreateOperationManager in its operations.cc.
     return "Gloo" if hvd.gloo_enabled() else "MPI"

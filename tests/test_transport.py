@@ -124,7 +124,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("auto", "mpirun", "gloo mpi", CPU, False, "Gloo"),  # MPI only for what they agree on
         ("auto", "mpirun", "mpi", GPU, True, "NCCL"),
         ("nccl", "mpirun", "mpi", GPU, True, "NCCL"),
-        ("mpi", "mpirun", "mpi", GPU, False, "MPI"),
     ],
 )
 def test_transport_of_horovod(
@@ -149,6 +148,7 @@ def test_transport_of_horovod(
         ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
         ("mpi", "mpirun", {"enabled": "mpi", "nccl": True}, GPU, "by NCCL; use nccl, or add --no"),
         ("nccl", "mpirun", {"enabled": "mpi"}, GPU, "has no NCCL: make setup NCCL=1"),
+        ("auto", "mpirun", {"enabled": "mpi"}, GPU, "was built for CPUs: .* setup NCCL=1, or add"),
         ("mpi", "mpirun", {"enabled": "gloo mpi", "HOROVOD_CPU_OPERATIONS": "gloo"}, CPU,
          "mpi: HOROVOD_CPU_OPERATIONS says otherwise; unset it"),
         ("auto", "mpirun", {"enabled": "mpi", "nccl": True, "half": True}, GPU,

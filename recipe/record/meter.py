@@ -83,8 +83,8 @@ class StepMeter:
         self.lap = self.clock.lap  # ends a phase of the step, one of `phases.PHASES`
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
-        # What was summed over the ranks and is on its way to the host: the sums, when they are
-        # there, the `pending` that they are of, and the laps of these steps.
+        # What is on its way to the host: this rank's sums, when they are there, the `pending` that
+        # they are of, and the laps of these steps.
         self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
         self.phases = PhaseSums()
         self.input = input_meter  # None for synthetic data
@@ -123,8 +123,7 @@ class StepMeter:
         """The steps since the last call, their metrics over all ranks. On a GPU, unless `now`,
         those of the calls before: whoever waits for what it has just been given to compute leaves
         it without work meanwhile."""
-        sums = sum_over_ranks(torch.stack([sums for sums, *_ in self.pending]))
-        rows = sums.to("cpu", non_blocking=True)
+        rows = torch.stack([sums for sums, *_ in self.pending]).to("cpu", non_blocking=True)
         self.coming.append((rows, self.clock.now(), self.pending, self.clock.take()))
         self.pending = []
         due = len(self.coming) - (self.reads_later and not now)
@@ -132,6 +131,8 @@ class StepMeter:
         lines = []
         for rows, arrival, steps, laps in taken:
             self.clock.wait_for(arrival)
+            # In the CPU's memory: for an exchange on GPUs Horovod's host waits until it is done.
+            rows = sum_over_ranks(rows)
             for sums, (_, rate, step, samples_seen), of_step in zip(rows, steps, laps, strict=True):
                 phases = self.clock.seconds(of_step)
                 lines.append(self._count(sums, rate, step, samples_seen, phases))
