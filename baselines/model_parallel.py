@@ -15,7 +15,7 @@ gained. The weights are bit-equal to those of ddp_train, as the same kernels com
 numbers, wherever they are.
 """
 
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.errors import UserError
 from recipe.start import run_script
 from recipe.world import World

@@ -6,7 +6,7 @@ When the backward passes of a step are over, one message averages all gradients:
 behind computation. An engine that is not faster than this is not worth its installation.
 """
 
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.start import run_script
 from recipe.world import World
 

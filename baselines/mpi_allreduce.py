@@ -12,10 +12,10 @@ from importlib import metadata
 
 import torch
 
-from recipe.allreduce import Backend, run
+from recipe.allreduce_loop import Backend, run
 from recipe.errors import UserError
 from recipe.watch import own_world
-from recipe.wire_formats import WireFormat
+from recipe.settings.flags import WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 prepare_mpi(own_world())

@@ -23,7 +23,7 @@ there BatchNorm normalises by all images. Without BatchNorm (or dropout, which e
 itself) only the order of additions differs.
 """
 
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.errors import UserError
 from recipe.start import run_script
 from recipe.world import World
@@ -43,7 +43,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from recipe.loop import Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
-from recipe.training.model import pieces_of
+from recipe.training.model import split_resnet
 from recipe.training.phases import StepClock
 from recipe.training.state import Trainables
 
@@ -74,7 +74,7 @@ class Pipeline(Rung):
     def distribute(self) -> None:
         """Cut the network into stages."""
         rank, stages = self.world.rank, self.world.size
-        self.stages = pieces_of(self.model, self.config, stages)
+        self.stages = split_resnet(self.model, self.config, stages)
         self.network = self.stages[rank]
         size, count = self.config.train_crop_size, self.config.batches_per_allreduce
         passed = [torch.empty(self.config.batch_size, 3, size, size, device="meta")]

@@ -26,7 +26,7 @@ Weights are bit-equal to single_process.py's. With --batches-per-allreduce above
 nearly equal: micro-batches reach a piece in any order, and so do their gradients.
 """
 
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.start import run_script
 from recipe.world import World
 
@@ -46,7 +46,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 from recipe.loop import Rung
 from recipe.training.metrics import Sums, batch_sums
-from recipe.training.model import build_optimizer, pieces_of
+from recipe.training.model import build_optimizer, split_resnet
 from recipe.training.state import Trainables
 
 
@@ -108,7 +108,7 @@ class Driver(Rung):
 
     def distribute(self) -> None:
         """Send each rank its piece."""
-        self.copies = pieces_of(self.model, self.config, self.ranks)
+        self.copies = split_resnet(self.model, self.config, self.ranks)
         self.pieces = []
         for rank, layers in enumerate(self.copies):
             optimizer, state = build_optimizer(layers, self.config), self.optimizer.state

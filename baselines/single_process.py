@@ -5,7 +5,7 @@
 What both train.py do on one worker must come out bit by bit as here; a test holds them to it.
 """
 
-from recipe.config import Config, parse_args
+from recipe.settings.config import Config, parse_args
 from recipe.errors import one_message
 from recipe.watch import own_world
 from recipe.world import World
@@ -29,10 +29,10 @@ from recipe.data.batches import (
 from recipe.device import choose_device, loader_workers, share_of_cores
 from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
-from recipe.flags import MeasurementFlags, RunFlags
+from recipe.settings.flags import MeasurementFlags, RunFlags
 from recipe.loop import refuse_settings
-from recipe.training.half_weights import round_weights, train_masters, working_copy
-from recipe.training.loss_scale import unscale_and_clip
+from recipe.training.precision import round_weights, train_masters, working_copy
+from recipe.training.precision import unscale_and_clip
 from recipe.training.metrics import evaluate, means
 from recipe.training.model import (
     autocast,
@@ -42,7 +42,7 @@ from recipe.training.model import (
     build_scaler,
     seed_step,
 )
-from recipe.training.schedule import learning_rate
+from recipe.training.optimizers import learning_rate
 from recipe.training.state import Trainables
 
 # It begins anew, keeps nothing, sends nothing, and measures nothing.

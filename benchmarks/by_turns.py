@@ -27,7 +27,7 @@ from compare.plan.plan import TRAINERS
 from compare.running.launch import clear_folder, shown_tail, start_command
 from compare.running.scheduler import run_block
 from compare.running.sides import MeasurementError, Side
-from recipe.flags import last_value
+from recipe.settings.flags import last_value
 from tools import make_jpegs
 
 GOALS = ROOT / "benchmarks" / "goals.toml"

@@ -30,7 +30,7 @@ from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from recipe.command import Flags, parser_of, run_main
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file, write_json
-from recipe.wire_formats import WIRE_FORMATS
+from recipe.settings.flags import WIRE_FORMATS
 
 SCRIPT = "compare/collectives.py"
 WIRES = tuple(WIRE_FORMATS)

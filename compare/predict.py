@@ -31,7 +31,7 @@ from compare.prediction.step import Prediction, at_batch, fit, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file
-from recipe.presets import PRESETS
+from recipe.settings.presets import PRESETS
 
 IMAGENET = 1_281_167
 MOST = 4096  # workers

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ddp_train.rendezvous import meeting_point
 from ddp_train.transport import choose_transport
-from recipe.allreduce import Backend, run
-from recipe.config import Config
+from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
-from recipe.wire_formats import WIRE_FORMATS, WireFormat
+from recipe.settings.config import Config
+from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
 

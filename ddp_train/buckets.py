@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.timeline import Hook, noted
-from recipe.config import Config
 from recipe.errors import UserError
+from recipe.settings.config import Config
 
 DEFAULT_CAP_MB = 25.0  # torch's own
 HOOKS = {"fp32": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}  # by wire

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipe.config import Config
 from recipe.errors import UserError
-from recipe.meeting import keep_gloo_off_loopback, prepare_gloo, server_address, start_mpi
-from recipe.ranks import meeting_by_environment
+from recipe.meeting import (
+    keep_gloo_off_loopback,
+    meeting_by_environment,
+    prepare_gloo,
+    server_address,
+    start_mpi,
+)
+from recipe.settings.config import Config
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World
 

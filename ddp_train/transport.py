@@ -2,9 +2,9 @@
 
 import torch
 
-from recipe.config import Config
 from recipe.errors import UserError
 from recipe.meeting import start_mpi
+from recipe.settings.config import Config
 from recipe.world import World
 
 BACKENDS = {

@@ -12,10 +12,10 @@ from importlib import metadata
 import torch
 
 from horovod_train.engine import COMPRESSION, hvd, refuse_lone_copies
-from recipe.allreduce import Backend, run
-from recipe.config import Config
+from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
-from recipe.wire_formats import WireFormat
+from recipe.settings.config import Config
+from recipe.settings.flags import WireFormat
 from recipe.world import World, prepare_mpi
 
 

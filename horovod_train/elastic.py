@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
 from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
-from recipe.flags import last_value
+from recipe.settings.flags import last_value
 from recipe.watch import SIGNALS, own_world
 
 WORD = "/training/word"

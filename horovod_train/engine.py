@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from recipe.config import Config
 from recipe.errors import UserError, fail, refuse
+from recipe.settings.config import Config
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
 
 try:

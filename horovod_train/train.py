@@ -7,7 +7,7 @@ differently. What knows no engine is in recipe/.
 """
 
 from horovod_train.elastic import supervise
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
 from recipe.watch import heartbeat
@@ -30,16 +30,16 @@ from recipe.device import choose_device
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.weights import load_weights
 from recipe.session import Session
-from recipe.training.half_weights import round_weights, train_masters, working_copy
-from recipe.training.loss_scale import unscale_and_clip
+from recipe.training.precision import round_weights, train_masters, working_copy
+from recipe.training.precision import unscale_and_clip
 from recipe.training.metrics import batch_sums
 from recipe.training.model import autocast, build_criterion, build_ema, build_model
 from recipe.training.model import build_optimizer, build_scaler, replace_batch_norm, seed_step
 from recipe.training.model import update_ema
 from recipe.training.phases import exchanges_gradients
-from recipe.training.schedule import learning_rate
+from recipe.training.optimizers import learning_rate
 from recipe.training.state import Trainables
-from recipe.training.wire_format import settle_wire_format
+from recipe.training.wire_trial import settle_wire_format
 
 
 def main(config: Config, world: World, hooks: Hooks) -> int:

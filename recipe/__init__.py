@@ -1,6 +1,6 @@
 """The training recipe: all that does not know which library moves the gradients.
 
-Here at the top: settings (flags, presets, config, knobs, variables), rank facts (world), devices,
-files, errors, and the tools that prepare data. Below, each above the one before: data, training,
-record. No engine, no MPI.
+Here at the top: rank facts (world), how ranks meet, devices, files, errors, the session and the
+rungs' loop. In folders, each above the one before: settings, data (with the commands that prepare
+it), training, record. No engine, no MPI.
 """

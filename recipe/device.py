@@ -19,9 +19,9 @@ import psutil
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.errors import refuse
 from recipe.files import read_proc
+from recipe.settings.config import Config
 from recipe.world import NVIDIA_DRIVER, World
 
 MAX_DEFAULT_WORKERS = 16

@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe import ranks
-from recipe.config import Config
+from recipe import meeting
 from recipe.data.batches import Data, open_data, to_device
 from recipe.device import choose_device, own_row
 from recipe.errors import UserError, refuse
-from recipe.flags import spelled
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
 from recipe.session import Session
+from recipe.settings.config import Config
+from recipe.settings.flags import spelled
 from recipe.start import Hooks
-from recipe.training.loss_scale import unscale_and_clip
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import (
     autocast,
@@ -35,8 +34,9 @@ from recipe.training.model import (
     seed_step,
     update_ema,
 )
+from recipe.training.optimizers import learning_rate
 from recipe.training.phases import exchanges_gradients
-from recipe.training.schedule import learning_rate
+from recipe.training.precision import unscale_and_clip
 from recipe.training.state import Progress, Trainables
 from recipe.watch import heartbeat
 from recipe.world import World
@@ -80,8 +80,8 @@ class Rung(Trainables):
     is_for_cpu = False  # sends what lies in the CPU's memory
     readers: World | None = None  # this rank among those that read different images, if not all do
 
-    sum_over_ranks = staticmethod(ranks.sum_over_ranks)
-    from_rank_0 = staticmethod(ranks.from_rank_0)
+    sum_over_ranks = staticmethod(meeting.sum_over_ranks)
+    from_rank_0 = staticmethod(meeting.from_rank_0)
     data: Data
     progress: Progress
     network: nn.Module  # what the forward pass calls: the model, or what the rung makes of it
@@ -115,9 +115,9 @@ class Rung(Trainables):
     def main(cls, config: Config, world: World, hooks: Hooks) -> int:
         """Train, or serve those that do, as `config` says; the exit code. Every rank calls this."""
         rung = cls(config, world)
-        with ranks.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
+        with meeting.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
             if rung.trains:
-                with ranks.process_group(config, rung.world) if rung.has_group else nullcontext():
+                with meeting.process_group(config, rung.world) if rung.has_group else nullcontext():
                     return train(rung, hooks)
         return 0
 
@@ -187,7 +187,7 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     rung.progress = session.progress
     rung.distribute()
     session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
-    session.open_record(rung.transport or ranks.transport_of(device))
+    session.open_record(rung.transport or meeting.transport_of(device))
     return session, lr_scale
 
 

@@ -16,7 +16,6 @@ from msgspec import convert
 from torch import nn
 
 from recipe import watch
-from recipe.config import Config
 from recipe.data.batches import (
     Batch,
     Data,
@@ -39,11 +38,12 @@ from recipe.record.environment import (
     straggler,
     summarize,
 )
+from recipe.record.folder import STOP_FILE, open_run_folder
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
-from recipe.record.resume import evaluation_on_record, go_back, resume, steps_left_out
-from recipe.record.run_folder import STOP_FILE, open_run_folder
+from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
+from recipe.settings.config import Config
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
     Collective,
@@ -120,7 +120,7 @@ class Session:
         self.progress = resume(parts, config, self.world, data, self.folder, from_rank_0)
         known = -1.0, False
         if self.world.is_first:
-            known = evaluation_on_record(config, self.folder, self.progress)
+            known = repair_best(config, self.folder, self.progress)
         # On the device: one worker of DDP sends nothing before its tenth step, and NCCL is to start
         # before the first.
         told = torch.tensor(known, dtype=torch.float64, device=self.device)
@@ -213,7 +213,7 @@ class Session:
         """
         epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
         is_last = self.progress.samples_seen >= self.stop
-        stops, save = self.look_around(sum_over_ranks)
+        stops, save = self.poll_stop_and_save(sum_over_ranks)
         save = save or epoch_ended or is_last
         if bad_step := self.write_steps(sum_over_ranks, now=save):
             self.roll_back(parts, bad_step, from_rank_0)
@@ -289,7 +289,7 @@ class Session:
         self.recorder.open_bar(self.last_step)
         self.next_look = self.first_step
 
-    def look_around(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
+    def poll_stop_and_save(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
         and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
 

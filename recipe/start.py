@@ -11,8 +11,8 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-from recipe.config import Config, parse_args
 from recipe.errors import one_message
+from recipe.settings.config import Config, parse_args
 from recipe.watch import nearest_launcher, own_world, start_watchdog
 from recipe.world import NVIDIA_DRIVER, World
 
@@ -30,7 +30,7 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     at once, and the knobs' variables are set in time."""
     world = own_world()
     config = parse_args(engine, world, words)
-    give_back_cores(world)
+    undo_mpirun_binding(world)
     workers = config.cuda and NVIDIA_DRIVER.exists() if config.workers is None else config.workers
     with one_message(world):
         if workers and config.data != "synthetic":
@@ -54,7 +54,7 @@ def start_loaders_server() -> None:
     forkserver.ensure_running()
 
 
-def give_back_cores(world: World) -> None:
+def undo_mpirun_binding(world: World) -> None:
     """Let this process use the cores of its mpirun, which has bound it to one of them unasked.
 
     Open MPI binds the two ranks of each job to the same two cores: of jobs beside each other on a

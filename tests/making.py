@@ -15,8 +15,8 @@ import torch.utils.data
 from PIL import Image
 from torch import nn
 
-from recipe.config import Config
-from recipe.presets import digits
+from recipe.settings.config import Config
+from recipe.settings.presets import digits
 from recipe.world import World
 
 CPU = torch.device("cpu")

@@ -30,9 +30,9 @@ from compare.evidence.turns import Block, estimate
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
-from recipe.config import Config
 from recipe.data.image_folder import Listing, list_images
 from recipe.errors import UserError
+from recipe.settings.config import Config
 
 # ------------------------------------------------------------------------- verdicts, table, record
 

@@ -10,10 +10,10 @@ import pytest
 from making import write_images
 from test_images import noisy_jpeg
 
-from recipe import check_images
-from recipe.check_images import main
+from recipe.data import check_images
+from recipe.data.check_images import main
 from recipe.data.image_folder import Listing
-from recipe.make_shards import make_shards
+from recipe.data.make_shards import make_shards
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_pa
     assert (code, out) == (1, "")
     *lines, last = err.splitlines()
     assert last.startswith(
-        f"python -m recipe.check_images: {root}: 12 images, 2 bad, 1 that may be damaged. "
+        f"python -m recipe.data.check_images: {root}: 12 images, 2 bad, 1 that may be damaged. "
     )
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["images"] == 12
@@ -123,8 +123,8 @@ def test_json_that_cannot_be_written(root: Path, check: Callable[..., Any]) -> N
     code, out, err = check(root, "--json", "/nowhere/found.json")
     assert (code, out) == (1, "")
     assert (
-        err == "python -m recipe.check_images: --json /nowhere/found.json: cannot be written (No "
-        "such file or directory)\n"
+        err == "python -m recipe.data.check_images: --json /nowhere/found.json: cannot be written "
+        "(No such file or directory)\n"
     )
 
 

@@ -31,7 +31,6 @@ from test_optimizers import WITHOUT_TIMM
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.files import partial_name
@@ -48,14 +47,15 @@ from recipe.record.checkpoint import (
 )
 from recipe.record.resume import (
     changed_settings,
-    evaluation_on_record,
     find_checkpoint,
     load_on_all_ranks,
+    repair_best,
     restore,
     resume,
     set_aside,
 )
 from recipe.record.weights import load_weights
+from recipe.settings.config import Config
 from recipe.training.model import build_ema, build_model, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
@@ -328,9 +328,7 @@ def known_of(folder: Path, step: int, **others: Any) -> tuple[float, bool, float
     """What is known of a checkpoint from which a run goes on, and the best top-1 before it."""
     progress = Progress(step, 4 * step, best_top1=99.0)  # an earlier version kept it in there
     set_aside(folder, step)
-    known = evaluation_on_record(
-        replace(CONFIG, **{"model_ema": False, **others}), folder, progress
-    )
+    known = repair_best(replace(CONFIG, **{"model_ema": False, **others}), folder, progress)
     finish_checkpoint()
     return *known, progress.best_top1
 

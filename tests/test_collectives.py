@@ -18,8 +18,8 @@ from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
 from compare.evidence.collectives import read_measurement
 from compare.page.collectives import size_text, table, text_report
-from recipe import allreduce
-from recipe.allreduce import Backend, fill, pattern_of, wrong_elements
+from recipe import allreduce_loop as allreduce
+from recipe.allreduce_loop import Backend, fill, pattern_of, wrong_elements
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -434,7 +434,7 @@ SABOTAGE = """
 import sys
 sys.path.insert(0, {root!r})
 from dataclasses import replace
-from recipe import allreduce
+from recipe import allreduce_loop as allreduce
 from {module} import connect
 def connect_badly(options, world):
     backend = connect(options, world)

@@ -36,12 +36,12 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 from ddp_train import train
 from recipe import session, watch
-from recipe.config import check
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.record import environment, resume
-from recipe.record.run_folder import STOP_FILE
+from recipe.record.folder import STOP_FILE
+from recipe.settings.config import check
 from recipe.start import Hooks
-from recipe.training import wire_format
+from recipe.training import wire_trial
 
 RANKS = 8
 ODD = 5  # the rank that does, or gets, what the others do not
@@ -219,8 +219,8 @@ def a_process_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(train, "choose_transport", lambda *_: ("Gloo", BACKEND))
     monkeypatch.setattr(train, "build_model", lambda _, classes, download: TinyNet(classes))
     monkeypatch.setattr(session, "time", OwnClock())
-    monkeypatch.setattr(wire_format, "ROUNDS", (1, 2))
-    monkeypatch.setattr(wire_format, "gc", mock.Mock())  # eight collections take seconds
+    monkeypatch.setattr(wire_trial, "ROUNDS", (1, 2))
+    monkeypatch.setattr(wire_trial, "gc", mock.Mock())  # eight collections take seconds
     monkeypatch.setattr(environment, "first_line_of", lambda *_: None)  # starts programs
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts one of its own there
     with mock.patch.dict(vars(watch), {"peers": {}, "_signs_of_life": deque()}):

@@ -41,11 +41,11 @@ from compare.page.report import Report
 from compare.page.text import as_text
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
-from recipe.config import Config
 from recipe.data.batches import open_data
-from recipe.flags import FLAGS
 from recipe.record.environment import describe, fingerprint
 from recipe.record.schema import Energy, Input, Phases
+from recipe.settings.config import Config
+from recipe.settings.flags import FLAGS
 from recipe.training.model import build_model
 
 HOROVOD_TUNED = Configuration(

@@ -27,10 +27,10 @@ from compare.plan.plan_file import PLANS, plan_words
 from compare.plan.record import plan_record, read_plan, write_plan
 from compare.run import main
 from compare.running.sides import NoTurns, training_side
-from recipe.config import parse_args
 from recipe.errors import UserError
-from recipe.flags import names_of
-from recipe.training.schedule import learning_rate
+from recipe.settings.config import parse_args
+from recipe.settings.flags import names_of
+from recipe.training.optimizers import learning_rate
 from recipe.world import World
 
 ROOT = Path(__file__).resolve().parent.parent

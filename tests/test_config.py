@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import a_world
 
-from recipe import config as config_module
 from recipe import errors
-from recipe.config import Config, check, parse_args, read_flags, without_effect
 from recipe.errors import UserError
-from recipe.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
-from recipe.presets import PRESETS
+from recipe.settings import config as config_module
+from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
+from recipe.settings.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
+from recipe.settings.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 IMAGENET = "--data /imagenet "
@@ -517,7 +517,7 @@ def test_a_warm_up_that_lasts_until_the_end_is_said(flags: str, count: int) -> N
 def test_cache_folder(environ: dict[str, str], folder: str) -> None:
     """An empty variable counts as none (XDG Base Directory Specification)."""
     environ = {"HOME": "/home/me", "PYTHONPATH": str(ROOT), **environ}
-    code = "from recipe.config import Config, home_path as f; print(f('', Config.cache_dir))"
+    code = "import recipe.settings.config as c; print(c.home_path('', c.Config.cache_dir))"
     text = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
     assert text == f"{folder}imagenet-horovod-ddp\n"
 

@@ -11,7 +11,6 @@ import torch
 from making import CPU, a_world, folder_config, write_images
 from PIL import Image
 
-from recipe.config import Config, check
 from recipe.data.batches import (
     InputMeter,
     open_data,
@@ -20,6 +19,7 @@ from recipe.data.batches import (
     validation_batches,
 )
 from recipe.errors import UserError
+from recipe.settings.config import Config, check
 
 needs_dali = pytest.mark.skipif(
     not Path(sysconfig.get_path("platlib"), "nvidia", "dali").is_dir(),

@@ -27,7 +27,6 @@ from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
 from PIL import Image
 from test_images import TIMMS, encoded, noisy_jpeg, picture
 
-from recipe.config import Config
 from recipe.data import batches as data_module
 from recipe.data import images as images_module
 from recipe.data.batches import (
@@ -51,6 +50,7 @@ from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
 from recipe.errors import UserError
 from recipe.record.meter import StepMeter
+from recipe.settings.config import Config
 from recipe.training.state import Progress
 
 

@@ -16,9 +16,7 @@ from making import CPU, TinyNet, a_config, a_world, folder_config, write_images,
 from msgspec import convert
 from records import an_environment
 
-from recipe.config import Config
 from recipe.data.batches import open_data
-from recipe.flags import FLAGS, RunFlags
 from recipe.record import environment
 from recipe.record.energy import EnergyMeter, EnergyUse
 from recipe.record.environment import (
@@ -35,6 +33,8 @@ from recipe.record.environment import (
 )
 from recipe.record.meter import PhaseSums
 from recipe.record.schema import Energy, Rank
+from recipe.settings.config import Config
+from recipe.settings.flags import FLAGS, RunFlags
 from recipe.training.model import build_model
 
 CONFIG = a_config(

@@ -10,7 +10,6 @@ from making import TinyNet
 from safetensors import safe_open
 from test_checkpoint import CONFIG, DATA, PROGRESS, bits, trainables
 
-from recipe.export import main
 from recipe.record.checkpoint import (
     contents_of,
     finish_checkpoint,
@@ -18,6 +17,7 @@ from recipe.record.checkpoint import (
     save_checkpoint,
     step_path,
 )
+from recipe.record.export import main
 from recipe.record.weights import load_weights
 from recipe.training.state import Progress, Trainables
 
@@ -112,7 +112,6 @@ def test_what_cannot_be_exported(
     (tmp_path / "text.pt").write_text("weights")
     assert main([str(tmp_path / run), str(tmp_path / out)]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.startswith("python -m recipe.export: ") and words in error and error.count("\n") == 1
-    )
+    assert error.startswith("python -m recipe.record.export: ") and words in error
+    assert error.count("\n") == 1
     assert not (tmp_path / out).exists()

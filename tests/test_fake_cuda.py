@@ -37,9 +37,9 @@ from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
 from recipe.errors import UserError
 from recipe.start import Hooks
-from recipe.training.half_weights import copy_buffers
 from recipe.training.metrics import align_batch_norm, batch_sums, evaluate
 from recipe.training.model import build_ema, build_model, flat_batch_norm, update_ema
+from recipe.training.precision import copy_buffers
 from recipe.training.state import Progress, Trainables
 
 CUDA = torch.device("cuda", 0)

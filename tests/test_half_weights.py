@@ -10,15 +10,22 @@ from making import CPU, TinyNet, a_config, a_world
 from test_optimizers import OPTIMIZERS
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.record.checkpoint import contents_of
 from recipe.record.environment import weights_sha256
 from recipe.record.resume import restore
-from recipe.training.half_weights import make_half, round_weights, train_masters, working_copy
-from recipe.training.loss_scale import LEAST_SCALE, LossScaler, unscale_and_clip
+from recipe.settings.config import Config
 from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
+from recipe.training.precision import (
+    LEAST_SCALE,
+    LossScaler,
+    make_half,
+    round_weights,
+    train_masters,
+    unscale_and_clip,
+    working_copy,
+)
 from recipe.training.state import Progress, Trainables
 
 O2 = a_config(precision="O2", arch="tiny", base_lr=0.1, momentum=0.5)

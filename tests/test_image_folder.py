@@ -23,7 +23,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from recipe import session
-from recipe.data import digits, folder_errors, image_folder
+from recipe.data import digits, image_folder
 from recipe.data.batches import open_data
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.data.shards import Shards
@@ -364,12 +364,12 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "the flat validation folder": (
         "train/ILSVRC2012_val_00000001.JPEG train/ILSVRC2012_val_00000002.JPEG",
         {},
-        ["python -m recipe.prepare_val {train} --labels"],
+        ["python -m recipe.data.prepare_val {train} --labels"],
     ),
     "half of it sorted": (
         "train/ILSVRC2012_val_00000001.JPEG train/n01440764/ILSVRC2012_val_00000004.JPEG",
         {},
-        ["python -m recipe.prepare_val {train} --labels"],
+        ["python -m recipe.data.prepare_val {train} --labels"],
     ),
     "train and val inside": ("train/train/a/1.jpg train/val/a/1.jpg", {}, ["--data {train}"]),
     "a broken link": ("train/a/1.jpg", {"train/a/2.jpg": "/no/2.jpg"}, ["2.jpg: cannot be read"]),
@@ -395,7 +395,7 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
         )
         for name in ("a/2.jpg", "a/sub", "c")
     },
-    "archives of classes": ("train/n01440764.tar", {}, ["recipe.prepare_imagenet"]),
+    "archives of classes": ("train/n01440764.tar", {}, ["recipe.data.prepare_imagenet"]),
     "a named pipe": ("train/a/1.jpg train/a/2.pipe", {}, ["a/2.jpg: is no file to read"]),
     "a link to one": (
         "train/a/1.jpg 2.pipe",
@@ -475,8 +475,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, cache: Path) -> None:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Those that are made before another try, without making them."""
     made: list[float] = []
-    monkeypatch.setattr(folder_errors.time, "sleep", made.append)
-    monkeypatch.setattr(folder_errors, "SAID", set())
+    monkeypatch.setattr(image_folder.time, "sleep", made.append)
+    monkeypatch.setattr(image_folder, "SAID", set())
     return made
 
 

@@ -21,8 +21,6 @@ from test_optimizers import needs_timm
 from torch import Tensor
 from torchvision.transforms import v2
 
-from recipe.bounds import AUTO_AUGMENTS
-from recipe.config import Config
 from recipe.data import decoding, images
 from recipe.data.decoding import decode, image_size
 from recipe.data.images import (
@@ -35,6 +33,8 @@ from recipe.data.images import (
     resize,
 )
 from recipe.errors import UserError
+from recipe.settings.config import Config
+from recipe.settings.flags import AUTO_AUGMENTS
 
 WIDTH, HEIGHT = 61, 47
 TIMMS = pytest.param("rand-m7-mstd0.5-inc1", marks=needs_timm)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("recipe", "horovod_train", "ddp_train", "compare")
-RUNGS_RANKS = ROOT / "recipe" / "ranks.py"  # of the scripts in baselines/, not of the engines
+RUNGS_RANKS = ROOT / "recipe" / "meeting.py"  # of the scripts in baselines/, not of the engines
 RECIPE = sorted({*(ROOT / "recipe").rglob("*.py")} - {RUNGS_RANKS})
 
 
@@ -62,7 +62,7 @@ def test_no_file_bears_a_standard_module_s_name(package):
 
 
 @pytest.mark.parametrize(
-    "name", ["compare.report", "compare.timeline", "compare.parity", "recipe.check_images"]
+    "name", ["compare.report", "compare.timeline", "compare.parity", "recipe.data.check_images"]
 )
 def test_commands_that_read_start_without_torch(name):
     """The contract is about imports that are written; this is about those that happen."""

@@ -12,12 +12,12 @@ import pytest
 from making import a_world
 
 from ddp_train.buckets import bucket_sizes
-from recipe.config import Config, parse_args
 from recipe.errors import UserError
-from recipe.flags import names_of
-from recipe.knobs import SETTINGS, Knobs, knobs_text, read_knobs
-from recipe.presets import digits
 from recipe.record.environment import steering_variables
+from recipe.settings.config import Config, parse_args
+from recipe.settings.flags import names_of
+from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
+from recipe.settings.presets import digits
 
 FILE = """
 [ddp]

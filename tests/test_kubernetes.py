@@ -24,7 +24,7 @@ from kubeflow_trainer_api.models import (
 from making import write_program
 from torch.distributed.run import get_args_parser
 
-from recipe.config import Config, parse_args
+from recipe.settings.config import Config, parse_args
 from recipe.world import World
 
 ROOT = Path(__file__).parent.parent

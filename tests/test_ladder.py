@@ -30,9 +30,9 @@ from launching import (
 from torch import nn
 
 from baselines import parameter_server
-from recipe.config import Config
 from recipe.errors import UserError
-from recipe.ranks import bind_rpc
+from recipe.meeting import bind_rpc
+from recipe.settings.config import Config
 from recipe.training.model import build_optimizer
 
 pytestmark = pytest.mark.timeout(600)

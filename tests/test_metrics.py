@@ -9,8 +9,8 @@ import torch
 from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import open_data, to_device
+from recipe.settings.config import Config
 from recipe.training.metrics import batch_sums, evaluate, means, validate
 
 

@@ -17,10 +17,10 @@ from test_optimizers import needs_timm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.config import is_resnet
 from recipe.errors import UserError
 from recipe.record.environment import weights_sha256
-from recipe.training.half_weights import copy_buffers
+from recipe.settings.config import is_resnet
+from recipe.training.batch_norm import SyncBatchNorm
 from recipe.training.model import (
     NORMS,
     autocast,
@@ -31,12 +31,12 @@ from recipe.training.model import (
     build_scaler,
     flat_batch_norm,
     parameter_groups,
-    pieces_of,
     replace_batch_norm,
     seed_step,
+    split_resnet,
     update_ema,
 )
-from recipe.training.sync_batch_norm import SyncBatchNorm
+from recipe.training.precision import copy_buffers
 
 
 def sizes(pixels: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_blur_before_strides() -> None:
 def test_the_pieces_of_a_network_compute_what_it_computes(ranks: int) -> None:
     config = a_config(arch="resnet18", **sizes(32))
     model = build_model(config, 10, download=True).eval()
-    pieces, images = pieces_of(model, config, ranks), torch.randn(2, 3, 32, 32)
+    pieces, images = split_resnet(model, config, ranks), torch.randn(2, 3, 32, 32)
     assert len(pieces) == ranks
     assert torch.equal(nn.Sequential(*pieces)(images), model(images))
 
@@ -166,7 +166,7 @@ def test_the_pieces_of_a_network_compute_what_it_computes(ranks: int) -> None:
 def test_a_network_that_cannot_be_cut_is_refused(arch: str, message: str) -> None:
     config = a_config(arch=arch, **sizes(32))
     with torch.device("meta"), pytest.raises(UserError, match=message):
-        pieces_of(build_model(config, 10, download=True), config, 9)
+        split_resnet(build_model(config, 10, download=True), config, 9)
 
 
 def test_momentum_of_batch_norm() -> None:

@@ -11,10 +11,10 @@ import torch
 from making import TinyNet, a_config
 from torch import nn
 
-from recipe.config import check
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.record.environment import weights_sha256
+from recipe.settings.config import check
 from recipe.training.model import (
     build_model,
     build_optimizer,

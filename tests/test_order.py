@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import a_config, a_world
 
-from recipe.config import Config
 from recipe.data.batches import Data, batch_places, samples_per_step, training_end
 from recipe.data.order import Sample, SampleStream, permutation
-from recipe.training.schedule import learning_rate
+from recipe.settings.config import Config
+from recipe.training.optimizers import learning_rate
 
 counts = st.integers(1, 200)
 small = st.integers(1, 8)

@@ -22,13 +22,14 @@ from compare import keep, report
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
-from recipe import check_images, command, make_shards, watch
+from recipe import command, watch
+from recipe.data import check_images, make_shards
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
 from recipe.files import json_for_readers, read_proc, replace_file
 from recipe.record import environment
 from recipe.record.board import Board
-from recipe.record.run_folder import _lock
+from recipe.record.folder import _lock
 from recipe.training.agreement import comparison_keys
 
 NAME = os.fsdecode(b"name-\xe9")  # in Latin-1
@@ -91,7 +92,7 @@ def test_what_has_no_place_in_the_encoding_is_shown(
         "compare/run.py square --dry-run --workers 1",
         "compare/report.py --no-html",
         "benchmarks/run.py --help",
-        "-m recipe.check_images --help",
+        "-m recipe.data.check_images --help",
     ],
 )
 def test_commands_whose_output_is_not_read(command: str, streams: str) -> None:

@@ -51,7 +51,7 @@ def at_the_end_of_a_step(bad_step: Any = None, **methods: Any) -> None:
     it = mock.Mock(
         spec=Session, config=a_config(), progress=SimpleNamespace(samples_seen=4), stop=8
     )
-    it.count_step.return_value, it.look_around.return_value = False, (False, True)
+    it.count_step.return_value, it.poll_stop_and_save.return_value = False, (False, True)
     it.write_steps.return_value = bad_step
     it.roll_back = lambda *words: Session.roll_back(it, *words)
     Session.end_step(it, mock.Mock(**methods), torch.zeros(4), 0.1, same, same)

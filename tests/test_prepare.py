@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import scipy.io
 
-from recipe import prepare_imagenet, prepare_val
-from recipe.data.folder_errors import UNFINISHED
-from recipe.data.image_folder import list_images
+from recipe.data import prepare_imagenet, prepare_val
+from recipe.data.image_folder import UNFINISHED, list_images
+from recipe.data.prepare_imagenet import ARCHIVE_META, PARSERS, prepare
+from recipe.data.prepare_val import main
 from recipe.errors import UserError
-from recipe.prepare_imagenet import ARCHIVE_META, PARSERS, prepare
-from recipe.prepare_val import main
 
 CLASSES = ["n01440764", "n01443537", "n01484850"]
 LABELS = {f"ILSVRC2012_val_{i:08}": CLASSES[i * 7 % 3] for i in range(1, 11)}
@@ -168,7 +167,7 @@ def refused(val: Path, labels: Path, capsys: pytest.CaptureFixture[str]) -> str:
     assert main([str(val), "--labels", str(labels)]) == 1
     assert tree(val) == before, "nothing may be moved"
     message = capsys.readouterr().err
-    assert message.startswith("python -m recipe.prepare_val: ") and message.count("\n") == 1
+    assert message.startswith("python -m recipe.data.prepare_val: ") and message.count("\n") == 1
     return message
 
 

@@ -11,10 +11,10 @@ from making import a_config
 from torch import nn
 from torchvision.ops._utils import split_normalization_params
 
-from recipe.config import Config
-from recipe.presets import PRESETS
+from recipe.settings.config import Config
+from recipe.settings.presets import PRESETS
 from recipe.training.model import build_model, parameter_groups
-from recipe.training.schedule import learning_rate
+from recipe.training.optimizers import learning_rate
 
 GOYAL = "arXiv 1706.02677, "
 KERAS = "horovod, examples/keras/keras_imagenet_resnet50.py: "

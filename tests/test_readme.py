@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from recipe.config import Config
+from recipe.settings.config import Config
 
 ROOT = Path(__file__).parent.parent
 NAMES = ["README.md", "CONTRIBUTING.md", "hostfiles/README.md", "slurm/README.md"]

@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipe import session as sessions
 from recipe import watch
-from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.record import checkpoint
@@ -28,8 +27,9 @@ from recipe.record import recorder as record
 from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
-from recipe.record.resume import evaluation_on_record, take_over
+from recipe.record.resume import repair_best, take_over
 from recipe.session import LOOK_SECONDS, Session
+from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.training.state import Progress, Trainables
@@ -304,7 +304,7 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
     session.steps(3)
     session.steps(1, loss=math.nan, write=False)
     session.stop, session.count_step = 99, lambda *_: True  # type: ignore[method-assign]
-    session.look_around = lambda _: (False, True)  # type: ignore[method-assign]
+    session.poll_stop_and_save = lambda _: (False, True)  # type: ignore[method-assign]
     monkeypatch.setattr(sessions, "go_back", mock.Mock(side_effect=Lost))
     parts = Trainables(*[mock.Mock()] * 4)
     with pytest.raises(Lost):
@@ -358,13 +358,13 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
             is_asked = rank.world.rank == signalled
             monkeypatch.setattr(sessions, "is_asked_to_end", lambda it=is_asked: it)
             before = rank.next_look
-            rank.look_around(lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.poll_stop_and_save(lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
             rank.next_look = before
-        return [rank.look_around(lambda _: torch.stack(own).sum(0)) for rank in ranks]
+        return [rank.poll_stop_and_save(lambda _: torch.stack(own).sum(0)) for rank in ranks]
 
     assert look() == [(False, False)] * 2
     assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
-    assert ranks[0].look_around(None) == (False, False)  # type: ignore[arg-type]
+    assert ranks[0].poll_stop_and_save(None) == (False, False)  # type: ignore[arg-type]
     for rank in ranks:
         rank.next_look, rank.stopped = 0, True
         rank.saved_at -= 60 * CONFIG.checkpoint_minutes * (asked == "the time")
@@ -474,7 +474,7 @@ def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: SimpleName
     Training(tmp_path, clock, progress, replace(own, evaluate=True))
     assert list(folder.iterdir()) == [folder / "best.pt"]
     session = Training(tmp_path, clock, progress, own)
-    evaluation_on_record(own, tmp_path, session.progress)
+    repair_best(own, tmp_path, session.progress)
     (aside,) = folder.iterdir()
     assert (aside / "best.pt").exists()
     assert (aside / "metrics.jsonl").read_text() == before

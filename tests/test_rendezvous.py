@@ -20,8 +20,8 @@ from making import a_world
 from ddp_train import rendezvous
 from ddp_train.rendezvous import PATIENCE, meeting_point, slurm_address
 from recipe import meeting
-from recipe.config import Config
 from recipe.errors import UserError
+from recipe.settings.config import Config
 from recipe.world import read_world
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from making import a_config, a_world, same
 
-from recipe.config import Config
 from recipe.errors import UserError
-from recipe.record import run_folder
-from recipe.record.run_folder import open_run_folder
+from recipe.record import folder as folders
+from recipe.record.folder import open_run_folder
+from recipe.settings.config import Config
 
 
 def opened(config: Config, host: str = "here") -> Path:
@@ -85,11 +85,11 @@ def test_a_lost_host_is_waited_for(
     """A file server frees the lock of a host that is gone only after a while."""
     config = a_config(log_dir=str(tmp_path), name="run")
     with another_run(tmp_path, "run", host="gone") as other:
-        monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: (other.kill(), other.wait()))
+        monkeypatch.setattr(folders.time, "sleep", lambda seconds: (other.kill(), other.wait()))
         assert opened(config) == tmp_path / "run"
         assert "waiting for 120 s, in case that host is lost" in capsys.readouterr().out
     with another_run(tmp_path, "taken", host="gone"):
-        monkeypatch.setattr(run_folder, "LOST_HOST_WAIT_S", -1.0)
+        monkeypatch.setattr(folders, "LOST_HOST_WAIT_S", -1.0)
         with pytest.raises(UserError, match=r"taken: another run writes .*\d+ on gone"):
             opened(replace(config, name="taken"))
 
@@ -125,7 +125,7 @@ def test_rank_0_names_the_folder(
     sent: list[torch.Tensor] = []
     first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
     assert name in (None, first.name)
-    monkeypatch.setattr(run_folder, "datetime", None)
+    monkeypatch.setattr(folders, "datetime", None)
     assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[0]) == first
 
 
@@ -151,7 +151,7 @@ def test_a_stop_file_of_an_earlier_run_is_removed(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     launcher = mock.Mock(**{"create_time.return_value": time.time() - launched_ago})
-    monkeypatch.setattr(run_folder, "nearest_launcher", lambda _: launcher)
+    monkeypatch.setattr(folders, "nearest_launcher", lambda _: launcher)
     stop = tmp_path / "run/stop"
     stop.parent.mkdir()
     stop.write_text(made_by)

@@ -16,12 +16,12 @@ from making import a_config, a_world, folder_config, write_images
 import recipe.loop
 import recipe.start
 from baselines import single_process
-from recipe import config as settings_of
-from recipe.config import Config, without_effect
 from recipe.data.batches import open_data
 from recipe.errors import UserError
-from recipe.flags import SECTIONS
 from recipe.loop import ENGINES_OWN, Rung
+from recipe.settings import config as settings_of
+from recipe.settings.config import Config, without_effect
+from recipe.settings.flags import SECTIONS
 from recipe.start import Hooks
 
 HAS_TIMM = importlib.util.find_spec("timm") is not None

@@ -28,9 +28,9 @@ from test_dali import needs_dali
 from test_optimizers import needs_timm
 
 from recipe.data.digits import prepare_digits
-from recipe.flags import DataFlags
-from recipe.make_shards import make_shards
-from recipe.presets import PRESETS
+from recipe.data.make_shards import make_shards
+from recipe.settings.flags import DataFlags
+from recipe.settings.presets import PRESETS
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 

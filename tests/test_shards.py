@@ -25,9 +25,9 @@ from recipe.data.batches import (
     validation_batches,
 )
 from recipe.data.image_folder import Listing, list_images, read_arrays
+from recipe.data.make_shards import main, make_shards
 from recipe.data.shards import INDEX, Shards, open_shards
 from recipe.errors import UserError, sentence
-from recipe.make_shards import main, make_shards
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_command(
     ]:
         assert main([*wrong, *where]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("python -m recipe.make_shards: ")
+        assert error.startswith("python -m recipe.data.make_shards: ")
         assert message in error
         assert error.count("\n") == 1
 

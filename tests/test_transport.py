@@ -15,12 +15,12 @@ from making import CPU, a_config, a_world
 from torch import nn
 
 from ddp_train.transport import choose_transport
-from recipe.config import Config
 from recipe.device import choose_device, own_row
 from recipe.errors import UserError
-from recipe.training import wire_format
-from recipe.training.wire_format import settle_wire_format
-from recipe.wire_formats import WIRE_FORMATS, WireFormat
+from recipe.settings.config import Config
+from recipe.settings.flags import WIRE_FORMATS, WireFormat
+from recipe.training import wire_trial
+from recipe.training.wire_trial import settle_wire_format
 
 GPU = torch.device("cuda", 0)
 
@@ -190,7 +190,7 @@ def test_horovods_wait_is_asleep_on_a_cpu_unless_it_is_to_be_horovods_own(
 # Tells at the end of the trial whether Horovod was asked if a gradient is there.
 POLLS = """
 from types import SimpleNamespace
-from recipe.training import wire_format
+from recipe.training import wire_trial
 real, asked = module.hvd.poll, []
 module.hvd.poll = lambda handle: asked.append(handle) or real(handle)
 wire_format.gc = SimpleNamespace(collect=lambda: print("the trial slept:", bool(asked)))
@@ -212,7 +212,7 @@ import torch
 import torch.distributed as dist
 from ddp_train.rendezvous import meeting_point
 from ddp_train.transport import choose_transport
-from recipe.config import Config
+from recipe.settings.config import Config
 from recipe.world import read_world
 
 world = read_world()
@@ -304,7 +304,7 @@ def settle(
             return values + own_row(a_world(1, 2), row)
         return values
 
-    with patch.object(wire_format.time, "perf_counter", lambda: now):
+    with patch.object(wire_trial.time, "perf_counter", lambda: now):
         chosen = settle_wire_format(config, a_world(0, 2), MODEL, CPU, distribute, sum_over_ranks)
     return chosen, distributed
 
@@ -325,7 +325,7 @@ def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 def test_each_step_of_the_trial_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow network the whole of it takes longer than --stall-timeout."""
     heartbeat = Mock()
-    monkeypatch.setattr(wire_format, "heartbeat", heartbeat)
+    monkeypatch.setattr(wire_trial, "heartbeat", heartbeat)
     settle(slow="fp32")
     assert heartbeat.call_count == 6 * 2 * len(WIRE_FORMATS)  # rounds of two steps
 

@@ -23,7 +23,7 @@ from compare.running import tune as tune_module
 from compare.running.sides import Side
 from compare.running.tune import Values, commented, free_knobs, knobs_for, tuning_plan
 from recipe.errors import UserError
-from recipe.knobs import Knobs, knobs_text, read_knobs
+from recipe.settings.knobs import Knobs, knobs_text, read_knobs
 
 BUCKETS: Values = {cap: Knobs({"bucket_cap_mb": float(cap)}) for cap in ("1", "50", "100")}
 STATIC: Values = {"true": Knobs({"static_graph": True})}

@@ -43,7 +43,7 @@ from compare.running.scheduler import (
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
 from recipe import start
-from recipe.flags import Config
+from recipe.settings.flags import Config
 from recipe.training.phases import PHASES
 from recipe.watch import engine_timeout
 from recipe.world import read_world

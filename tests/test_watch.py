@@ -377,9 +377,9 @@ subprocess.run(sys.argv[1:], check=True, preexec_fn=lambda: os.sched_setaffinity
 """
 USES = """
 import os
-from recipe.start import give_back_cores
+from recipe.start import undo_mpirun_binding
 from recipe.world import read_world
-give_back_cores(read_world())
+undo_mpirun_binding(read_world())
 print(len(os.sched_getaffinity(0)))
 """
 

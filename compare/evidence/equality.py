@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.words import short
-from recipe.flags import FLAGS, names_of
+from recipe.settings.flags import FLAGS, names_of
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
 PLACES = {"log_dir", "name"}
@@ -119,8 +119,8 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     """Return what the plan has differ between two configurations: engine, launcher, and a transport
     that they do not both name; settings that the flags of only one of them make, variables that
     only one of them sets, and what is in their files of knobs: each engine reads its own tables of
-    such a file, and nothing in it changes what is computed (recipe/knobs.py sees to that), only how
-    fast."""
+    such a file, and nothing in it changes what is computed (recipe/settings/knobs.py sees to that),
+    only how fast."""
     a, b = comparison.configurations[first], comparison.configurations[second]
     varied = {
         field

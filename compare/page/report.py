@@ -30,7 +30,7 @@ from compare.evidence.words import (
     without_paths,
 )
 from compare.plan.plan_file import plan_words
-from recipe.flags import Config
+from recipe.settings.flags import Config
 
 # What environment.json says of machine and software, the seed's and the clock's aside.
 ENVIRONMENT = (

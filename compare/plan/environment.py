@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from compare.plan.hosts import MPIRUN_VARIABLE, ssh_flags
-from recipe.variables import steers
+from recipe.settings.knobs import steers
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines")  # with all that trains

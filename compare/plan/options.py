@@ -23,9 +23,9 @@ from compare.plan.plan import (
 )
 from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
 from recipe.command import Flags, add_flags, parser_of
-from recipe.config import are_digits, check, read_flags
 from recipe.errors import UserError, refuse
-from recipe.flags import flag_name, last_value, without_flag
+from recipe.settings.config import are_digits, check, read_flags
+from recipe.settings.flags import flag_name, last_value, without_flag
 
 SCRIPT = "compare/run.py"
 TUNING_ROUNDS = 5

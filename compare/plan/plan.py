@@ -37,8 +37,8 @@ from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, 
 from compare.plan.environment import DELAY, path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
-from recipe.flags import flag_name, last_value
 from recipe.record.schema import Amount, Count, Text, Whole
+from recipe.settings.flags import flag_name, last_value
 
 TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
     "ddp": "ddp_train/train.py",

@@ -24,7 +24,7 @@ from compare.plan.plan import (
     percentage,
 )
 from recipe.errors import UserError, near_match, refuse
-from recipe.flags import flag_name, last_value
+from recipe.settings.flags import flag_name, last_value
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -22,8 +22,8 @@ from compare.plan.plan import Plan, Text, meta_of
 from compare.plan.plan_file import check_names, typed
 from recipe.errors import UserError
 from recipe.files import write_json
-from recipe.flags import last_value
 from recipe.record.schema import Whole
+from recipe.settings.flags import last_value
 
 IDENTIFIES = Meta(extra={"identifies": True})
 # Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the

@@ -38,7 +38,7 @@ from compare.plan.environment import REMOVED_VARIABLES, set_variables, trainers_
 from compare.plan.hosts import is_here, is_only_here, last_line, most_on_a_host, read_hosts
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
-from recipe.flags import last_value
+from recipe.settings.flags import last_value
 from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER
 
 GIB = 2**30

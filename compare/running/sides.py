@@ -10,9 +10,9 @@ from typing import Any
 from compare.plan.environment import ROOT, RUN_MARK
 from compare.plan.plan import TRAINERS, Run
 from compare.running.take_turns import SCHEDULER
-from recipe.config import read_flags
 from recipe.errors import UserError
-from recipe.flags import flag_name
+from recipe.settings.config import read_flags
+from recipe.settings.flags import flag_name
 
 ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")

@@ -26,11 +26,11 @@ from compare.running import checks
 from compare.running.comparison import checked_record, measure, measured, resumed
 from compare.running.launch import print_line, utc_now
 from compare.running.sides import MeasurementError
-from recipe.config import read_flags
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
-from recipe.flags import FLAGS, flag_name, spelled, without_flag
-from recipe.knobs import SETTINGS, Knobs, knobs_text
+from recipe.settings.config import read_flags
+from recipe.settings.flags import FLAGS, flag_name, spelled, without_flag
+from recipe.settings.knobs import SETTINGS, Knobs, knobs_text
 
 Values = dict[str, Knobs]  # by their names; the engine's own default is not among them
 MIB = 2**20

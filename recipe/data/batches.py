@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recipe.command import prepare_output
-from recipe.config import Config
 from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.decoding import SuspectImages, named, suspect
 from recipe.data.digits import prepare_digits
@@ -37,6 +36,7 @@ from recipe.data.order import Sample, SampleStream, permutation
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
+from recipe.settings.config import Config
 from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
@@ -244,7 +244,7 @@ def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
         raise UserError(
             f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
             f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
-            f"python -m recipe.check_images {shlex.quote(str(listing.root))}, and bring good "
+            f"python -m recipe.data.check_images {shlex.quote(str(listing.root))}, and bring good "
             "copies back."
         )
 

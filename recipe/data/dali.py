@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from recipe.config import Config
 from recipe.data.decoding import decode, image_size, suspect
-from recipe.data.folder_errors import first_few
-from recipe.data.image_folder import Listing
+from recipe.data.image_folder import Listing, first_few
 from recipe.data.images import TrainTransform
 from recipe.data.order import Sample
 from recipe.errors import UserError
+from recipe.settings.config import Config
 
 # The bytes of a batch's images end to end (uint8), the length of each, its crop (int32 [N, 4]:
 # left, top, width, height), whether it is flipped (int32 [N]), label and index.

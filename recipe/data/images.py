@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipe.config import Config
 from recipe.data.decoding import MAX_PIXELS, decode, image_size
+from recipe.settings.config import Config
 
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
 MEAN_COLOR = (124, 116, 104)

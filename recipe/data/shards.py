@@ -4,8 +4,8 @@
     SHARDS/train/index.npz              where each image is, and its name in the folder
     SHARDS/val/...                      the same
 
-`python -m recipe.make_shards` writes them from a folder of class folders. Since the index keeps the
-folder's names and order, image i is the same image, and training on it the same training.
+`python -m recipe.data.make_shards` writes them from a folder of class folders. Since the index
+keeps the folder's names and order, image i is the same image, and training on it the same training.
 """
 
 import functools
@@ -17,8 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.data.folder_errors import UNFINISHED, first_few, read_patiently, readable
-from recipe.data.image_folder import DAMAGE, Listing, list_images, read_arrays
+from recipe.data.image_folder import (
+    DAMAGE,
+    UNFINISHED,
+    Listing,
+    first_few,
+    list_images,
+    read_arrays,
+    read_patiently,
+    readable,
+)
 from recipe.errors import UserError
 
 INDEX = "index.npz"
@@ -73,7 +81,7 @@ class Shards(Listing):
             raise UserError(
                 f"{self.name(index)}: the shard {found}. It is damaged, or not the one that "
                 f"{INDEX} was written with: copy both again, or make them again with python -m "
-                "recipe.make_shards."
+                "recipe.data.make_shards."
             )
         return data
 
@@ -99,7 +107,7 @@ def holds_shards(folder: Path) -> bool:
     if (folder / UNFINISHED).is_dir():
         raise UserError(
             f"{folder}: holds shards that are not all written yet. Run the same "
-            "python -m recipe.make_shards command again: it resumes where it stopped."
+            "python -m recipe.data.make_shards command again: it resumes where it stopped."
         )
     return False
 
@@ -126,7 +134,7 @@ def open_shards(folder: Path) -> Shards:
     except DAMAGE as error:
         raise UserError(
             f"{folder / INDEX}: cannot be read as an index of shards ({error}). Copy it again, or "
-            "make the shards again with python -m recipe.make_shards."
+            "make the shards again with python -m recipe.data.make_shards."
         ) from error
     with readable(folder):
         found = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, sync_folder, whole_file
-from recipe.record.run_folder import one_sentence
+from recipe.record.folder import one_sentence
 from recipe.record.weights import first_line
-from recipe.training.half_weights import copy_buffers
+from recipe.settings.config import Config
+from recipe.training.precision import copy_buffers
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 

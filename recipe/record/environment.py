@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_quota_cores, cpu_seconds, peak_memory_bytes
 from recipe.files import read_proc
-from recipe.flags import names_of
 from recipe.record.energy import EnergyUse, energy_summary, gpu_clocks_mhz
+from recipe.record.folder import utc_now
 from recipe.record.meter import StepMeter
-from recipe.record.run_folder import utc_now
 from recipe.record.schema import (
     FORMAT,
     Environment,
@@ -36,10 +34,11 @@ from recipe.record.schema import (
     Summary,
     SuspectImages,
 )
-from recipe.training.half_weights import working_copy
-from recipe.training.schedule import learning_rate
-from recipe.variables import steers_rank
-from recipe.wire_formats import WIRE_FORMATS
+from recipe.settings.config import Config
+from recipe.settings.flags import WIRE_FORMATS, names_of
+from recipe.settings.knobs import steers_rank
+from recipe.training.optimizers import learning_rate
+from recipe.training.precision import working_copy
 from recipe.world import World
 
 # Settings that say where files are or how gradients travel, not what is computed: the data itself

@@ -10,11 +10,11 @@ import psutil
 import torch
 
 from recipe import watch
-from recipe.config import Config
 from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds, forget_peak_memory, gather
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import Phases, StepLine
+from recipe.settings.config import Config
 from recipe.training.metrics import Collective, Sums, means
 from recipe.training.phases import (
     PHASES,

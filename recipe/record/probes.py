@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.files import whole_file, write_json
-from recipe.record.run_folder import one_sentence
+from recipe.record.folder import one_sentence
+from recipe.settings.config import Config
 from recipe.training.phases import WARM_UP_STEPS
 from recipe.watch import expect_delay
 from recipe.world import World

@@ -24,11 +24,10 @@ import numpy as np
 from msgspec import convert
 from tqdm import tqdm
 
-from recipe.config import Config
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
 from recipe.files import replace_file, write_json
-from recipe.record.run_folder import STOP_FILE, new_folder, one_sentence, utc_now
+from recipe.record.folder import STOP_FILE, new_folder, one_sentence, utc_now
 from recipe.record.schema import (
     METRICS,
     Environment,
@@ -38,6 +37,7 @@ from recipe.record.schema import (
     StepLine,
     Summary,
 )
+from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation, means
 from recipe.training.state import Progress
 from recipe.world import World

@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from msgspec import convert
 
-from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.errors import UserError, refuse
-from recipe.flags import FLAGS, names_of, spelled
 from recipe.record.checkpoint import (
     FORMAT,
     checkpoints_in,
@@ -30,9 +28,11 @@ from recipe.record.checkpoint import (
     step_in_name,
     step_path,
 )
-from recipe.record.run_folder import new_folder, one_sentence
+from recipe.record.folder import new_folder, one_sentence
 from recipe.record.weights import first_line, load_state, read_file
-from recipe.training.half_weights import round_weights
+from recipe.settings.config import Config
+from recipe.settings.flags import FLAGS, names_of, spelled
+from recipe.training.precision import round_weights
 from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay
 from recipe.world import World
@@ -73,9 +73,7 @@ def resume(
     return progress
 
 
-def evaluation_on_record(
-    config: Config, run_folder: Path, progress: Progress
-) -> tuple[float, bool]:
+def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[float, bool]:
     """What the folder's record says of the checkpoint that a run goes on from, on rank 0: its best
     top-1 in percent, -1 without one, and whether it ends an epoch whose evaluation was cut off.
 
@@ -140,7 +138,7 @@ def go_back(
     if world.is_first:
         with one_sentence(run_folder):
             set_aside(run_folder, progress.step)
-        evaluation_on_record(config, run_folder, progress)
+        repair_best(config, run_folder, progress)
     return progress
 
 

@@ -1,6 +1,6 @@
 """What the files of a run folder hold: the trainers write these records, compare/ reads them.
 
-    config.json        Settings, and every other setting of recipe.flags.Config
+    config.json        Settings, and every other setting of recipe.settings.flags.Config
     environment.json   Environment
     metrics.jsonl      lines of METRICS, each with its "kind"
     summary.json       Summary

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.errors import UserError, refuse
+from recipe.settings.config import Config
 from recipe.training.model import last_layer, without_auxiliary_heads
 
 # Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import Data
 from recipe.device import gather
 from recipe.errors import UserError
-from recipe.flags import FLAGS, spelled
+from recipe.settings.config import Config
+from recipe.settings.flags import FLAGS, spelled
 from recipe.watch import heartbeat
 from recipe.world import World
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import Batch, Data, to_device, validation_batches
-from recipe.training.half_weights import copy_buffers, working_copy
+from recipe.settings.config import Config
 from recipe.training.model import autocast, flat_batch_norm
+from recipe.training.precision import copy_buffers, working_copy
 from recipe.training.state import Trainables
 from recipe.watch import expect_delay, heartbeat
 from recipe.world import World

@@ -15,12 +15,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from recipe.config import Config, is_resnet
 from recipe.errors import UserError, refuse
-from recipe.training.half_weights import make_half
-from recipe.training.loss_scale import LossScaler
+from recipe.settings.config import Config, is_resnet
+from recipe.training.batch_norm import SyncBatchNorm
 from recipe.training.optimizers import kind_and_settings
-from recipe.training.sync_batch_norm import SyncBatchNorm
+from recipe.training.precision import LossScaler, make_half
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -447,7 +446,7 @@ def seed_step(config: Config, step: int, rank: int) -> None:
         generator.manual_seed(seed)
 
 
-def pieces_of(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
+def split_resnet(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
     """A ResNet in pieces for as many ranks, each of which takes what the one before it returns.
     They have equal numbers of its residual blocks, which cost about the same. UserError for other
     networks, and if there are fewer blocks."""

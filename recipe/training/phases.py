@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from recipe.config import Config
+from recipe.settings.config import Config
 
 PHASES = ("data", "forward", "backward", "optimizer")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 if TYPE_CHECKING:
-    from recipe.training.loss_scale import LossScaler
+    from recipe.training.precision import LossScaler
 
 
 @dataclass

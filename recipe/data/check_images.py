@@ -1,7 +1,7 @@
 """Read and decode every image of a data set, as training does, and list those that are bad.
 
-    python -m recipe.check_images DIR
-    python -m recipe.check_images DIR --json FILE
+    python -m recipe.data.check_images DIR
+    python -m recipe.data.check_images DIR --json FILE
 
 DIR is what --data, --train-dir or --val-dir name: class folders or shards, or a folder with train/
 and val/ of either. Files are decoded whole, shards checked against their checksums too. The exit
@@ -22,14 +22,13 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.command import run_tool
-from recipe.config import home_path
 from recipe.data.decoding import ONE_IN, decode, suspect
-from recipe.data.folder_errors import PASSED_OVER, SPLIT_NAMES
-from recipe.data.image_folder import Listing
+from recipe.data.image_folder import PASSED_OVER, SPLIT_NAMES, Listing
 from recipe.data.shards import open_images
 from recipe.errors import UserError
 from recipe.files import write_json
-from recipe.flags import DataFlags
+from recipe.settings.config import home_path
+from recipe.settings.flags import DataFlags
 
 # Decoders work beside each other in threads; one in two may wait for the file system.
 THREADS_PER_CORE = 2
@@ -116,7 +115,7 @@ def check_images(
 
 
 main = functools.partial(
-    run_tool, "python -m recipe.check_images", check_images, __doc__, exit_code=1,
+    run_tool, "python -m recipe.data.check_images", check_images, __doc__, exit_code=1,
     interrupted="interrupted: nothing was written",
 )  # fmt: skip
 

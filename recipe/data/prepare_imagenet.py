@@ -1,6 +1,6 @@
 """Unpack ImageNet's own archives into class folders, with torchvision's functions.
 
-    python -m recipe.prepare_imagenet ARCHIVES OUT
+    python -m recipe.data.prepare_imagenet ARCHIVES OUT
 
 ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz,
 as image-net.org gives them out; 161 GB are needed beside them. Afterwards `--data OUT` trains on
@@ -24,8 +24,7 @@ from torchvision.datasets.imagenet import (
 from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
-from recipe.data.folder_errors import UNFINISHED
-from recipe.data.image_folder import locked
+from recipe.data.image_folder import UNFINISHED, locked
 from recipe.errors import UserError
 
 # In this order: the first says what the images of the second show.
@@ -83,7 +82,7 @@ def _unpack(part: str, archive: Path, out: Path) -> None:
 
 main = partial(
     run_tool,
-    "python -m recipe.prepare_imagenet",
+    "python -m recipe.data.prepare_imagenet",
     prepare,
     __doc__,
     exit_code=1,

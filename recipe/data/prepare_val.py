@@ -1,7 +1,7 @@
 """Sort ImageNet's flat validation folder into class folders.
 
-    python -m recipe.prepare_val VAL_DIR --labels LOC_val_solution.csv
-    python -m recipe.prepare_val VAL_DIR --labels ILSVRC2012_devkit_t12.tar.gz
+    python -m recipe.data.prepare_val VAL_DIR --labels LOC_val_solution.csv
+    python -m recipe.data.prepare_val VAL_DIR --labels ILSVRC2012_devkit_t12.tar.gz
 
 ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; which class
 each shows is in a second file. Everything is checked before the first image is moved, nothing is
@@ -19,7 +19,7 @@ from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_de
 from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
-from recipe.data.folder_errors import CLASS_NAME, VAL_IMAGE, first_few
+from recipe.data.image_folder import CLASS_NAME, VAL_IMAGE, first_few
 from recipe.errors import UserError, refuse
 
 
@@ -93,7 +93,12 @@ def prepare(val_dir: Positional[Path], labels: Path) -> list[str]:
 
 
 main = partial(
-    run_tool, "python -m recipe.prepare_val", prepare, __doc__, exit_code=1, interrupted=RESUMES
+    run_tool,
+    "python -m recipe.data.prepare_val",
+    prepare,
+    __doc__,
+    exit_code=1,
+    interrupted=RESUMES,
 )
 
 

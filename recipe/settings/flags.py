@@ -6,27 +6,65 @@ what `compare` knows.
 Imports nothing slow: a report reads this, too.
 """
 
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from recipe.bounds import (
-    ABOVE_0,
-    AUTO_AUGMENT,
-    LOSS_SCALE,
-    NOT_NEGATIVE,
-    PERCENTAGE,
-    SEED,
-    SHARE,
-    SHARE_ABOVE_0,
-    Bound,
-    at_least,
+# The number formats in which gradients may be sent: from this table follow the choices of
+# --wire-format, the trial of `auto`, and what is measured. What sends each is the engine's:
+# ddp_train/buckets.py and horovod_train/engine.py.
+WireFormat = Literal["fp32", "fp16"]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """What there is to know of a number format on the wire."""
+
+    dtype: str  # torch's name
+    bytes: int  # of an element
+    exact_integers: int  # it holds each whole number up to here
+
+
+WIRE_FORMATS: dict[WireFormat, NumberFormat] = {
+    "fp32": NumberFormat("float32", 4, 2**24),
+    "fp16": NumberFormat("float16", 2, 2**11),
+}
+
+
+class Bound(NamedTuple):
+    """What a flag's number or word must be."""
+
+    holds: Callable[[Any], bool]
+    advice: str
+
+
+def at_least(smallest: int) -> Bound:
+    return Bound(lambda value: value >= smallest, f"must be at least {smallest}")
+
+
+# Not a number lies within none of them.
+SHARE = Bound(lambda v: 0 <= v <= 1, "is a share or probability; give a number from 0 to 1")
+SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 and up to 1")
+NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
+ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
+PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
+LOSS_SCALE = Bound(
+    lambda v: v == "dynamic" or 0 < v < math.inf, 'give "dynamic" or a number above 0'
 )
-from recipe.wire_formats import WireFormat
+AUTO_AUGMENTS = ("ra", "ta_wide", "autoaugment", "augmix")  # torchvision's
+RAND_AUGMENT = r"rand(-(m|n|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-inc[01])+"  # timm's
+AUTO_AUGMENT = Bound(
+    lambda v: v in AUTO_AUGMENTS or bool(re.fullmatch(RAND_AUGMENT, v)),
+    f"choose {', '.join(AUTO_AUGMENTS)}, or RandAugment as timm writes it: rand-m7-mstd0.5-inc1",
+)
+SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
+
 
 Scope = Literal[
     "work",  # decides what is computed, or how: part of the fingerprint
@@ -35,7 +73,7 @@ Scope = Literal[
     "measurement",  # what is measured beside the training: in the fingerprint, for it takes time
     "run",  # what is written, and when the run ends
 ]
-# What a flag has an effect with; recipe/config.py has the words for a run that lacks it.
+# What a flag has an effect with; recipe/settings/config.py has the words for a run that lacks it.
 Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "falling schedule", "warm-up", "residual blocks",
@@ -86,7 +124,7 @@ class DataFlags:
     data: str = place("digits", needs="--data", decides=(*DATA, *STEPS, *WEIGHTS))
     """`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure speed;
     evaluated only with --evaluate or --desired-acc), or a folder with train/ and val/ in ImageNet's
-    layout, or as shards (python -m recipe.make_shards)."""
+    layout, or as shards (python -m recipe.data.make_shards)."""
     train_dir: str | None = place(None, decides=(*DATA, *STEPS, *WEIGHTS))
     """Training folder, one sub-folder a class, or shards; overrides --data."""
     val_dir: str | None = place(None, decides="num_val_images")

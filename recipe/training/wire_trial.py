@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from recipe.config import Config
 from recipe.data.batches import to_device
 from recipe.device import own_row
+from recipe.settings.config import Config
+from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.training.model import autocast, compile_stages
 from recipe.watch import expect_delay, heartbeat
-from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
 LEAST_GAIN = 1.01  # of what rounds as it sends, over fp32; less is within what timing can tell

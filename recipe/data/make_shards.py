@@ -1,6 +1,6 @@
 """Write a folder of images as a few large tar files, and an index to read them at random.
 
-    python -m recipe.make_shards IMAGENET SHARDS
+    python -m recipe.data.make_shards IMAGENET SHARDS
 
 IMAGENET holds train/ and val/ in ImageNet's layout, as for --data; afterwards `--data SHARDS` is
 the same training, image by image. The images are copied unchanged. A shard is written whole or not
@@ -26,7 +26,6 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.command import RESUMES, run_tool
-from recipe.config import home_path
 from recipe.data.decoding import image_size
 from recipe.data.image_folder import (
     DAMAGE,
@@ -39,7 +38,8 @@ from recipe.data.image_folder import (
 from recipe.data.shards import INDEX, INDEX_VERSION, UNFINISHED, Shards, open_shards
 from recipe.errors import UserError, refuse
 from recipe.files import whole_file
-from recipe.flags import DataFlags
+from recipe.settings.config import home_path
+from recipe.settings.flags import DataFlags
 
 PARTS = ("train", "val")
 IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
@@ -178,7 +178,7 @@ def run(
 
 
 main = partial(
-    run_tool, "python -m recipe.make_shards", run, __doc__, exit_code=1, interrupted=RESUMES
+    run_tool, "python -m recipe.data.make_shards", run, __doc__, exit_code=1, interrupted=RESUMES
 )
 
 

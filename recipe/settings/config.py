@@ -20,9 +20,9 @@ import tyro
 from tyro.conf import arg
 
 from recipe.errors import UserError, fail, near_match, refuse
-from recipe.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
-from recipe.knobs import Knobs, read_knobs, set_variables
-from recipe.presets import PRESETS
+from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
+from recipe.settings.knobs import Knobs, read_knobs, set_variables
+from recipe.settings.presets import PRESETS
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")

@@ -22,8 +22,8 @@ from recipe.command import parser_of
 from recipe.device import gather, own_row
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
+from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.watch import own_world, start_watchdog
-from recipe.wire_formats import WIRE_FORMATS, WireFormat
 from recipe.world import World
 
 FP32_BYTES = 4

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from recipe.config import Config
 from recipe.errors import UserError
+from recipe.settings.config import Config
 from recipe.watch import nearest_launcher
 from recipe.world import World
 
@@ -77,7 +77,7 @@ def _claim(config: Config, world: World, engine: str) -> Path:
         if _lock(folder, world):
             for left_by_a_killed_run in checkpoints.glob(".*.partial"):
                 left_by_a_killed_run.unlink()
-        _remove_old_wish_to_stop(folder, world)
+        _remove_stale_stop_file(folder, world)
     return folder
 
 
@@ -141,7 +141,7 @@ def _lock(folder: Path, world: World) -> bool:
     return is_held
 
 
-def _remove_old_wish_to_stop(folder: Path, world: World) -> None:
+def _remove_stale_stop_file(folder: Path, world: World) -> None:
     """Remove a stop file that was meant for an earlier run which ended without obeying it.
 
     Not one made since this run was launched, by the clock of the file system, which has just dated

@@ -3,7 +3,7 @@ that figure."""
 
 from dataclasses import replace
 
-from recipe.flags import Config
+from recipe.settings.flags import Config
 
 
 def digits() -> Config:

@@ -1,6 +1,6 @@
 """Write the weights of a training as .safetensors, for other tools.
 
-    python -m recipe.export RUN WEIGHTS.safetensors
+    python -m recipe.record.export RUN WEIGHTS.safetensors
 
 RUN is a run's folder, of which the best checkpoint is taken (best.pt), or else the last one; or any
 checkpoint of it. If the training kept a moving average, that is written if it did better in the
@@ -72,7 +72,7 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
 
 
 main = partial(
-    run_tool, "python -m recipe.export", export, __doc__, exit_code=1,
+    run_tool, "python -m recipe.record.export", export, __doc__, exit_code=1,
     interrupted="interrupted: nothing was written",
 )  # fmt: skip
 
