@@ -31,6 +31,7 @@ from recipe.record.environment import weights_sha256
 from recipe.errors import UserError
 from recipe.settings.flags import MeasurementFlags, RunFlags
 from recipe.loop import refuse_settings
+from recipe.ranks import Ranks
 from recipe.training.precision import round_weights, train_masters, working_copy
 from recipe.training.precision import unscale_and_clip
 from recipe.training.metrics import evaluate, means
@@ -75,7 +76,7 @@ def main(config: Config, world: World) -> None:
     model = build_model(config, data.num_classes, download=True).to(device)
     fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
     optimizer, scaler = build_optimizer(fp16_model, config), build_scaler(config, device)
-    train_masters(optimizer, fp16_model, model, from_rank_0=lambda values: values)
+    train_masters(optimizer, fp16_model, model, Ranks(world))
     parts = Trainables(model, optimizer, scaler, None, fp16_model)
     criterion = build_criterion(config)
 

@@ -27,6 +27,7 @@ from torch import nn
 from horovod_train.engine import COMPRESSION, check_transport, hvd, prepare, waiting_asleep
 from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device
+from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.weights import load_weights
 from recipe.session import Session
@@ -60,7 +61,8 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         """Rank 0's values, on each rank."""
         return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
-    session = Session(ENGINE, config, world, data, device, sum_over_ranks)
+    ranks = Ranks(world, sum_over_ranks, from_rank_0)
+    session = Session(ENGINE, config, ranks, data, device)
 
     # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
@@ -68,7 +70,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         load_weights(model, config, data.num_classes)  # the other ranks get them below
     model.to(device)
     if config.batch_norm == "sync" and world.size > 1:
-        model = replace_batch_norm(model, hvd.SyncBatchNorm, sum_over_ranks)
+        model = replace_batch_norm(model, hvd.SyncBatchNorm, ranks.sum)
     scaler = build_scaler(config, device)
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
@@ -90,21 +92,21 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         )
         return model, waiting_asleep(distributed, config, device)
 
-    config = settle_wire_format(config, world, model, device, distribute, sum_over_ranks)
+    config = settle_wire_format(config, ranks, model, device, distribute)
     fp16_model = working_copy(model, config)  # under O2 a copy with fp16 weights, else the model
     network, optimizer = distribute(fp16_model, config)
-    train_masters(optimizer, fp16_model, model, from_rank_0)
+    train_masters(optimizer, fp16_model, model, ranks)
     ema = build_ema(model, config)
     criterion = build_criterion(config)
     parts = Trainables(model, optimizer, scaler, ema, fp16_model)
-    session.resume(config, parts, lr_scale, from_rank_0)
+    session.resume(config, parts, lr_scale)
     session.open_record(transport)
     folder, progress, meter = session.folder, session.progress, session.meter
     timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
     profiler = StepProfiler(config, world, folder, progress.step, fp16_model, timeline)
 
     # -- Training ----------------------------------------------------------------------------------
-    goes_on = session.begin_training(parts, sum_over_ranks, from_rank_0)
+    goes_on = session.begin_training(parts)
     network.train()
     while goes_on:
         seed_step(config, progress.step, world.rank)
@@ -147,12 +149,12 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
 
         # The step is done. What follows: signals, record, checks, checkpoint, evaluation.
         profiler.end_step(progress.step + 1)
-        goes_on = session.end_step(parts, sums, rate, sum_over_ranks, from_rank_0)
+        goes_on = session.end_step(parts, sums, rate)
         hooks.step_ended(session, model)
         meter.restart()
 
     profiler.close(session.recorder.say)
-    exit_code = session.end(sum_over_ranks)
+    exit_code = session.end()
     hvd.shutdown()
     return exit_code
 

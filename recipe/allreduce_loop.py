@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from recipe.command import parser_of
-from recipe.device import gather, own_row
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
+from recipe.ranks import Ranks
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.watch import own_world, start_watchdog
 from recipe.world import World
@@ -129,7 +129,7 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
         "device": backend.device.type,
         "device_name": torch.cuda.get_device_name(backend.device) if gpu else cpu_model(),
         "ranks": world.size,
-        "hosts": gather(world.host, world, backend.sum_over_ranks),
+        "hosts": Ranks(world, backend.sum_over_ranks).gather(world.host),
         "launcher": world.launcher,
         "threads": torch.get_num_threads(),
         "wires": wires,
@@ -181,8 +181,8 @@ def time_message(
             reduce()
             synchronize(backend.device)
             spent.append(time.perf_counter() - began)
-        row = own_row(world, torch.tensor(spent, dtype=torch.float64))
-        return list(backend.sum_over_ranks(row).amax(dim=0).tolist())
+        rows = Ranks(world, backend.sum_over_ranks).rows(torch.tensor(spent, dtype=torch.float64))
+        return list(rows.amax(dim=0).tolist())
 
     (warm,) = repeat(1)  # pays for connections and page faults
     if warm < seconds:

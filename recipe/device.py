@@ -1,7 +1,6 @@
 """Which device and how many CPU threads a rank gets: one rule for both engines."""
 
 import ctypes
-import json
 import math
 import os
 import re
@@ -9,15 +8,13 @@ import resource
 import shutil
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from recipe.errors import refuse
 from recipe.files import read_proc
@@ -169,26 +166,6 @@ def _granted_cores(group: Path) -> float:
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
-
-
-def own_row(world: World, values: torch.Tensor) -> torch.Tensor:
-    """`values` [n] in this rank's row of an otherwise empty [world.size, n]: summed over ranks, it
-    gathers."""
-    rows = values.new_zeros(world.size, len(values))
-    rows[world.rank] = values
-    return rows
-
-
-def gather(
-    value: Any, world: World, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
-) -> list[Any]:
-    """Every rank's `value`, on all ranks, by rank: what JSON can hold, of any size; tuples come
-    back as lists."""
-    text = torch.tensor(list(json.dumps(value).encode()))  # int64: Horovod adds no bytes
-    sizes = sum_over_ranks(own_row(world, torch.tensor([len(text)]))).flatten().tolist()
-    padded = nn.functional.pad(text, (0, max(sizes) - len(text)))
-    rows = sum_over_ranks(own_row(world, padded)).tolist()
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def loader_workers(config: Config, device: torch.device, cores: int) -> int:

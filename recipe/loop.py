@@ -14,8 +14,9 @@ from torch import nn
 
 from recipe import meeting
 from recipe.data.batches import Data, open_data, to_device
-from recipe.device import choose_device, own_row
+from recipe.device import choose_device
 from recipe.errors import UserError, refuse
+from recipe.ranks import Ranks
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import RungFigures
 from recipe.record.weights import load_weights
@@ -110,6 +111,7 @@ class Rung(Trainables):
         )
         self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
+        self.ranks = Ranks(self.world, self.sum_over_ranks, self.from_rank_0)
 
     @classmethod
     def main(cls, config: Config, world: World, hooks: Hooks) -> int:
@@ -158,7 +160,7 @@ class Rung(Trainables):
         def by_rank(tensors: Iterable[Any]) -> list[int]:
             parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
             own = torch.tensor([sum(part.nbytes for part in parts)])
-            return self.sum_over_ranks(own_row(self.world, own)).flatten().tolist()
+            return self.ranks.rows(own).flatten().tolist()
 
         values = (value for state in optimizer.state.values() for value in state.values())
         return RungFigures(
@@ -172,18 +174,18 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     worker's learning rate is multiplied by."""
     config, world, device = rung.config, rung.world, rung.device
     data = rung.data = open_data(config, hooks.epoch_images)
-    session = Session(rung.name, config, world, data, device, rung.sum_over_ranks, rung.readers)
+    session = Session(rung.name, config, rung.ranks, data, device, rung.readers)
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
         load_weights(model, config, data.num_classes)
     rung.model = rung.network = model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():
-            values.copy_(rung.from_rank_0(values.clone()))
+            values.copy_(rung.ranks.from_first(values.clone()))
     rung.optimizer, rung.scaler = build_optimizer(model, config), build_scaler(config, device)
     rung.criterion, rung.ema = build_criterion(config), build_ema(model, config)
     lr_scale = config.batches_per_allreduce * session.readers.size
-    session.resume(config, rung, lr_scale, rung.from_rank_0)
+    session.resume(config, rung, lr_scale)
     rung.progress = session.progress
     rung.distribute()
     session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
@@ -217,16 +219,16 @@ def train(rung: Rung, hooks: Hooks) -> int:
     """Train, or only evaluate, as the rung's settings say, and write the run folder; the exit code.
     Every rank that trains calls this."""
     session, lr_scale = _begin(rung, hooks)
-    goes_on = session.begin_training(rung, rung.sum_over_ranks, rung.from_rank_0)
+    goes_on = session.begin_training(rung)
     rung.network.train()
     while goes_on:
         sums, rate = _step(rung, session, lr_scale, hooks.exchanges())
-        goes_on = session.end_step(rung, sums, rate, rung.sum_over_ranks, rung.from_rank_0)
+        goes_on = session.end_step(rung, sums, rate)
         hooks.step_ended(session)
         session.meter.restart()
 
     measured = rung.measured()
-    code = session.end(rung.sum_over_ranks, measured)
+    code = session.end(measured)
     for name, value in vars(measured).items():
         if rung.world.is_first and value is not None:
             print(f"{name}: {value}")

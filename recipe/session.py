@@ -1,8 +1,7 @@
 """What a training keeps account of on each rank: its data, run folder, record, clocks, checkpoints.
 
 The loops that train (both train.py, and loop.py for the rungs in baselines/) make the steps; what
-follows a step is the same for all, and stands here. Where ranks have to talk, a session is given
-the collective for it by the line that asks.
+follows a step is the same for all, and stands here.
 """
 
 import math
@@ -26,9 +25,10 @@ from recipe.data.batches import (
     training_batches,
     training_end,
 )
-from recipe.device import gather, loader_workers, share_of_cores
+from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.meeting import own_addresses
+from recipe.ranks import Ranks
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
 from recipe.record.environment import (
     Usage,
@@ -46,7 +46,6 @@ from recipe.record.schema import RungFigures, StepLine
 from recipe.settings.config import Config
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
-    Collective,
     Sums,
     align_batch_norm,
     means,
@@ -71,19 +70,19 @@ class Session:
         self,
         engine: str,
         config: Config,
-        world: World,
+        ranks: Ranks,
         data: Data,
         device: torch.device,
-        sum_over_ranks: Collective,
         readers: World | None = None,
     ) -> None:
-        self.engine, self.world, self.data, self.device = engine, world, data, device
+        self.engine, self.ranks, self.data, self.device = engine, ranks, data, device
+        self.world = world = ranks.world
         self.readers = readers or world
         keys = comparison_keys(engine, config, data, device)
-        check_same_training(keys, world, device, sum_over_ranks)
+        check_same_training(keys, device, ranks)
         # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
         own = world.host, sorted(os.sched_getaffinity(0)), [*own_addresses()]
-        rows = gather(own, world, sum_over_ranks)
+        rows = ranks.gather(own)
         self.places = [(host, cores) for host, cores, _ in rows]
         for rank, (host, _, addresses) in enumerate(rows):
             for address in addresses:
@@ -108,23 +107,21 @@ class Session:
         if config.resume is None:  # else a checkpoint says where
             self._read_on()  # its first batches are decoded while the network is made
 
-    def resume(
-        self, config: Config, parts: Trainables, lr_scale: float, from_rank_0: Collective
-    ) -> None:
+    def resume(self, config: Config, parts: Trainables, lr_scale: float) -> None:
         """Open the run folder, and go on from its checkpoint if --resume means one; until then no
         setting may change."""
-        data, readers = self.data, self.readers
+        data, readers, ranks = self.data, self.readers, self.ranks
         self.config = config
         self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
-        self.folder = open_run_folder(config, self.world, self.engine, from_rank_0)
-        self.progress = resume(parts, config, self.world, data, self.folder, from_rank_0)
+        self.folder = open_run_folder(config, ranks, self.engine)
+        self.progress = resume(parts, config, ranks, data, self.folder)
         known = -1.0, False
         if self.world.is_first:
             known = repair_best(config, self.folder, self.progress)
         # On the device: one worker of DDP sends nothing before its tenth step, and NCCL is to start
         # before the first.
         told = torch.tensor(known, dtype=torch.float64, device=self.device)
-        top1, lacks_evaluation = from_rank_0(told).tolist()
+        top1, lacks_evaluation = ranks.from_first(told).tolist()
         start = self.progress.samples_seen
         # The one that the last step began in; of a run that goes on, the next step will.
         self.epoch = start // data.num_train - int(lacks_evaluation)
@@ -137,7 +134,7 @@ class Session:
         self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
         own = steps_left_out(self.folder)[: config.rollback] if self.world.is_first else []
         padded = torch.tensor(own + [-1] * (config.rollback - len(own)), dtype=torch.int64)
-        self.left_out = [one for one in from_rank_0(padded).tolist() if one >= 0]
+        self.left_out = [one for one in ranks.from_first(padded).tolist() if one >= 0]
         if config.resume is not None:
             self._read_on()
 
@@ -172,15 +169,13 @@ class Session:
             self.config, speaker, self.data, self.folder, self.progress, self.environment
         )
 
-    def begin_training(
-        self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
-    ) -> bool:
+    def begin_training(self, parts: Trainables) -> bool:
         """Make up for an evaluation that was cut off, and start the clocks; whether there is
         anything to train."""
         self.stopped, self.figures, self.trained = False, dict[str, float](), parts
         if self.is_complete or self.lacks_evaluation:
             self.trained = parts.whole()
-            self.validate(self.trained, sum_over_ranks, from_rank_0)
+            self.validate(self.trained)
         self.recorder.open_bar(self.last_step)
         self.meter.start()
         self.next_look, self.saved_at = self.first_step, time.monotonic()
@@ -196,14 +191,7 @@ class Session:
         self.trained = parts if goes_on else self.trained
         return goes_on
 
-    def end_step(
-        self,
-        parts: Trainables,
-        sums: Sums,
-        learning_rate: float,
-        sum_over_ranks: Collective,
-        from_rank_0: Collective,
-    ) -> bool:
+    def end_step(self, parts: Trainables, sums: Sums, learning_rate: float) -> bool:
         """Do all that follows a step, of which `sums` are this rank's metrics; whether training
         goes on.
 
@@ -213,21 +201,21 @@ class Session:
         """
         epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
         is_last = self.progress.samples_seen >= self.stop
-        stops, save = self.poll_stop_and_save(sum_over_ranks)
+        stops, save = self.poll_stop_and_save()
         save = save or epoch_ended or is_last
-        if bad_step := self.write_steps(sum_over_ranks, now=save):
-            self.roll_back(parts, bad_step, from_rank_0)
+        if bad_step := self.write_steps(now=save):
+            self.roll_back(parts, bad_step)
             return True
-        self.check_weights(parts.model, sum_over_ranks)
+        self.check_weights(parts.model)
         self.stopped, self.is_complete = stops, is_last
         if epoch_ended:
             self.recorder.write_epoch(self.epoch)
         if save:
             expect_pause()
             self.trained = parts.whole()
-            self.keep_checkpoint(self.trained, sum_over_ranks, from_rank_0)
+            self.keep_checkpoint(self.trained)
         if (epoch_ended or is_last) and not stops:
-            self.validate(self.trained, sum_over_ranks, from_rank_0)
+            self.validate(self.trained)
         return self._goes_on(parts)
 
     def count_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
@@ -245,17 +233,17 @@ class Session:
         finish_checkpoint(timeout=0)
         return progress.samples_seen // num_train > self.epoch
 
-    def write_steps(self, sum_over_ranks: Collective, now: bool) -> StepLine | None:
+    def write_steps(self, now: bool) -> StepLine | None:
         """Write the steps since the last time, `now` or every --log-interval: on a GPU, unless
         `now`, one interval later. The first of them whose loss is not finite, if --rollback allows
         to go back; else UserError for it."""
         if not now and self.progress.step % self.config.log_interval:
             return None
-        steps = self.meter.take_steps(sum_over_ranks, now)
+        steps = self.meter.take_steps(self.ranks, now)
         if steps:
             self.recorder.write_steps(steps)
         if self.config.bad_images == "replace" and (listing := self.data.train) is not None:
-            replaced = self.meter.take_replaced(self.world, sum_over_ranks)
+            replaced = self.meter.take_replaced(self.ranks)
             self.recorder.write_replaced(listing, replaced)
             check_replaced(listing, self.meter.replaced)
         bad = next((line for line in steps if not math.isfinite(line.loss)), None)
@@ -263,18 +251,16 @@ class Session:
             self.recorder.event("diverged", step=bad.step)
         if bad is not None and len(self.left_out) >= self.config.rollback:
             place = f"at step {bad.step} (learning rate {bad.learning_rate:.4g})"
-            check_loss(bad.loss, place, is_first=0 < self.first_step == bad.step - 1)
+            check_loss(bad.loss, place, 0 < self.first_step == bad.step - 1)
         return bad
 
-    def roll_back(self, parts: Trainables, bad: StepLine, from_rank_0: Collective) -> None:
+    def roll_back(self, parts: Trainables, bad: StepLine) -> None:
         """Go back to a checkpoint from before the step whose loss is not finite, and leave its
         images out from now on. UserError if there is none."""
         expect_delay()  # rank 0's disk, and then loader workers that start
         finish_checkpoint()
         self.recorder.close_files()
-        earlier = go_back(
-            parts, self.config, self.world, self.data, self.folder, bad.step, from_rank_0
-        )
+        earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
         vars(self.progress).update(vars(earlier) | {"train_seconds": self.meter.train_seconds})
         self.meter.coming.clear()  # steps after it
         self.left_out.append(bad.samples_seen - bad.images)
@@ -289,7 +275,7 @@ class Session:
         self.recorder.open_bar(self.last_step)
         self.next_look = self.first_step
 
-    def poll_stop_and_save(self, sum_over_ranks: Collective) -> tuple[bool, bool]:
+    def poll_stop_and_save(self) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
         and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
 
@@ -310,28 +296,23 @@ class Session:
             is_first and minutes >= (config.checkpoint_minutes or math.inf),
             max(1, int(pace)) if is_first else 0,
         ])  # fmt: skip
-        stops, saves, steps = sum_over_ranks(own).tolist()
+        stops, saves, steps = self.ranks.sum(own).tolist()
         self.next_look = step + steps
         return bool(stops), bool(stops or saves or is_due)
 
-    def validate(
-        self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
-    ) -> None:
+    def validate(self, parts: Trainables) -> None:
         """Evaluate model and moving average on all validation images, and take the `figures` of the
         better one; they may complete the training."""
         self.meter.energy.stop()
-        evaluations = validate(
-            parts, self.config, self.world, self.data, self.device, self.workers,
-            sum_over_ranks, from_rank_0,
-        )  # fmt: skip
+        evaluations = validate(parts, self.config, self.ranks, self.data, self.device, self.workers)
         step = self.progress.step
-        is_first = step == self.first_step and (step > 0 or self.config.evaluate)
+        is_session_start = step == self.first_step and (step > 0 or self.config.evaluate)
         for loss in (means(one.sums)["loss"] for one in evaluations):
             if not math.isfinite(loss):
                 self.recorder.event("diverged")
-            check_loss(loss, f"of validation after step {step}", is_first)
+            check_loss(loss, f"of validation after step {step}", is_session_start)
         self.progress.train_seconds = self.meter.train_seconds
-        is_repeated = is_first and not (self.config.evaluate or self.lacks_evaluation)
+        is_repeated = is_session_start and not (self.config.evaluate or self.lacks_evaluation)
         self.figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
         is_best = self.progress.take_best(self.figures)
         if is_best and self.world.is_first and self.keeps_checkpoints:
@@ -342,26 +323,24 @@ class Session:
         """Whether an evaluation's figures reach --desired-acc."""
         return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
 
-    def check_weights(self, model: nn.Module, sum_over_ranks: Collective) -> None:
+    def check_weights(self, model: nn.Module) -> None:
         """Every --weight-check-steps: UserError if the ranks' weights differ."""
         step = self.progress.step
         if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
-            check_same_weights(model, step, self.world, sum_over_ranks)
+            check_same_weights(model, step, self.ranks)
 
-    def keep_checkpoint(
-        self, parts: Trainables, sum_over_ranks: Collective, from_rank_0: Collective
-    ) -> None:
+    def keep_checkpoint(self, parts: Trainables) -> None:
         """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
         may fail, or be cut off."""
-        config, world, progress = self.config, self.world, self.progress
+        config, ranks, progress = self.config, self.ranks, self.progress
         finish_checkpoint()  # now: the watch expects this pause, and other ranks wait just below
-        align_batch_norm(parts.model, config, world, sum_over_ranks, from_rank_0)
-        check_same_weights(parts.model, progress.step, world, sum_over_ranks)
+        align_batch_norm(parts.model, config, ranks)
+        check_same_weights(parts.model, progress.step, ranks)
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()
-            keep_checkpoint(parts, progress, config, world, self.data, self.folder, sum_over_ranks)
+            keep_checkpoint(parts, progress, config, ranks, self.data, self.folder)
 
-    def end(self, sum_over_ranks: Collective, rung: RungFigures | None = None) -> int:
+    def end(self, rung: RungFigures | None = None) -> int:
         """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
 
         A complete training gets a summary, with the last evaluation's figures and what a rung has
@@ -371,10 +350,10 @@ class Session:
         model = self.trained.model
         if self.stopped:
             # Together: a launcher that sees one rank end in this way may kill the others.
-            asked_by_file = sum_over_ranks(torch.tensor([int(self.recorder.stop())]))
+            asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop())]))
             return 0 if asked_by_file.item() else EXIT_SAVED
         own = measure_usage(self.meter, self.world, model, self.device)
-        used = convert(gather(asdict(own), self.world, sum_over_ranks), list[Usage])
+        used = convert(self.ranks.gather(asdict(own)), list[Usage])
         summary = summarize(self.environment, self.work, self.meter, self.figures, used, model)
         if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
             self.recorder.say(slow)
@@ -382,13 +361,13 @@ class Session:
         return 0
 
 
-def check_loss(loss: float, place: str, is_first: bool) -> None:
-    """UserError, on all ranks alike, for a loss that is not finite; `is_first`: of weights with
-    which this session began."""
+def check_loss(loss: float, place: str, is_session_start: bool) -> None:
+    """UserError, on all ranks alike, for a loss that is not finite; `is_session_start`: of
+    weights with which this session began."""
     if not math.isfinite(loss):
         remedy = (
             "the weights that it began with are no good; take an earlier checkpoint"
-            if is_first
+            if is_session_start
             else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
             "--clip-grad-norm"
         )

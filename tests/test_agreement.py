@@ -16,20 +16,20 @@ from making import CPU, TinyNet, a_config, a_world, folder_config, in_ranks, wri
 from recipe import watch
 from recipe.data.batches import Data, open_data
 from recipe.errors import UserError
+from recipe.ranks import Collective, Ranks
 from recipe.training import agreement
 from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 
-SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 HOSTS = ["node0", "node0", "node1"]
 SYNTHETIC = Data(None, None, 100, 10, 1000)
 
 
-def messages(act: Callable[[Any, SumOverRanks], None]) -> list[str]:
+def messages(act: Callable[[Ranks], None]) -> list[str]:
     """What three ranks raise, each a thread that acts as `act`; "" where nothing is wrong."""
 
-    def as_rank(rank: int, sum_over_ranks: SumOverRanks) -> str:
+    def as_rank(rank: int, sum_over_ranks: Collective) -> str:
         try:
-            act(a_world(rank, 3, host=HOSTS[rank]), sum_over_ranks)
+            act(Ranks(a_world(rank, 3, host=HOSTS[rank]), sum_over_ranks))
         except UserError as error:
             return str(error)
         return ""
@@ -39,7 +39,7 @@ def messages(act: Callable[[Any, SumOverRanks], None]) -> list[str]:
 
 def disagreement(*facts: dict[str, str]) -> str:
     """The one message of ranks that have these facts."""
-    told = messages(lambda world, total: check_same_training(facts[world.rank], world, CPU, total))
+    told = messages(lambda ranks: check_same_training(facts[ranks.world.rank], CPU, ranks))
     assert len(set(told)) == 1, "all ranks say the same, and one of them prints it"
     return told[0]
 
@@ -52,7 +52,7 @@ def test_a_rank_may_be_late_until_all_have_met(monkeypatch: pytest.MonkeyPatch) 
         assert not watch._signs_of_life
         return values
 
-    check_same_training(facts(), a_world(), CPU, sum_over_ranks)
+    check_same_training(facts(), CPU, Ranks(a_world(), sum_over_ranks))
     assert len(watch._signs_of_life) == 1
 
 
@@ -154,9 +154,7 @@ def test_gpus(uuids: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same = facts()
     (message,) = set(
         messages(
-            lambda world, total: check_same_training(
-                same, world, torch.device("cuda", world.rank), total
-            )
+            lambda ranks: check_same_training(same, torch.device("cuda", ranks.world.rank), ranks)
         )
     )
     assert message.startswith(told)
@@ -170,8 +168,8 @@ def test_weights() -> None:
         model.load_state_dict(models[0].state_dict())
     models[1].norm.running_mean += 1  # type: ignore[operator]  # each rank's own until aligned
 
-    def act(world: Any, total: SumOverRanks) -> None:
-        check_same_weights(models[world.rank], 70, world, total)
+    def act(ranks: Ranks) -> None:
+        check_same_weights(models[ranks.world.rank], 70, ranks)
 
     assert messages(act) == ["", "", ""]
     with torch.no_grad():  # in the last bit

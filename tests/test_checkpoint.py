@@ -25,7 +25,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from making import CPU, TinyNet, a_config, a_world, same
+from making import CPU, TinyNet, a_config, a_world
 from safetensors.torch import save, save_file
 from test_optimizers import WITHOUT_TIMM
 from torch import nn
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.files import partial_name
+from recipe.ranks import Ranks
 from recipe.record import resume as resuming
 from recipe.record.checkpoint import (
     checkpoints_in,
@@ -113,11 +114,11 @@ def begin(
 ) -> None:
     """Begin to write a checkpoint, as a session does."""
     finish_checkpoint()
-    keep_checkpoint(parts or trainables(), progress, config, world, DATA, folder, same)
+    keep_checkpoint(parts or trainables(), progress, config, Ranks(world), DATA, folder)
 
 
 def read(path: Path) -> dict[str, Any]:
-    contents = load_on_all_ranks(path, a_world(), same)
+    contents = load_on_all_ranks(path, Ranks(a_world()))
     assert contents is not None
     return contents
 
@@ -460,10 +461,10 @@ def test_a_run_that_goes_on_says_what_it_does_otherwise(
 ) -> None:
     keep(tmp_path, 10, None, Progress())
     same_again = replace(CONFIG, resume="auto", workers=3, log_interval=7, threads=1)
-    resuming.resume(trainables(), same_again, a_world(), DATA, tmp_path, same)
+    resuming.resume(trainables(), same_again, Ranks(a_world()), DATA, tmp_path)
     assert "warning" not in capsys.readouterr().out
     other = replace(same_again, batch_size=32, label_smoothing=0.25)
-    resuming.resume(trainables(), other, a_world(), DATA, tmp_path, same)
+    resuming.resume(trainables(), other, Ranks(a_world()), DATA, tmp_path)
     said = capsys.readouterr().out
     assert f"--batch-size 32 (was {CONFIG.batch_size})" in said and said.count("(was ") == 2
 
@@ -487,7 +488,7 @@ def test_what_cannot_be_read_is_not_damaged(
         mock.patch.object(owner, name, side_effect=error),
         pytest.raises(UserError, match=rf"--resume auto: .* cannot be read \({error.strerror}\)"),
     ):
-        resume(trainables(), AUTO, a_world(), DATA, tmp_path, same)
+        resume(trainables(), AUTO, Ranks(a_world()), DATA, tmp_path)
     assert everything_in(tmp_path) == before
 
 
@@ -524,7 +525,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
         with pytest.raises(UserError, match="is damaged"):
             find_checkpoint(config, tmp_path)
     try:
-        progress = resume(parts, config, a_world(), DATA, tmp_path / "run", same)
+        progress = resume(parts, config, Ranks(a_world()), DATA, tmp_path / "run")
         assert progress == PROGRESS and everything(parts) == everything(trainables())
     except UserError as error:
         assert "\n" not in str(error)
@@ -573,24 +574,24 @@ def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (values.shape, values.dtype) == (sent[0].shape, sent[0].dtype)
         return sent.pop(0)
 
-    first = load_on_all_ranks(tmp_path / "c.pt", a_world(0, 2), send)
+    first = load_on_all_ranks(tmp_path / "c.pt", Ranks(a_world(0, 2), from_first=send))
     size = (tmp_path / "c.pt").stat().st_size
     forms = [(values.dtype, len(values)) for values in sent]
     pieces = [1000] * (size // 1000) + [size % 1000]  # MPI refuses messages of 2 GiB and more
     assert forms == [(torch.int64, 1), *((torch.uint8, piece) for piece in pieces)]
-    assert plain(load_on_all_ranks(None, a_world(1, 2), receive)) == plain(first)
+    assert plain(load_on_all_ranks(None, Ranks(a_world(1, 2), from_first=receive))) == plain(first)
 
 
 def test_resume(tmp_path: Path) -> None:
     for config in (CONFIG, AUTO):
-        assert resume(trainables(), config, a_world(), DATA, tmp_path, same) == Progress()
+        assert resume(trainables(), config, Ranks(a_world()), DATA, tmp_path) == Progress()
     keep(tmp_path, 10, 33.0, Progress())
     file = str(step_path(tmp_path / "checkpoints", 10))
     for config in (AUTO, replace(CONFIG, resume=file)):
-        progress = resume(trainables(), config, a_world(), DATA, tmp_path, same)
+        progress = resume(trainables(), config, Ranks(a_world()), DATA, tmp_path)
         assert progress == Progress(10, 40)
     with pytest.raises(UserError, match=r"--resume /nowhere.pt: /nowhere.pt cannot be read \(No "):
-        resume(trainables(), replace(AUTO, resume="/nowhere.pt"), a_world(), DATA, tmp_path, same)
+        resume(trainables(), replace(AUTO, resume="/nowhere.pt"), Ranks(a_world()), DATA, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -744,8 +745,8 @@ def test_each_rank_s_momentum_under_adasum(tmp_path: Path) -> None:
             assert values.any() == (len(turns) == 2 - rank)
             return turns.pop(0)
 
-        world = a_world(rank, 2)
-        keep_checkpoint(ranks[rank], PROGRESS, config, world, DATA, tmp_path, summed)
+        world = Ranks(a_world(rank, 2), summed)
+        keep_checkpoint(ranks[rank], PROGRESS, config, world, DATA, tmp_path)
         assert not turns
     finish_checkpoint()
     (path,) = checkpoints_in(tmp_path / "checkpoints")

@@ -49,6 +49,7 @@ from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
 from recipe.data.order import SampleStream
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.record.meter import StepMeter
 from recipe.settings.config import Config
 from recipe.training.state import Progress
@@ -653,7 +654,7 @@ def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
         assert meter.input is not None
         for met in ({0: "empty", rank: "small"}, {0: "empty", rank + 1: "cut off"}):
             meter.input.replaced |= met
-            told.append(meter.take_replaced(world, sum_over_ranks))
+            told.append(meter.take_replaced(Ranks(world, sum_over_ranks)))
         return [*told, meter.replaced]
 
     expected = [{0: "small", 1: "small"}, {2: "cut off"}, {0: "small", 1: "small", 2: "cut off"}]

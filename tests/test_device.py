@@ -19,12 +19,12 @@ from recipe.device import (
     core_ranges,
     cpu_quota_cores,
     cpu_seconds,
-    gather,
     loader_workers,
     peak_memory_bytes,
     share_of_cores,
 )
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 
 EIGHT = ("a", range(8))  # all of a host's cores
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -95,7 +95,7 @@ def test_ranges_of_cores() -> None:
 def test_all_ranks_get_what_each_has_to_say() -> None:
     """Of any length, under collectives that add up."""
     values = [("a", [1, 5], 1.5), ("b" * 300, [], None), ("ü", [0], math.inf)]
-    told = in_ranks(3, lambda rank, total: gather(values[rank], a_world(rank, 3), total))
+    told = in_ranks(3, lambda rank, total: Ranks(a_world(rank, 3), total).gather(values[rank]))
     assert told == [[list(value) for value in values]] * 3
 
 
@@ -295,7 +295,7 @@ def test_a_session_on_a_gpu_hints_and_has_workers_by_its_cores(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
     config = a_config(precision=precision, threads=1, train_dir="images")
     data = Data(None, None, 100, 8, 10)
-    session.Session("ddp", config, a_world(), data, torch.device("cuda", 0), lambda sums: sums)
+    session.Session("ddp", config, Ranks(a_world()), data, torch.device("cuda", 0))
     said = capsys.readouterr().out.splitlines()
     assert all(hint in line for hint, line in zip(hints, said, strict=True))
     assert asked == [cores]

@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from making import TinyNet, a_config, a_world, same
+from making import TinyNet, a_config, a_world
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,6 +36,7 @@ from ddp_train import train
 from recipe.data import batches as data
 from recipe.data.batches import Data, to_device, training_batches, validation_batches
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.start import Hooks
 from recipe.training.metrics import align_batch_norm, batch_sums, evaluate
 from recipe.training.model import build_ema, build_model, flat_batch_norm, update_ema
@@ -188,7 +189,7 @@ def test_averages(batch_norm: str) -> None:
         sent.append(values)
         return values.clone()
 
-    align_batch_norm(model, config, a_world(0, 2), exchange, exchange)
+    align_batch_norm(model, config, Ranks(a_world(0, 2), exchange, exchange))
     assert len(sent) == 1 and on_gpu(*sent)
 
 
@@ -268,7 +269,7 @@ def begin_training(
     batches = training_batches(images, config, a_world(), CUDA, 0, 0, 10**9)
     names = vars(train) | {
         "config": config, "world": a_world(), "hooks": Hooks(), "data": images, "device": CUDA,
-        "lr_scale": 1, "sum_over_ranks": same, "from_rank_0": same, "progress": Progress(),
+        "lr_scale": 1, "ranks": Ranks(a_world()), "progress": Progress(),
         "folder": Path(), "session": SimpleNamespace(batches=batches),
         "meter": SimpleNamespace(lap=lap),
     }  # fmt: skip
@@ -418,7 +419,7 @@ def test_a_network_on_two_gpus() -> None:
     assert devices == sorted(devices, key=str)
     assert {CUDA, second} == set(devices)
     assert model(torch.zeros(2, 3, 32, 32, device=CUDA)).device == CUDA
-    align_batch_norm(model, config, a_world(size=2), torch.clone, torch.clone)
+    align_batch_norm(model, config, Ranks(a_world(size=2), torch.clone, torch.clone))
 
 
 @pytest.mark.parametrize(

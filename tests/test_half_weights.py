@@ -12,6 +12,7 @@ from torch import nn
 
 from recipe.data.batches import Data
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.record.checkpoint import contents_of
 from recipe.record.environment import weights_sha256
 from recipe.record.resume import restore
@@ -41,7 +42,7 @@ def trainables(config: Config, seed: int = 0) -> Trainables:
         make_half(model, config)
     fp16_model = working_copy(model, config)
     optimizer = build_optimizer(fp16_model, config)
-    train_masters(optimizer, fp16_model, model, from_rank_0=lambda values: values)
+    train_masters(optimizer, fp16_model, model, Ranks(a_world()))
     ema = build_ema(model, config)
     return Trainables(model, optimizer, build_scaler(config, CPU), ema, fp16_model)
 

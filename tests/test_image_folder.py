@@ -28,6 +28,7 @@ from recipe.data.batches import open_data
 from recipe.data.image_folder import Listing, check_train_and_val, list_images
 from recipe.data.shards import Shards
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 
 
 def make(root: Path, *files: str) -> Path:
@@ -151,13 +152,12 @@ def test_rank_0_says_at_the_start_what_is_left_out(
 ) -> None:
     for name in ("check_same_training", "comparison_keys", "share_of_cores", "loader_workers"):
         monkeypatch.setattr(session, name, lambda *_: 0)
-    monkeypatch.setattr(session, "gather", lambda *_: [("here", [0], [])] * 2)
+    monkeypatch.setattr(Ranks, "gather", lambda *_: [("here", [0], [])] * 2)
     monkeypatch.setattr(session.Session, "_read_on", lambda self: None)
     for part in ("train", "val"):
         make(tmp_path / part, "a/1.jpg", "b/1.jpg", "b/1.heic" if part == "val" else "b/2.jpg")
     config = folder_config(tmp_path)
-    world = a_world(rank, 2)
-    session.Session("ddp", config, world, open_data(config), CPU, lambda sums: sums)
+    session.Session("ddp", config, Ranks(a_world(rank, 2)), open_data(config), CPU)
     line = f"{tmp_path}/val: left out: 1 file(s) without a known suffix (1 .heic)\n"
     assert capsys.readouterr().out == (line if rank == 0 else "")
 

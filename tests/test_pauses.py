@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from making import CPU, TinyNet, a_config, a_world, same
+from making import CPU, TinyNet, a_config, a_world
 
 from recipe import session, watch
+from recipe.ranks import Ranks
 from recipe.record import probes, resume
 from recipe.record.probes import StepProfiler
 from recipe.session import Session
@@ -54,7 +55,7 @@ def at_the_end_of_a_step(bad_step: Any = None, **methods: Any) -> None:
     it.count_step.return_value, it.poll_stop_and_save.return_value = False, (False, True)
     it.write_steps.return_value = bad_step
     it.roll_back = lambda *words: Session.roll_back(it, *words)
-    Session.end_step(it, mock.Mock(**methods), torch.zeros(4), 0.1, same, same)
+    Session.end_step(it, mock.Mock(**methods), torch.zeros(4), 0.1)
 
 
 def test_a_rollback(take_long: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_checkpoint_is_read_in_pieces(
         return values if len(pieces) < 40 else take_long()  # type: ignore[func-returns-value]
 
     with pytest.raises(Slow):
-        resume.load_on_all_ranks(path, a_world(), broadcast)
+        resume.load_on_all_ranks(path, Ranks(a_world(), from_first=broadcast))
 
 
 def test_ranks_wait_for_a_slow_disk_while_that_is_announced(
@@ -119,5 +120,5 @@ def test_ranks_wait_for_a_slow_disk_while_that_is_announced(
     parts = ("finish_checkpoint", "align_batch_norm", "check_same_weights", "keep_checkpoint")
     for name in parts:
         monkeypatch.setattr(session, name, getattr(calls, name))
-    Session.keep_checkpoint(mock.Mock(), mock.Mock(), same, same)
+    Session.keep_checkpoint(mock.Mock(), mock.Mock())
     assert [name for name, *_ in calls.mock_calls] == [*parts]

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from launching import read_json
-from making import CPU, TinyNet, a_config, a_world, same
+from making import CPU, TinyNet, a_config, a_world
 from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,6 +21,7 @@ from recipe import session as sessions
 from recipe import watch
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
+from recipe.ranks import Ranks
 from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
@@ -64,6 +65,7 @@ class Training(Session):
     ) -> None:
         self.clock, self.progress, self.config = clock, replace(progress or Progress()), config
         self.world = self.readers = world or a_world()
+        self.ranks = Ranks(self.world)
         self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
         self.is_complete = False
         if self.world.is_first:
@@ -76,7 +78,7 @@ class Training(Session):
         )
         self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress)
-        self.begin_training(Trainables(*[None] * 4), same, same)  # type: ignore[arg-type]
+        self.begin_training(Trainables(*[None] * 4))  # type: ignore[arg-type]
 
     def steps(
         self, count: int, loss: float = 2.0, seconds: float = 0.5, write: bool = True
@@ -92,7 +94,7 @@ class Training(Session):
             sums *= samples_per_step(self.config, self.world, epoch)
             epoch_ended = self.count_step(sums, 0.1, skipped_steps=0)
             if write:
-                self.write_steps(lambda sums: sums, now=True)
+                self.write_steps(now=True)
             if epoch_ended:
                 self.recorder.write_epoch(self.epoch)
                 self.evaluate(self.epoch)
@@ -127,7 +129,7 @@ def test_throughput_by_wall_clock(clock: SimpleNamespace, monkeypatch: pytest.Mo
             meter.end_step(torch.tensor([0, 0, 0, 4.0]).double(), 0.1)
             clock.now += 1  # after the warm-up's last step, too
             meter.restart()
-        meter.take_steps(lambda sums: sums, now=True)
+        meter.take_steps(Ranks(a_world()), now=True)
         clock.now += 1  # after the last of them, as for a checkpoint: counts if others follow
         meter.energy.stop()
         assert meter.wall_images_per_second == expected
@@ -289,7 +291,7 @@ def test_an_evaluation_that_is_not_finite(
     session.device, session.workers = CPU, 0
     words = f"the loss is nan of validation after step {step}: .*{remedy}"
     with pytest.raises(UserError, match=words):
-        session.validate(Trainables(*[None] * 4), same, same)  # type: ignore[arg-type]
+        session.validate(Trainables(*[None] * 4))  # type: ignore[arg-type]
     last = lines(tmp_path)[-1]
     assert (last["name"], last["step"]) == ("diverged", step), "a resume takes the one before"
 
@@ -304,11 +306,11 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
     session.steps(3)
     session.steps(1, loss=math.nan, write=False)
     session.stop, session.count_step = 99, lambda *_: True  # type: ignore[method-assign]
-    session.poll_stop_and_save = lambda _: (False, True)  # type: ignore[method-assign]
+    session.poll_stop_and_save = lambda: (False, True)  # type: ignore[method-assign]
     monkeypatch.setattr(sessions, "go_back", mock.Mock(side_effect=Lost))
     parts = Trainables(*[mock.Mock()] * 4)
     with pytest.raises(Lost):
-        session.end_step(parts, torch.zeros(4), 0.1, same, same)
+        session.end_step(parts, torch.zeros(4), 0.1)
     last = lines(tmp_path)[-1]
     assert (last["name"], last["step"]) == ("diverged", 4)
 
@@ -358,13 +360,15 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
             is_asked = rank.world.rank == signalled
             monkeypatch.setattr(sessions, "is_asked_to_end", lambda it=is_asked: it)
             before = rank.next_look
-            rank.poll_stop_and_save(lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.ranks = Ranks(rank.world, lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.poll_stop_and_save()
             rank.next_look = before
-        return [rank.poll_stop_and_save(lambda _: torch.stack(own).sum(0)) for rank in ranks]
+            rank.ranks = Ranks(rank.world, lambda _: torch.stack(own).sum(0))
+        return [rank.poll_stop_and_save() for rank in ranks]
 
     assert look() == [(False, False)] * 2
     assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
-    assert ranks[0].poll_stop_and_save(None) == (False, False)  # type: ignore[arg-type]
+    assert ranks[0].poll_stop_and_save() == (False, False)
     for rank in ranks:
         rank.next_look, rank.stopped = 0, True
         rank.saved_at -= 60 * CONFIG.checkpoint_minutes * (asked == "the time")
@@ -374,7 +378,9 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     if asked == "the time":
         return
     by_file = asked == "the stop file"
-    codes = [rank.end(lambda values: values + by_file) for rank in ranks]
+    for rank in ranks:
+        rank.ranks = Ranks(rank.world, lambda values: values + by_file)
+    codes = [rank.end() for rank in ranks]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1
     assert len(lines(tmp_path, "step")) == 4

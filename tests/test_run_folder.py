@@ -15,9 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-from making import a_config, a_world, same
+from making import a_config, a_world
 
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.record import folder as folders
 from recipe.record.folder import open_run_folder
 from recipe.settings.config import Config
@@ -25,7 +26,7 @@ from recipe.settings.config import Config
 
 def opened(config: Config, host: str = "here") -> Path:
     """As rank 0 of one, in this process, which then holds the lock until the test run's end."""
-    return open_run_folder(config, a_world(host=host), "ddp", same)
+    return open_run_folder(config, Ranks(a_world(host=host)), "ddp")
 
 
 @contextmanager
@@ -123,10 +124,12 @@ def test_rank_0_names_the_folder(
     """Another rank's clock may be past the second's boundary; and its `--name` is not asked."""
     config = a_config(log_dir=str(tmp_path), arch="vgg11", name=name)
     sent: list[torch.Tensor] = []
-    first = open_run_folder(config, a_world(0, 2), "ddp", lambda row: sent.append(row) or row)
+    ranks = Ranks(a_world(0, 2), from_first=lambda row: sent.append(row) or row)
+    first = open_run_folder(config, ranks, "ddp")
     assert name in (None, first.name)
     monkeypatch.setattr(folders, "datetime", None)
-    assert open_run_folder(config, a_world(1, 2), "ddp", lambda row: sent[0]) == first
+    ranks = Ranks(a_world(1, 2), from_first=lambda row: sent[0])
+    assert open_run_folder(config, ranks, "ddp") == first
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from making import CPU, a_config, a_world
 from torch import nn
 
 from ddp_train.transport import choose_transport
-from recipe.device import choose_device, own_row
+from recipe.device import choose_device
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.training import wire_trial
@@ -212,6 +213,7 @@ import torch
 import torch.distributed as dist
 from ddp_train.rendezvous import meeting_point
 from ddp_train.transport import choose_transport
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.world import read_world
 
@@ -301,11 +303,13 @@ def settle(
             if rounds_seen is not None:
                 rounds_seen.append(rounds)
             row = torch.tensor(others * rounds, dtype=torch.float64)
-            return values + own_row(a_world(1, 2), row)
+            return values + Ranks(a_world(1, 2)).rows(row)
         return values
 
     with patch.object(wire_trial.time, "perf_counter", lambda: now):
-        chosen = settle_wire_format(config, a_world(0, 2), MODEL, CPU, distribute, sum_over_ranks)
+        chosen = settle_wire_format(
+            config, Ranks(a_world(0, 2), sum_over_ranks), MODEL, CPU, distribute
+        )
     return chosen, distributed
 
 
@@ -339,7 +343,7 @@ def test_what_is_not_measured(settings: dict[str, Any]) -> None:
 
 
 def test_one_worker_sends_nothing() -> None:
-    chosen = settle_wire_format(AUTO, a_world(0, 1), MODEL, CPU, Mock(), Mock())
+    chosen = settle_wire_format(AUTO, Ranks(a_world(0, 1)), MODEL, CPU, Mock())
     assert chosen.wire_format == "fp32"
 
 

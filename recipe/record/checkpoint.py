@@ -7,7 +7,6 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,12 @@ import torch
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError
 from recipe.files import partial_name, sync_folder, whole_file
+from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
 from recipe.record.weights import first_line
 from recipe.settings.config import Config
 from recipe.training.precision import copy_buffers
 from recipe.training.state import Progress, Trainables
-from recipe.world import World
 
 FORMAT = 1
 WRITER = ThreadPoolExecutor(1, "checkpoint")
@@ -131,10 +130,9 @@ def keep_checkpoint(
     parts: Trainables,
     progress: Progress,
     config: Config,
-    world: World,
+    ranks: Ranks,
     data: Data,
     run_folder: Path,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
     oldest ones.
@@ -142,9 +140,9 @@ def keep_checkpoint(
     The checkpoint before must be on disk by now (`finish_checkpoint`): two copies would take twice
     the memory.
     """
-    momenta = None
+    world, momenta = ranks.world, None
     if config.use_adasum and world.size > 1:
-        momenta = _momentum_of_each(parts.optimizer, world, sum_over_ranks)
+        momenta = _momentum_of_each(parts.optimizer, ranks)
     if not world.is_first:
         return
     path = step_path(run_folder / "checkpoints", progress.step)
@@ -164,20 +162,16 @@ def finish_checkpoint(timeout: float | None = None) -> bool:
     return not WRITES
 
 
-def _momentum_of_each(
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
-) -> list[torch.Tensor]:
+def _momentum_of_each(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[torch.Tensor]:
     """On rank 0 every rank's momentum, float32 [weights] each: under Adasum each has its own."""
     buffers = [buffer.flatten() for buffer in momentum(optimizer)]
     if not buffers:
         return []
     bits = torch.cat(buffers).view(torch.int32)  # as numbers -0.0 + 0.0 would lose its sign
     momenta = []
-    for rank in range(world.size):
-        total = sum_over_ranks(bits if rank == world.rank else torch.zeros_like(bits)).cpu()
-        if world.is_first:
+    for rank in range(ranks.world.size):
+        total = ranks.sum(bits if rank == ranks.world.rank else torch.zeros_like(bits)).cpu()
+        if ranks.world.is_first:
             momenta.append(total.view(torch.float32))
     return momenta
 

@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from itertools import count
@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.watch import nearest_launcher
 from recipe.world import World
@@ -37,12 +38,7 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 LOST_HOST_WAIT_S = 120.0
 
 
-def open_run_folder(
-    config: Config,
-    world: World,
-    engine: str,
-    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
-) -> Path:
+def open_run_folder(config: Config, ranks: Ranks, engine: str) -> Path:
     """Where this run is written, on all ranks as rank 0 has named it; made, and locked until rank
     0's process ends.
 
@@ -50,10 +46,10 @@ def open_run_folder(
     where another run writes, where nothing can be written, and where nothing is to be evaluated.
     """
     name = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    if world.is_first:
-        encoded = os.fsencode(_claim(config, world, engine).name)
+    if ranks.world.is_first:
+        encoded = os.fsencode(_claim(config, ranks.world, engine).name)
         name[: len(encoded)] = torch.tensor(list(encoded))
-    name = from_rank_0(name)
+    name = ranks.from_first(name)
     return Path(config.log_dir, os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
 
 

@@ -11,11 +11,12 @@ import torch
 
 from recipe import watch
 from recipe.data.batches import Data, InputMeter
-from recipe.device import cpu_seconds, forget_peak_memory, gather
+from recipe.device import cpu_seconds, forget_peak_memory
+from recipe.ranks import Ranks
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import Phases, StepLine
 from recipe.settings.config import Config
-from recipe.training.metrics import Collective, Sums, means
+from recipe.training.metrics import Sums, means
 from recipe.training.phases import (
     PHASES,
     WARM_UP_STEPS,
@@ -119,7 +120,7 @@ class StepMeter:
             self.warm_up_seconds = self.energy.seconds
             forget_peak_memory(sums.device)
 
-    def take_steps(self, sum_over_ranks: Collective, now: bool) -> list[StepLine]:
+    def take_steps(self, ranks: Ranks, now: bool) -> list[StepLine]:
         """The steps since the last call, their metrics over all ranks. On a GPU, unless `now`,
         those of the calls before: whoever waits for what it has just been given to compute leaves
         it without work meanwhile."""
@@ -132,7 +133,7 @@ class StepMeter:
         for rows, arrival, steps, laps in taken:
             self.clock.wait_for(arrival)
             # In the CPU's memory: for an exchange on GPUs Horovod's host waits until it is done.
-            rows = sum_over_ranks(rows)
+            rows = ranks.sum(rows)
             for sums, (_, rate, step, samples_seen), of_step in zip(rows, steps, laps, strict=True):
                 phases = self.clock.seconds(of_step)
                 lines.append(self._count(sums, rate, step, samples_seen, phases))
@@ -140,11 +141,11 @@ class StepMeter:
         self.wall_seconds = self.energy.seconds - self.warm_up_seconds
         return lines
 
-    def take_replaced(self, world: World, sum_over_ranks: Collective) -> dict[int, str]:
+    def take_replaced(self, ranks: Ranks) -> dict[int, str]:
         """The bad images that others took the place of since the last call, over all ranks, and
         which none had met before: their indices, and why they were bad."""
         assert self.input is not None
-        rows = gather(list(self.input.replaced.items()), world, sum_over_ranks)
+        rows = ranks.gather(list(self.input.replaced.items()))
         self.input.replaced.clear()
         new = {index: why for row in rows for index, why in row if index not in self.replaced}
         self.replaced |= new

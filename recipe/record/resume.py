@@ -7,7 +7,6 @@ import math
 import shutil
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec import convert
 
 from recipe.data.batches import Data
 from recipe.errors import UserError, refuse
+from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
     checkpoints_in,
@@ -43,20 +43,19 @@ PIECE_BYTES = 2**28  # sent at once: MPI's counts end at 2 GiB
 def resume(
     parts: Trainables,
     config: Config,
-    world: World,
+    ranks: Ranks,
     data: Data,
     run_folder: Path,
-    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
 ) -> Progress:
     """Go on from the checkpoint that --resume means, on all ranks alike; the start of training if
     there is none. Rank 0 then makes the folder ready for what will be written."""
-    progress = Progress()
+    progress, world = Progress(), ranks.world
     if config.resume is not None:
         path = None
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
-            contents = load_on_all_ranks(path, world, from_rank_0)
+            contents = load_on_all_ranks(path, ranks)
         except OSError as error:
             raise UserError(
                 f"--resume {config.resume}: {error.filename or path or run_folder} cannot be read "
@@ -116,15 +115,14 @@ def steps_left_out(run_folder: Path) -> list[int]:
 def go_back(
     parts: Trainables,
     config: Config,
-    world: World,
+    ranks: Ranks,
     data: Data,
     run_folder: Path,
     diverged_at: int,
-    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
 ) -> Progress:
     """Take up the newest checkpoint that a finite loss has followed, on all ranks alike, after that
     of step `diverged_at` was not. Later ones are set aside. UserError if there is none."""
-    path = None
+    path, world = None, ranks.world
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
         path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
@@ -133,7 +131,7 @@ def go_back(
                 f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
                 "is left (--rollback); lower --base-lr, or set --clip-grad-norm"
             )
-    contents = load_on_all_ranks(path, world, from_rank_0)
+    contents = load_on_all_ranks(path, ranks)
     progress = restore(contents, parts, config, world, data, str(path))
     if world.is_first:
         with one_sentence(run_folder):
@@ -254,18 +252,16 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def load_on_all_ranks(
-    path: Path | None, world: World, broadcast: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, Any] | None:
+def load_on_all_ranks(path: Path | None, ranks: Ranks) -> dict[str, Any] | None:
     """Rank 0's file, on every rank, whether or not the others can read it; None if rank 0 has no
     `path`.
 
-    `broadcast` returns rank 0's tensor on all ranks. Only bytes travel, in pieces, of which no rank
+    Only bytes travel, in pieces, of which no rank
     holds more than one beside the file; and each rank reads them with weights_only=True: nothing
     that came over the network is ever unpickled freely.
     """
     size = path.stat().st_size if path is not None else 0
-    size = int(broadcast(torch.tensor([size], dtype=torch.int64)))
+    size = int(ranks.from_first(torch.tensor([size], dtype=torch.int64)))
     if size == 0:
         return None
     content = io.BytesIO()
@@ -275,7 +271,7 @@ def load_on_all_ranks(
             if file is not None and file.readinto(piece.data) < len(piece):
                 raise UserError(f"{path}: was cut short while it was read; start again")
             expect_delay()  # before each: the disk of rank 0 may be slow
-            content.write(broadcast(torch.from_numpy(piece)).numpy().data)
+            content.write(ranks.from_first(torch.from_numpy(piece)).numpy().data)
     content.seek(0)
     return read_file(content, str(path))
 

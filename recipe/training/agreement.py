@@ -8,7 +8,6 @@ digests of all that decides what is computed, and if they differ, the values the
 import hashlib
 import json
 import platform
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -17,18 +16,16 @@ import torch
 from torch import nn
 
 from recipe.data.batches import Data
-from recipe.device import gather
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, spelled
 from recipe.watch import heartbeat
-from recipe.world import World
 
 PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
-SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 def comparison_keys(
@@ -68,24 +65,22 @@ def _digest(content: bytes) -> str:
     return "digest " + hashlib.sha256(content).hexdigest()[:12]
 
 
-def check_same_training(
-    facts: dict[str, str], world: World, device: torch.device, sum_over_ranks: SumOverRanks
-) -> None:
+def check_same_training(facts: dict[str, str], device: torch.device, ranks: Ranks) -> None:
     """Raise UserError, on all ranks alike, if their `facts` differ or if two have one GPU.
 
     In the CPU's memory, so that it works where one rank found no GPU.
     """
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
-    rows = gather([_digest(json.dumps(facts).encode()), gpu], world, sum_over_ranks)
+    rows = ranks.gather([_digest(json.dumps(facts).encode()), gpu])
     heartbeat()  # all ranks have met: from now on none may be late
     if len({digest for digest, _ in rows}) > 1:
-        hosts = gather(world.host, world, sum_over_ranks)
-        raise UserError(differences(gather(facts, world, sum_over_ranks), hosts))
+        hosts = ranks.gather(ranks.world.host)
+        raise UserError(differences(ranks.gather(facts), hosts))
     gpus = [gpu for _, gpu in rows if gpu]
     if len(set(gpus)) < len(gpus):
         second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
-        host = gather(world.host, world, sum_over_ranks)[second]
+        host = ranks.gather(ranks.world.host)[second]
         raise UserError(
             f"ranks {gpus.index(gpus[second])} and {second} on {host} have the same GPU: start at "
             "most as many ranks on a host as it has GPUs, show each rank another one "
@@ -93,9 +88,7 @@ def check_same_training(
         )
 
 
-def check_same_weights(
-    model: nn.Module, step: int, world: World, sum_over_ranks: SumOverRanks
-) -> None:
+def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
     """Raise UserError, on all ranks alike, if their weights differ: an engine, a library or a
     machine is at fault then. BatchNorm's statistics may be each rank's own.
 
@@ -107,12 +100,12 @@ def check_same_weights(
         for weight in model.parameters()
     ]
     together = torch.stack([one.to(sums[0].device) for one in sums])  # of a network on two GPUs
-    digests = gather(_digest(together.cpu().numpy().tobytes()), world, sum_over_ranks)
+    digests = ranks.gather(_digest(together.cpu().numpy().tobytes()))
     if len(set(digests)) > 1:
-        hosts = gather(world.host, world, sum_over_ranks)
-        columns = zip(*gather(together.tolist(), world, sum_over_ranks), strict=True)
+        hosts = ranks.gather(ranks.world.host)
+        columns = zip(*ranks.gather(together.tolist()), strict=True)
         names = (name for name, _ in model.named_parameters())
-        differ = [name for name, ranks in zip(names, columns, strict=True) if len(set(ranks)) > 1]
+        differ = [name for name, column in zip(names, columns, strict=True) if len(set(column)) > 1]
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise UserError(
             f"after step {step} the ranks hold different weights in {differ[0]}{more}: "

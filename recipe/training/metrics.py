@@ -1,25 +1,23 @@
-"""Loss, top-1 and top-5 as sums and counts: exact at any split over batches and ranks; validation.
-The engine's collectives come as arguments."""
+"""Loss, top-1 and top-5 as sums and counts, exact at any split over batches and ranks."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from recipe.data.batches import Batch, Data, to_device, validation_batches
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.training.model import autocast, flat_batch_norm
 from recipe.training.precision import copy_buffers, working_copy
 from recipe.training.state import Trainables
 from recipe.watch import expect_delay, heartbeat
-from recipe.world import World
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
 # float64 [4].
 Sums = torch.Tensor
-Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,36 +76,28 @@ def evaluate(
     return sums
 
 
-def align_batch_norm(
-    model: nn.Module,
-    config: Config,
-    world: World,
-    sum_over_ranks: Collective,
-    from_rank_0: Collective,
-) -> None:
+def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
     """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
     if config.batch_norm != "sync":
         with flat_batch_norm(model) as statistics:
             if config.batch_norm == "average":
-                statistics.copy_(sum_over_ranks(statistics) / world.size)
+                statistics.copy_(ranks.sum(statistics) / ranks.world.size)
             else:
-                statistics.copy_(from_rank_0(statistics))
+                statistics.copy_(ranks.from_first(statistics))
 
 
 def validate(
     parts: Trainables,
     config: Config,
-    world: World,
+    ranks: Ranks,
     data: Data,
     device: torch.device,
     workers: int,
-    sum_over_ranks: Collective,
-    from_rank_0: Collective,
 ) -> list[Evaluation]:
     """The model and its moving average, if it has one, on all validation images. Nothing for
     synthetic data, whose labels are random, unless a flag asks for it."""
     model, ema = parts.model, parts.ema
-    align_batch_norm(model, config, world, sum_over_ranks, from_rank_0)
+    align_batch_norm(model, config, ranks)
     if data.val is None and not (config.evaluate or config.desired_acc):
         return []
     if ema is not None:
@@ -116,7 +106,7 @@ def validate(
     for weights, candidate in {"model": model, "ema": ema}.items():
         if candidate is not None:
             started = time.perf_counter()
-            batches = validation_batches(data, config, world, device, workers)
-            sums = sum_over_ranks(evaluate(candidate, batches, config, device)).cpu()
+            batches = validation_batches(data, config, ranks.world, device, workers)
+            sums = ranks.sum(evaluate(candidate, batches, config, device)).cpu()
             evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
     return evaluations

@@ -7,13 +7,14 @@ unless --keep-batchnorm-fp32 False asks for a fp16 copy.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.training.state import Trainables
 
@@ -76,13 +77,13 @@ def train_masters(
     optimizer: torch.optim.Optimizer,
     fp16_model: nn.Module,
     model: nn.Module,
-    from_rank_0: Callable[[torch.Tensor], torch.Tensor],
+    ranks: Ranks,
 ) -> None:
     """Have an optimizer that was made for `fp16_model` change the masters instead, which are rank
     0's on all ranks. An engine's hooks stay on the fp16 weights: it averages their gradients."""
     master_of = dict(_pairs(fp16_model, model))
     for values in model.state_dict().values() if master_of else []:
-        values.copy_(from_rank_0(values))
+        values.copy_(ranks.from_first(values))
     for group in optimizer.param_groups:
         group["params"] = [master_of.get(weight, weight) for weight in group["params"]]
 

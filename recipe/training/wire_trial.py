@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from recipe.data.batches import to_device
-from recipe.device import own_row
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.training.model import autocast, compile_stages
 from recipe.watch import expect_delay, heartbeat
-from recipe.world import World
 
 LEAST_GAIN = 1.01  # of what rounds as it sends, over fp32; less is within what timing can tell
 # Rounds that count: the second number if the first leaves neither format CLEAR ahead. (On a slow
@@ -33,11 +32,10 @@ Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimize
 
 def settle_wire_format(
     config: Config,
-    world: World,
+    ranks: Ranks,
     model: nn.Module,
     device: torch.device,
     distribute: Distribute,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> Config:
     """Return `config` with the faster of fp32 and fp16 for `auto`; as it is for all else.
 
@@ -46,7 +44,7 @@ def settle_wire_format(
     """
     if config.wire_format != "auto":
         return config
-    if world.size == 1 or config.evaluate or config.has_fp16_weights:
+    if ranks.world.size == 1 or config.evaluate or config.has_fp16_weights:
         return replace(config, wire_format="fp32")  # none are sent, or most are fp16 already
     steps = [
         trial(replace(config, wire_format=name), model, device, distribute) for name in WIRE_FORMATS
@@ -55,7 +53,7 @@ def settle_wire_format(
     def seconds(step: Callable[[], None]) -> float:
         """How long a training step takes on this rank."""
         step()  # after the other format's, Horovod agrees anew on what it sends
-        sum_over_ranks(torch.zeros(1)).item()  # the ranks begin together
+        ranks.sum(torch.zeros(1)).item()  # the ranks begin together
         started = time.perf_counter()
         step()
         return time.perf_counter() - started
@@ -63,9 +61,9 @@ def settle_wire_format(
     own = [[seconds(step) for step in steps]]
     for rounds in ROUNDS:
         own += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(own))]
-        row = own_row(world, torch.tensor(own, dtype=torch.float64).flatten())
-        rows = sum_over_ranks(row).cpu()  # the same on all, who go on or stop together
-        slowest = rows.view(world.size, len(own), len(WIRE_FORMATS)).amax(dim=0)
+        # The same on all, who go on or stop together.
+        rows = ranks.rows(torch.tensor(own, dtype=torch.float64).flatten()).cpu()
+        slowest = rows.view(ranks.world.size, len(own), len(WIRE_FORMATS)).amax(dim=0)
         medians = slowest[1:].median(dim=0).values.tolist()
         found: dict[WireFormat, float] = dict(zip(WIRE_FORMATS, medians, strict=True))
         fastest, second, *_ = sorted(found.values())
@@ -74,7 +72,7 @@ def settle_wire_format(
     chosen: WireFormat = min(found, key=lambda name: found[name])
     if LEAST_GAIN * found[chosen] >= found["fp32"]:
         chosen = "fp32"
-    if world.is_first:
+    if ranks.world.is_first:
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in found.items())
         print(f"wire format: {chosen} ({times} a step)", flush=True)
     expect_delay()  # the first batches are no such steps
