@@ -26,7 +26,7 @@ class PlainMPI(Rung):
     """The gradients are averaged by hand, over any launcher that starts MPI's ranks."""
 
     name, transport, launcher, has_group, is_for_cpu = "mpi4py", "MPI", None, False, True
-    has, lacks = ("transport", "ablation_steps"), ("transport gloo", "transport nccl")
+    has, lacks = ("transport",), ("transport gloo", "transport nccl")
 
     def __init__(self, config: Config, world: World) -> None:
         super().__init__(config, world)

@@ -37,7 +37,6 @@ from recipe.training.metrics import batch_sums
 from recipe.training.model import autocast, build_criterion, build_ema, build_model
 from recipe.training.model import build_optimizer, build_scaler, replace_batch_norm, seed_step
 from recipe.training.model import update_ema
-from recipe.training.phases import exchanges_gradients
 from recipe.training.optimizers import learning_rate
 from recipe.training.state import Trainables
 from recipe.training.wire_trial import settle_wire_format
@@ -115,7 +114,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
             group["lr"] = rate
 
         # Each lap ends a phase of the step: data, forward, backward, optimizer.
-        exchange = hooks.exchanges() and exchanges_gradients(config, progress.step)
+        exchange = hooks.exchanges()
         sums = torch.zeros(4, dtype=torch.float64, device=device)
         passes = config.batches_per_allreduce if exchange else sys.maxsize
         optimizer.set_backward_passes_per_step(passes)

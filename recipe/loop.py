@@ -36,7 +36,6 @@ from recipe.training.model import (
     update_ema,
 )
 from recipe.training.optimizers import learning_rate
-from recipe.training.phases import exchanges_gradients
 from recipe.training.precision import unscale_and_clip
 from recipe.training.state import Progress, Trainables
 from recipe.watch import heartbeat
@@ -48,7 +47,7 @@ ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
-    "rollback", "ablation_steps", "tensor_steps", "profile_steps",
+    "rollback", "tensor_steps", "profile_steps",
 )  # fmt: skip
 
 
@@ -193,12 +192,11 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     return session, lr_scale
 
 
-def _step(rung: Rung, session: Session, lr_scale: int, exchanges: bool) -> tuple[Sums, float]:
+def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[Sums, float]:
     """One step: its metrics on this rank, and its learning rate."""
     config, progress, meter = rung.config, rung.progress, session.meter
     seed_step(config, progress.step, session.readers.rank)
     rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
-    exchange = exchanges and exchanges_gradients(config, progress.step)
     sums = torch.zeros(4, dtype=torch.float64, device=rung.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
         heartbeat()

@@ -1,7 +1,7 @@
-"""Runs a trainer with known delays in the phases of its steps: slow_phases.py WHERE TRAINER ARGS...
+"""Runs a trainer with known delays in the phases of its steps: slow_phases.py TRAINER ARGS...
 
-WHERE is `exchange` (a delay in every exchange of gradients) or `cycle`: step 0 is slow in its data,
-step 1 in forward, step 2 in backward, step 3 in the exchange, step 4 in the optimizer, and again.
+Step 0 is slow in its data, step 1 in forward, step 2 in backward, step 3 in the exchange, step 4 in
+the optimizer, and again.
 """
 
 import runpy
@@ -18,17 +18,17 @@ import recipe.data.batches
 CYCLE = ("data", "forward", "backward", "exchange", "optimizer")
 DELAY_SECONDS = 0.2
 
-where, trainer = sys.argv[1:3]
+trainer = sys.argv[1]
 step = -1  # counted by the batches that come to the device
 
 
 def delayed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, slower by DELAY_SECONDS in the steps that WHERE says."""
+    """`function`, slower by DELAY_SECONDS in its steps of the cycle."""
 
     def slower(*args: Any, **kwargs: Any) -> Any:
         global step
         step += phase == "data"
-        if phase == where or (where == "cycle" and phase == CYCLE[step % len(CYCLE)]):
+        if phase == CYCLE[step % len(CYCLE)]:
             time.sleep(DELAY_SECONDS)
         return function(*args, **kwargs)
 
@@ -69,5 +69,5 @@ else:
 
     DistributedDataParallel.__init__ = slow_init  # type: ignore
 
-sys.argv = [trainer, *sys.argv[3:]]
+sys.argv = [trainer, *sys.argv[2:]]
 runpy.run_path(trainer, run_name="__main__")

@@ -262,13 +262,13 @@ def after_step(act: Callable[[Any, int], object]) -> Callable[[int], Hooks]:
 # Settings, and words of what the ranks then ask for.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "keep_checkpoint"),
-    "one batch": ({"batch_norm": "sync"}, "sync_batch_norm.py"),
+    "one batch": ({"batch_norm": "sync"}, "batch_norm.py"),
     "averages": ({"batch_norm": "average", "model_ema": True}, "allreduce of float32 [8]"),
     "measured": ({"wire_format": "auto"}, "settle_wire_format"),
     "halves": ({"wire_format": "fp16", "static_graph": True}, "allreduce of float16"),
     "masters": ({"precision": "O2"}, "train_masters"),
     "accumulated": ({"batches_per_allreduce": 2, "clip_grad_norm": 1.0}, "allreduce"),
-    "now and then": ({"ablation_steps": 2, "weight_check_steps": 1}, "check_weights"),
+    "now and then": ({"weight_check_steps": 1}, "check_weights"),
 }
 
 

@@ -347,9 +347,6 @@ def test_any_words_are_settings_or_refused(words: list[str], engine: str) -> Non
         assert all(without_effect(config, base, engine, 2))
 
 
-ABLATION = {"static_graph": True, "ablation_steps": 2}
-
-
 @pytest.mark.parametrize(
     ("allowed", "settings", "engine", "size", "words"),
     [
@@ -384,7 +381,6 @@ ABLATION = {"static_graph": True, "ablation_steps": 2}
             2,
             "--static-graph: cannot be combined with --batches-per",
         ),
-        (ABLATION, {"resume": "run.pt"}, "ddp", 2, "--resume run.pt: cannot be combined with"),
     ],
 )
 def test_what_cannot_be_combined(

@@ -25,13 +25,13 @@ def a_rung(launcher: str, lacks: tuple[str, ...] = (), has: tuple[str, ...] = ()
         ({"precision": "fp16"}, "--precision fp16"),  # this one lacks it
         ({"model_ema": True}, "--model-ema True"),
         ({"precision": "bf16"}, None),  # another value than the one that it lacks
-        ({"ablation_steps": 4}, None),  # it has what others lack
+        ({"profile_steps": 4}, None),  # it has what others lack
     ],
 )
 def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str | None) -> None:
     refused = pytest.raises(UserError, match=f"^{message}: not supported by this script")
     with refused if message else nullcontext():
-        a_rung("none", ("precision fp16", "model_ema"), ("ablation_steps",))(
+        a_rung("none", ("precision fp16", "model_ema"), ("profile_steps",))(
             a_config(**given), a_world()
         )
 

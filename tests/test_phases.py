@@ -1,23 +1,17 @@
-"""The phases of a step: cut without gaps, equally on both engines, communication by ablation."""
+"""The phases of a step: cut without gaps, equally on both engines."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 import pytest
-from launching import ENGINES, LAUNCHERS, TRAINERS, rarely, read_json, read_lines, run
-from making import CPU, a_config
+from launching import ENGINES, LAUNCHERS, TRAINERS, rarely, read_lines, run
+from making import CPU
 
 from recipe.record.meter import PhaseSums
 from recipe.record.schema import Phases
 from recipe.training import phases
-from recipe.training.phases import (
-    PHASES,
-    StepClock,
-    begins_stretch,
-    exchanges_gradients,
-)
+from recipe.training.phases import PHASES, StepClock
 
 DDP, HOROVOD, HOROVOD_GLOO = ENGINES
 TINY = (
@@ -51,39 +45,25 @@ def test_phases_leave_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.take() == []
 
 
-def test_stretches_alternate() -> None:
-    config = a_config(ablation_steps=3)
-    assert [exchanges_gradients(config, step) for step in range(7)] == [True] * 3 + [False] * 3 + [
-        True
-    ]
-    assert [step for step in range(10) if begins_stretch(config, step)] == [0, 3, 6, 9]
-    assert all(exchanges_gradients(a_config(), step) for step in range(10))
-    assert not any(begins_stretch(a_config(), step) for step in range(10))
-
-
 def a_step(data: float, forward: float, backward: float, optimizer: float) -> dict[str, float]:
     return dict(zip(PHASES, (data, forward, backward, optimizer), strict=True))
 
 
-def test_exposed_communication_is_what_the_exchange_adds_to_backward() -> None:
+def test_means_add_up_to_the_step() -> None:
     sums = PhaseSums()
-    assert sums.means() == Phases()
-    sums.add(a_step(1, 2, 10, 3), exchanged=True)
-    assert asdict(sums.means()) == {
-        "steps": 1, "step_seconds": 16, "data_seconds": 1, "forward_seconds": 2,
-        "backward_seconds": 10, "exposed_communication_seconds": None, "optimizer_seconds": 3,
-    }  # fmt: skip
-    sums.add(a_step(3, 2, 14, 3), exchanged=True)
-    sums.add(a_step(50, 50, 7, 0), exchanged=False)
-    assert asdict(sums.means()) == {
-        "steps": 2, "step_seconds": 19, "data_seconds": 2, "forward_seconds": 2,
-        "backward_seconds": 7, "exposed_communication_seconds": 5, "optimizer_seconds": 3,
-    }  # fmt: skip
+    assert sums.means() == Phases() and sums.images_per_second is None
+    sums.add(a_step(1, 2, 10, 3), images=30)
+    sums.add(a_step(3, 2, 14, 3), images=46)
+    assert sums.means() == Phases(
+        steps=2, step_seconds=19, data_seconds=2, forward_seconds=2, backward_seconds=12,
+        optimizer_seconds=3,
+    )  # fmt: skip
+    assert sums.images_per_second == 2
 
 
-def train_slowly(where: str, launcher: str, engine: str, arguments: str, folder: Path) -> None:
+def train_slowly(launcher: str, engine: str, arguments: str, folder: Path) -> None:
     command = LAUNCHERS[launcher].format(
-        python=sys.executable, ranks=2, trainer=f"tests/slow_phases.py {where} {TRAINERS[engine]}"
+        python=sys.executable, ranks=2, trainer=f"tests/slow_phases.py {TRAINERS[engine]}"
     )
     finished = run(
         [*command.split(), *TINY.split(), *arguments.split(),
@@ -99,7 +79,7 @@ def test_a_delay_shows_up_in_its_phase_and_nowhere_else(
 ) -> None:
     """Each step is slow in another phase, in which it takes longer than the steps that are slow
     elsewhere. Medians, since others use the cores, too."""
-    train_slowly("cycle", launcher, engine, "--max-steps 35", tmp_path / "run")
+    train_slowly(launcher, engine, "--max-steps 35", tmp_path / "run")
     steps = read_lines(tmp_path / "run", "step")[5:]
     slow_in = ("data", "forward", "backward", "backward", "optimizer")
     for phase in PHASES:
@@ -114,23 +94,3 @@ def test_a_delay_shows_up_in_its_phase_and_nowhere_else(
     for line in steps:
         total = sum(line[f"{phase}_seconds"] for phase in PHASES)
         assert total == pytest.approx(line["seconds"], rel=1e-9)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), [DDP, rarely(*HOROVOD), rarely(*HOROVOD_GLOO)])
-def test_a_slow_exchange_is_exposed_communication(
-    launcher: str, engine: str, tmp_path: Path
-) -> None:
-    arguments = "--max-steps 29 --ablation-steps 4"
-    train_slowly("exchange", launcher, engine, arguments, tmp_path / "run")
-    lines = read_lines(tmp_path / "run", "step")
-    assert [line["exchanged"] for line in lines[:9]] == [True] * 4 + [False] * 4 + [True]
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert len(summary["ranks"]) == 2
-    for told in [summary["phases"], *summary["ranks"]]:
-        assert told["steps"] == 9  # of steps 9-12, 17-20 and 25-28, without the first of each four
-        exposed = told["exposed_communication_seconds"]
-        assert exposed > DELAY_SECONDS / 2
-        assert all(told[f"{phase}_seconds"] < exposed for phase in PHASES)
-        parts = sum(told[f"{phase}_seconds"] for phase in PHASES) + exposed
-        assert parts == pytest.approx(told["step_seconds"], rel=0.02)

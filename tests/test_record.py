@@ -604,17 +604,3 @@ def test_progress_bar_only_on_rank_0_s_terminal(
     bar = session.recorder.bar
     assert bar is not None and (bar.n, bar.total) == (2, 15)
     session.recorder.close(SUMMARY)
-
-
-def test_only_steps_with_an_exchange_count_for_throughput(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
-    session = Training(tmp_path, clock, config=replace(CONFIG, ablation_steps=4))
-    session.steps(8)
-    assert session.meter.phases.images_per_second is None  # steps 6 to 8 were without
-    session.steps(1, seconds=100.0)  # the first of a stretch
-    session.steps(3)
-    session.steps(3, seconds=100.0)  # without again
-    assert session.meter.phases.images_per_second == 8.0
-    assert session.meter.phases.means().steps == 3
-    assert lines(tmp_path, "step", "exchanged")[:12] == [True] * 4 + [False] * 4 + [True] * 4

@@ -51,7 +51,6 @@ RESERVED_FLAGS = {
     "--name": "the plan sets where each run is written: use --out DIR before the --",
     "--resume": "every run starts from nothing",
     "--evaluate": "a comparison trains",
-    "--ablation-steps": "it would measure steps without communication; turns of their own do that",
 }
 
 

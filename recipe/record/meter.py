@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import Any
 
 import psutil
 import torch
@@ -17,51 +16,33 @@ from recipe.record.energy import EnergyMeter
 from recipe.record.schema import Phases, StepLine
 from recipe.settings.config import Config
 from recipe.training.metrics import Sums, means
-from recipe.training.phases import (
-    PHASES,
-    WARM_UP_STEPS,
-    Laps,
-    StepClock,
-    begins_stretch,
-    exchanges_gradients,
-)
+from recipe.training.phases import PHASES, WARM_UP_STEPS, Laps, StepClock
 from recipe.training.state import Progress
 from recipe.world import World
 
 
 class PhaseSums:
-    """Adds up the phases of the steps that count, by whether gradients were exchanged in them."""
+    """Adds up the phases of the steps that count."""
 
     def __init__(self) -> None:
-        self.sums: dict[bool, Any] = {True: Counter(), False: Counter()}
+        self.seconds, self.images, self.steps = Counter[str](), 0, 0
 
-    def add(self, seconds: dict[str, float], exchanged: bool, images: int = 0) -> None:
+    def add(self, seconds: dict[str, float], images: int) -> None:
         """Count one step."""
-        self.sums[exchanged].update(seconds, images=images, steps=1)
+        self.seconds.update(seconds)
+        self.images, self.steps = self.images + images, self.steps + 1
 
     @property
     def images_per_second(self) -> float | None:
         """Throughput of all ranks together in the steps that count; None if none did."""
-        sums = self.sums[True]
-        return sums["images"] / sum(sums[phase] for phase in PHASES) if sums["images"] else None
+        return self.images / self.seconds.total() if self.images else None
 
     def means(self) -> Phases:
-        """This rank's mean seconds a step so far; those of the ablation are not among the `steps`.
-
-        With ablation `backward` is that of the steps without exchange, and the exposed
-        communication the difference; without, `backward` holds the exchange. Either way the phases
-        add up to the mean step in which gradients are exchanged.
-        """
-        sums, ablated = self.sums[True], self.sums[False]
-        if not sums["steps"]:
+        """This rank's mean seconds a step so far, which add up to those of the whole step."""
+        if not self.steps:
             return Phases()
-        seconds = {f"{phase}_seconds": sums[phase] / sums["steps"] for phase in PHASES}
-        step_seconds = sum(seconds.values())
-        if ablated["steps"]:
-            computed = ablated["backward"] / ablated["steps"]
-            seconds["exposed_communication_seconds"] = seconds["backward_seconds"] - computed
-            seconds["backward_seconds"] = computed
-        return Phases(steps=sums["steps"], step_seconds=step_seconds, **seconds)
+        seconds = {f"{phase}_seconds": self.seconds[phase] / self.steps for phase in PHASES}
+        return Phases(steps=self.steps, step_seconds=sum(seconds.values()), **seconds)
 
 
 class StepMeter:
@@ -155,12 +136,11 @@ class StepMeter:
         self, sums: Sums, rate: float, step: int, samples_seen: int, phases: dict[str, float]
     ) -> StepLine:
         images, seconds = int(sums[3]), sum(phases.values())
-        exchanged = exchanges_gradients(self.config, step - 1)
         self.step_seconds += seconds
         is_warm = step > self.first_step + WARM_UP_STEPS
         self.wall_images += images * is_warm
-        if is_warm and not begins_stretch(self.config, step - 1):
-            self.phases.add(phases, exchanged, images)
+        if is_warm:
+            self.phases.add(phases, images)
         return StepLine(
             epoch=(samples_seen - images) // self.data.num_train,
             step=step,
@@ -169,7 +149,7 @@ class StepMeter:
             learning_rate=rate,
             seconds=seconds,
             **{f"{phase}_seconds": value for phase, value in phases.items()},
-            exchanged=exchanged,
+            exchanged=True,
             images_per_second=images / seconds,
         )
 

@@ -114,7 +114,7 @@ class StepLine(MetricsLine):
     forward_seconds: Amount | None = None
     backward_seconds: Amount | None = None
     optimizer_seconds: Amount | None = None
-    exchanged: bool = True  # False: a step of --ablation-steps without the exchange of gradients
+    exchanged: bool = True  # False, in older records only: gradients were computed and left alone
     images_per_second: Positive  # of all ranks
 
     @property
@@ -166,8 +166,8 @@ class Phases:
     step_seconds: Amount | None = None
     data_seconds: Amount | None = None
     forward_seconds: Amount | None = None
-    backward_seconds: Amount | None = None  # with the exchange where that was not measured apart
-    exposed_communication_seconds: Finite | None = None  # below 0 by noise alone
+    backward_seconds: Amount | None = None  # with what of the exchange does not hide behind it
+    exposed_communication_seconds: Finite | None = None  # in older records only
     optimizer_seconds: Amount | None = None
 
 

@@ -392,14 +392,6 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
             "see "
             "the exchange in its first backward pass; leave one of the two out",
         ),
-        (
-            static and config.ablation_steps and config.resume,
-            f"--resume {config.resume}: cannot be combined with --static-graph and "
-            "--ablation-steps, "
-            "since DDP wants to see the exchange in its first step, and a run may go on with one "
-            "that "
-            "has none; leave --static-graph out",
-        ),
         *(_mistakes_with_adasum(config, engine, world_size) if config.use_adasum else []),
     ]
 
@@ -428,11 +420,6 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         (
             config.gradient_predivide_factor is not None,
             "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
-        ),
-        (
-            config.ablation_steps is not None,
-            "--ablation-steps: cannot be combined with --use-adasum, which has no gradients to "
-            "leave unexchanged: it combines the ranks' updates",
         ),
     ]
 

@@ -425,9 +425,6 @@ class RunFlags:
 class MeasurementFlags:
     """What is measured beside the training; all of it off unless asked for, since it takes time."""
 
-    ablation_steps: int | None = measurement(None, at_least(2), needs="training")
-    """Measure exposed communication: stretches of so many steps alternate in which gradients are
-    exchanged, and in which they are computed but thrown away. The training learns half as much."""
     tensor_steps: int | None = measurement(
         None, at_least(1), aliases="--trace-steps", needs="training"
     )

@@ -9,10 +9,10 @@ A step is cut where one phase ends and the next begins, so that its phases alway
     optimizer  the rest: unscaling, clipping, the update, the moving average
 
 How much of `backward` is exposed communication no clock in the trainer can tell, since the exchange
-runs beside the computation, and slows it. It is measured by ablation: with `--ablation-steps N`
-stretches of N steps alternate in which the gradients are exchanged, and in which they are computed
-alike but thrown away. The difference of their `backward` is what the exchange costs a step: waiting
-for messages, for slower ranks, copies into buffers, and cores or memory taken from the computation.
+runs beside the computation, and slows it. compare/run.py measures it, by turns in which gradients
+are computed alike but not exchanged. The difference of their `backward` is what the exchange costs
+a step: waiting for messages, for slower ranks, copies into buffers, and cores or memory taken from
+the computation.
 """
 
 import time
@@ -20,24 +20,11 @@ from typing import Any
 
 import torch
 
-from recipe.settings.config import Config
-
 PHASES = ("data", "forward", "backward", "optimizer")
 
 # Steps after a start or a resume that do not count for throughput and phases: caches fill and
 # kernels are chosen.
 WARM_UP_STEPS = 5
-
-
-def exchanges_gradients(config: Config, step: int) -> bool:
-    """Whether the ranks exchange gradients in this step (0-based); always, without ablation."""
-    return config.ablation_steps is None or step // config.ablation_steps % 2 == 0
-
-
-def begins_stretch(config: Config, step: int) -> bool:
-    """Whether this step (0-based) is the first after a change between exchange and none: ranks that
-    ran apart meet again in it, and the one before it left other data in the caches."""
-    return config.ablation_steps is not None and step % config.ablation_steps == 0
 
 
 Laps = list[tuple[str, Any, Any]]  # of a step: phase, begin, end
