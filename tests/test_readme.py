@@ -105,8 +105,10 @@ def test_every_flag_exists() -> None:
     }  # others', aliases
     for page, text in PAGES.items():
         commands = re.sub(r"\\\n|'[^'`\n]*'", " ", text)  # one line each, quoted words left out
-        commands = re.sub(r"-m recipe\.(\w+)", r"recipe/\1.py", commands)
-        parts = re.split(r"(\b\w+/\w+\.py)\b(?=[^`|#;&\n]* --)", commands)
+        commands = re.sub(
+            r"-m (recipe[.\w]+)", lambda word: word[1].replace(".", "/") + ".py", commands
+        )
+        parts = re.split(r"(\b\w+/[\w/]+\.py)\b(?=[^`|#;&\n]* --)", commands)
         for program, rest in zip(parts[1::2], parts[2::2], strict=True):
             own, _, trainers = re.split(r"[`|#;&\n]", rest)[0].partition(" -- ")
             for words, flags in ((own, flags_of(program)), (trainers, flags_of(TRAINER))):

@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import docstring_parser
 import tyro
 from tyro.conf import arg
 
@@ -92,12 +91,9 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
     types = get_type_hints(Config)
     sections: list[Any] = []
     for title, section in SECTIONS.items():
-        # tyro would find what documents each flag by itself, but keeps the source's line breaks.
-        params = docstring_parser.parse_from_object(section).params
-        docs = {item.arg_name: " ".join((item.description or "").split()) for item in params}
         flags: list[Any] = []
         for name in section.__annotations__:
-            shown = arg(help=docs[name], aliases=FLAGS[name].aliases)
+            shown = arg(help=FLAGS[name].help, aliases=FLAGS[name].aliases)
             flags.append((name, Annotated[types[name], shown], getattr(base, name)))
         group: Any = make_dataclass(section.__name__, flags, frozen=True)
         group.__doc__ = section.__doc__
