@@ -27,7 +27,7 @@ from recipe.data.batches import (
     validation_batches,
 )
 from recipe.device import choose_device, loader_workers, share_of_cores
-from recipe.record.environment import weights_sha256
+from recipe.record.fingerprint import weights_sha256
 from recipe.errors import UserError
 from recipe.settings.flags import MeasurementFlags, RunFlags
 from recipe.loop import refuse_settings

@@ -115,7 +115,7 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
 
     Raises UserError where a sum is wrong, naming backend, message, wire and rank.
     """
-    from recipe.record.environment import cpu_model  # slow to import, for one line
+    from recipe.record.fingerprint import cpu_model  # slow to import, for one line
 
     messages = {str(size): [max(1, size // FP32_BYTES)] for size in options.sizes}
     if options.model != "none":

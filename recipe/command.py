@@ -67,18 +67,20 @@ def add_flags(parser: Any, flags: Flags) -> None:
 
 def run_tool(
     name: str,
-    tool: Callable[..., Any],
+    tool: Callable[..., Any] | Mapping[str, Callable[..., Any]],
     about: str | None,
     argv: list[str] | None = None,
     **more: Any,
 ) -> int:
-    """Run a function as a command, its parameters being the flags, and return the exit code: the
-    function's own, or 0 if it returns lines that say what was done. `more`: as of `run_main`."""
+    """Run a function as a command, its parameters being the flags, or several as sub-commands, and
+    return the exit code: the function's own, or 0 if it returns lines that say what was done.
+    `more`: as of `run_main`."""
     import tyro  # slow, and other commands do without
 
     def body(words: list[str]) -> int:
         settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        answer = tyro.cli(tool, prog=name, description=about, args=words, config=settings)
+        parse: Any = tyro.cli if callable(tool) else tyro.extras.subcommand_cli_from_dict
+        answer = parse(tool, prog=name, description=about, args=words, config=settings)
         if isinstance(answer, int):
             return answer
         for line in answer:

@@ -30,21 +30,25 @@ from recipe.errors import EXIT_SAVED, UserError
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
-from recipe.record.environment import (
-    Usage,
-    describe,
+from recipe.record.fingerprint import (
+    check_same_training,
+    check_same_weights,
+    comparison_keys,
     fingerprint,
-    measure_usage,
-    straggler,
-    summarize,
 )
 from recipe.record.folder import STOP_FILE, open_run_folder
 from recipe.record.meter import StepMeter
 from recipe.record.recorder import Recorder
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
+from recipe.record.summary import (
+    Usage,
+    describe,
+    measure_usage,
+    straggler,
+    summarize,
+)
 from recipe.settings.config import Config
-from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
 from recipe.training.metrics import (
     Sums,
     align_batch_norm,

@@ -17,8 +17,8 @@ from recipe import watch
 from recipe.data.batches import Data, open_data
 from recipe.errors import UserError
 from recipe.ranks import Collective, Ranks
-from recipe.training import agreement
-from recipe.training.agreement import check_same_training, check_same_weights, comparison_keys
+from recipe.record import fingerprint as agreement
+from recipe.record.fingerprint import check_same_training, check_same_weights, comparison_keys
 
 HOSTS = ["node0", "node0", "node1"]
 SYNTHETIC = Data(None, None, 100, 10, 1000)
@@ -95,10 +95,11 @@ def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         agreement.metadata, "version", lambda name: "9.9" if name == "torch" else version(name)
     )
     monkeypatch.setattr(agreement.platform, "python_version", lambda: "3.99.0")
-    assert (
-        f"Python: {here['Python']} on rank 0 (node0) and 1 more, 3.99.0 on rank 2 (node1); torch's "
-        f"version: {version('torch')} on rank 0 (node0) and 1 more, 9.9 on rank 2 (node1)."
-    ) in disagreement(here, here, facts())
+    message = disagreement(here, here, facts())
+    ranks = "on rank 0 (node0) and 1 more"
+    python, torch_s = here["python's version"], version("torch")
+    assert f"python's version: {python} {ranks}, 3.99.0 on rank 2 (node1); torch's" in message
+    assert f"; torch's version: {torch_s} {ranks}, 9.9 on rank 2 (node1)." in message
     monkeypatch.undo()
     for name in ("recipe/data/order.py", "recipe/new.py", "ddp_train/train.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,15 +129,12 @@ def test_data(tmp_path: Path) -> None:
     whole, lacking, renamed, moved = (
         facts(open_data(folder_config(folder, tmp_path / "cache"))) for folder in folders
     )
-    one_less = "training images: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
+    one_less = "num_train of the data: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
     assert one_less in disagreement(whole, whole, lacking)
-    message = disagreement(whole, whole, renamed)
-    assert ": names of the validation images: digest " in message
-    assert "training" not in message
-    assert "labels of the training images" in disagreement(whole, whole, moved)
-    classes = {**whole, "names of the classes": "digest 1"}
-    assert "names of the classes: digest" in disagreement(whole, classes, whole)
-    assert "synthetic on rank 1" in disagreement(whole, facts(), whole)
+    for other in (renamed, moved):
+        message = disagreement(whole, whole, other)
+        assert ": sha256 of the data: " in message and "num_train" not in message
+    assert "sha256 of the data: " in disagreement(whole, facts(), whole)
 
 
 @pytest.mark.parametrize(

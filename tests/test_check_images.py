@@ -10,10 +10,9 @@ import pytest
 from making import write_images
 from test_images import noisy_jpeg
 
-from recipe.data import check_images
-from recipe.data.check_images import main
+from recipe.data import prepare as check_images
 from recipe.data.image_folder import Listing
-from recipe.data.make_shards import make_shards
+from recipe.data.prepare import main, make_shards
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
     """check(folder, words): the exit code, and what was written to standard output and error."""
 
     def run(folder: Path, *words: str) -> tuple[int, str, str]:
-        code = main([str(folder), "--cache-dir", str(tmp_path / "cache"), *words])
+        code = main(["check", str(folder), "--cache-dir", str(tmp_path / "cache"), *words])
         return code, *capsys.readouterr()
 
     return run
@@ -79,7 +78,7 @@ def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_pa
     assert (code, out) == (1, "")
     *lines, last = err.splitlines()
     assert last.startswith(
-        f"python -m recipe.data.check_images: {root}: 12 images, 2 bad, 1 that may be damaged. "
+        f"python -m recipe.data.prepare: {root}: 12 images, 2 bad, 1 that may be damaged. "
     )
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["images"] == 12
@@ -123,7 +122,7 @@ def test_json_that_cannot_be_written(root: Path, check: Callable[..., Any]) -> N
     code, out, err = check(root, "--json", "/nowhere/found.json")
     assert (code, out) == (1, "")
     assert (
-        err == "python -m recipe.data.check_images: --json /nowhere/found.json: cannot be written "
+        err == "python -m recipe.data.prepare: --json /nowhere/found.json: cannot be written "
         "(No such file or directory)\n"
     )
 
@@ -142,5 +141,5 @@ def test_an_interruption_ends_it_soon(
     monkeypatch.setattr(check_images, "open_images", lambda *given: listing)
     monkeypatch.setattr(check_images, "fault_of", look)
     code, out, err = check(tmp_path, "--json", str(tmp_path / "found.json"))
-    assert (code, out, err) == (130, "", "\ninterrupted: nothing was written\n")
+    assert (code, out, err) == (130, "", "\ninterrupted: start the same command again\n")
     assert len(looked) < 10**6 and not (tmp_path / "found.json").exists()

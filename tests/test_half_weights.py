@@ -14,7 +14,7 @@ from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import contents_of
-from recipe.record.environment import weights_sha256
+from recipe.record.fingerprint import weights_sha256
 from recipe.record.resume import restore
 from recipe.settings.config import Config
 from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema

@@ -354,7 +354,8 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "images only": ("train/1.jpg train/2.jpg", {}, ["holds no class folders"]),
     "a file": ("train", {}, ["{train}: a file, not a folder.", "unpack it first"]),
     "archives beside": (
-        "ILSVRC2012_img_train.tar", {}, ["in it are ILSVRC2012_img_train.tar", "prepare_imagenet"]
+        "ILSVRC2012_img_train.tar", {},
+        ["in it are ILSVRC2012_img_train.tar", "recipe.data.prepare unpack"],
     ),
     "empty classes": (
         "train/a/1.jpg train/bare/.keep train/c/sub/.keep train/other/1.txt",
@@ -364,12 +365,12 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "the flat validation folder": (
         "train/ILSVRC2012_val_00000001.JPEG train/ILSVRC2012_val_00000002.JPEG",
         {},
-        ["python -m recipe.data.prepare_val {train} --labels"],
+        ["python -m recipe.data.prepare sort-val {train} --labels"],
     ),
     "half of it sorted": (
         "train/ILSVRC2012_val_00000001.JPEG train/n01440764/ILSVRC2012_val_00000004.JPEG",
         {},
-        ["python -m recipe.data.prepare_val {train} --labels"],
+        ["python -m recipe.data.prepare sort-val {train} --labels"],
     ),
     "train and val inside": ("train/train/a/1.jpg train/val/a/1.jpg", {}, ["--data {train}"]),
     "a broken link": ("train/a/1.jpg", {"train/a/2.jpg": "/no/2.jpg"}, ["2.jpg: cannot be read"]),
@@ -395,7 +396,7 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
         )
         for name in ("a/2.jpg", "a/sub", "c")
     },
-    "archives of classes": ("train/n01440764.tar", {}, ["recipe.data.prepare_imagenet"]),
+    "archives of classes": ("train/n01440764.tar", {}, ["recipe.data.prepare unpack"]),
     "a named pipe": ("train/a/1.jpg train/a/2.pipe", {}, ["a/2.jpg: is no file to read"]),
     "a link to one": (
         "train/a/1.jpg 2.pipe",

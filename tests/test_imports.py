@@ -62,7 +62,7 @@ def test_no_file_bears_a_standard_module_s_name(package):
 
 
 @pytest.mark.parametrize(
-    "name", ["compare.report", "compare.timeline", "compare.parity", "recipe.data.check_images"]
+    "name", ["compare.report", "compare.timeline", "compare.parity", "recipe.data.prepare"]
 )
 def test_commands_that_read_start_without_torch(name):
     """The contract is about imports that are written; this is about those that happen."""

@@ -10,6 +10,7 @@ from making import CPU, TinyNet, a_config, a_world
 from torch import nn
 
 from recipe.data.batches import open_data, to_device
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.training.metrics import batch_sums, evaluate, means, validate
 
@@ -126,9 +127,8 @@ def test_synthetic_data_is_evaluated_only_when_asked() -> None:
     parts = SimpleNamespace(model=TinyNet(1000), ema=None)
 
     def validated(config: Config) -> list[str]:
-        collectives = [lambda values: values] * 2
         data = open_data(config)
-        return [e.weights for e in validate(parts, config, a_world(), data, CPU, 0, *collectives)]
+        return [e.weights for e in validate(parts, config, Ranks(a_world()), data, CPU, 0)]
 
     assert validated(config) == []
     assert validated(replace(config, desired_acc=75.0)) == ["model"]

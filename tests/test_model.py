@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.errors import UserError
-from recipe.record.environment import weights_sha256
+from recipe.record.fingerprint import weights_sha256
 from recipe.settings.config import is_resnet
 from recipe.training.batch_norm import SyncBatchNorm
 from recipe.training.model import (

@@ -13,7 +13,7 @@ from torch import nn
 
 from recipe.data.batches import Data
 from recipe.errors import UserError
-from recipe.record.environment import weights_sha256
+from recipe.record.fingerprint import weights_sha256
 from recipe.settings.config import check
 from recipe.training.model import (
     build_model,

@@ -23,14 +23,14 @@ from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
 from recipe import command, watch
-from recipe.data import check_images, make_shards
+from recipe.data import prepare
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
 from recipe.files import json_for_readers, read_proc, replace_file
-from recipe.record import environment
+from recipe.record import summary as environment
 from recipe.record.board import Board
+from recipe.record.fingerprint import comparison_keys
 from recipe.record.folder import _lock
-from recipe.training.agreement import comparison_keys
 
 NAME = os.fsdecode(b"name-\xe9")  # in Latin-1
 SHOWN = r"name-\udce9"
@@ -92,7 +92,7 @@ def test_what_has_no_place_in_the_encoding_is_shown(
         "compare/run.py square --dry-run --workers 1",
         "compare/report.py --no-html",
         "benchmarks/run.py --help",
-        "-m recipe.data.check_images --help",
+        "-m recipe.data.prepare check --help",
     ],
 )
 def test_commands_whose_output_is_not_read(command: str, streams: str) -> None:
@@ -207,17 +207,21 @@ def test_data_of_such_names(images: Path, tmp_path: Path) -> None:
     """Listed, agreed on, packed into shards, and checked."""
     config = folder_config(images, tmp_path / "cache")
     data = open_data(config)
-    classes = hashlib.sha256(
-        b"a\0" + "größe".encode() + b"\0name-\xe9"
-    ).hexdigest()  # in any locale
     facts = comparison_keys("ddp", config, data, torch.device("cpu"))
-    assert facts["names of the classes"] == f"digest {classes[:12]}"
-    assert make_shards.main([str(images), str(tmp_path / NAME), "--cache-dir", str(tmp_path)]) == 0
+    digest = hashlib.sha256()  # in any locale
+    for one in (data.train, data.val):
+        digest.update(b"a\0" + "größe".encode() + b"\0name-\xe9")
+        digest.update(one.paths.tobytes() + one.labels.tobytes())
+    assert facts["sha256 of the data"] == digest.hexdigest()[:12]
+    assert (
+        prepare.main(["shards", str(images), str(tmp_path / NAME), "--cache-dir", str(tmp_path)])
+        == 0
+    )
     shards = open_shards(tmp_path / NAME / "train")
     assert shards.classes == data.train.classes and NAME in shards.classes
     (broken := images / "val" / NAME / f"{NAME}.png").write_bytes(b"no image")
     told = tmp_path / f"{NAME}.json"
-    assert check_images.main([str(images / "val"), "--json", str(told)]) == 1
+    assert prepare.main(["check", str(images / "val"), "--json", str(told)]) == 1
     broken.unlink()
     assert [one["image"] for one in read_json(told)["bad"]] == [str(broken)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.io
+from torchvision.datasets import imagenet
+from torchvision.datasets.imagenet import ARCHIVE_META
 
-from recipe.data import prepare_imagenet, prepare_val
 from recipe.data.image_folder import UNFINISHED, list_images
-from recipe.data.prepare_imagenet import ARCHIVE_META, PARSERS, prepare
-from recipe.data.prepare_val import main
+from recipe.data.prepare import main, read_labels, sort_val, unpack
 from recipe.errors import UserError
 
 CLASSES = ["n01440764", "n01443537", "n01484850"]
@@ -106,7 +106,7 @@ def test_archives(archives: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in archives.iterdir()}
     out = tmp_path / "new" / "out"
     for _ in range(2):  # the second time all is there
-        assert prepare(archives, out) == [f"{out}/val: complete", f"{out}/train: complete"]
+        assert unpack(archives, out) == [f"{out}/val: complete", f"{out}/train: complete"]
         check_whole(out)
     assert {path: path.read_bytes() for path in archives.iterdir()} == before
 
@@ -118,7 +118,8 @@ def test_interrupted_and_started_again(
     part: str, error: BaseException,
 ) -> None:  # fmt: skip
     """What was half written is not taken for whole, and is written anew."""
-    out, original = tmp_path / "out", PARSERS[part]
+    out, name = tmp_path / "out", f"parse_{part}_archive"
+    original = getattr(imagenet, name)
 
     def broken(*given: object) -> None:
         original(*given)
@@ -126,14 +127,14 @@ def test_interrupted_and_started_again(
         raise error
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError)) as raised:
-        patch.setitem(PARSERS, part, broken)
-        prepare(archives, out)
+        patch.setattr(imagenet, name, broken)
+        unpack(archives, out)
     if isinstance(error, OSError):
         assert "cannot be written (No space left on device)" in str(raised.value)
     assert not (out / part).exists()
-    with pytest.raises(UserError, match=r"not complete yet.*prepare_imagenet"):
+    with pytest.raises(UserError, match=r"not complete yet.*prepare unpack"):
         list_images(out / part, tmp_path / "cache")
-    prepare(archives, out)
+    unpack(archives, out)
     check_whole(out)
 
 
@@ -144,18 +145,18 @@ def test_archives_that_are_missing_or_damaged(archives: Path, tmp_path: Path, pa
     content[len(content) // 2] ^= 0x5A
     (archives / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}: .*MD5 is not .*{md5}"):
-        prepare(archives, tmp_path / "out")
+        unpack(archives, tmp_path / "out")
     assert not (tmp_path / "out" / part).exists()
     (archives / name).unlink()
     with pytest.raises(UserError, match=rf"{name}: not there. Name the folder"):
-        prepare(archives, tmp_path / "out")
+        unpack(archives, tmp_path / "out")
 
 
 def test_output_that_cannot_be_written(
     archives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert prepare_imagenet.main([str(archives), str(tmp_path / "file" / "out")]) == 1
+    assert main(["unpack", str(archives), str(tmp_path / "file" / "out")]) == 1
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
 
 
@@ -164,10 +165,10 @@ def test_output_that_cannot_be_written(
 
 def refused(val: Path, labels: Path, capsys: pytest.CaptureFixture[str]) -> str:
     before = tree(val)
-    assert main([str(val), "--labels", str(labels)]) == 1
+    assert main(["sort-val", str(val), "--labels", str(labels)]) == 1
     assert tree(val) == before, "nothing may be moved"
     message = capsys.readouterr().err
-    assert message.startswith("python -m recipe.data.prepare_val: ") and message.count("\n") == 1
+    assert message.startswith("python -m recipe.data.prepare: ") and message.count("\n") == 1
     return message
 
 
@@ -176,8 +177,8 @@ def test_flat_folder(
     val: Path, archives: Path, table: Path, with_devkit: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = archives / ARCHIVE_META["devkit"][0] if with_devkit else table
-    assert prepare_val.read_labels(labels) == LABELS
-    command = [str(val), "--labels", str(labels)]
+    assert read_labels(labels) == LABELS
+    command = ["sort-val", str(val), "--labels", str(labels)]
     for moved, in_place in ((10, 0), (0, 10)):
         assert main(command) == 0
         line = f"{val}: moved {moved} images, {in_place} were in place\n"
@@ -201,9 +202,9 @@ def test_sorting_that_is_interrupted_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", interrupted)
-        assert main([str(val), "--labels", str(table)]) in (1, 130)
+        assert main(["sort-val", str(val), "--labels", str(table)]) in (1, 130)
     assert "the same command" in capsys.readouterr().err
-    assert main([str(val), "--labels", str(table)]) == 0
+    assert main(["sort-val", str(val), "--labels", str(table)]) == 0
     assert tree(val) == VAL
     assert f"{num_renames} were in place" in capsys.readouterr().out
 
@@ -235,7 +236,7 @@ def test_folders_that_are_refused(
 ) -> None:
     change(val)
     with pytest.raises(UserError, match=message):
-        prepare_val.prepare(val, table)
+        sort_val(val, table)
 
 
 @pytest.mark.parametrize(

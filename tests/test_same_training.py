@@ -28,7 +28,7 @@ from test_dali import needs_dali
 from test_optimizers import needs_timm
 
 from recipe.data.digits import prepare_digits
-from recipe.data.make_shards import make_shards
+from recipe.data.prepare import make_shards
 from recipe.settings.flags import DataFlags
 from recipe.settings.presets import PRESETS
 

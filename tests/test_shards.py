@@ -25,7 +25,7 @@ from recipe.data.batches import (
     validation_batches,
 )
 from recipe.data.image_folder import Listing, list_images, read_arrays
-from recipe.data.make_shards import main, make_shards
+from recipe.data.prepare import main, make_shards
 from recipe.data.shards import INDEX, Shards, open_shards
 from recipe.errors import UserError, sentence
 
@@ -252,7 +252,7 @@ def test_command(
 ) -> None:
     target = tmp_path / "shards"
     where = ["--cache-dir", str(cache)]
-    assert main([str(folder), str(target), *where]) == 0
+    assert main(["shards", str(folder), str(target), *where]) == 0
     output = capsys.readouterr().out
     assert f"{target}/train: 1 shards, 11 images of 3 classes" in output
     for wrong, message in [
@@ -260,9 +260,9 @@ def test_command(
         ([str(folder), str(folder / "train" / "a" / "0.png")], "cannot be written"),
         ([str(folder), str(target), "--images-per-shard", "0"], "must be at least 1"),
     ]:
-        assert main([*wrong, *where]) == 1
+        assert main(["shards", *wrong, *where]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("python -m recipe.data.make_shards: ")
+        assert error.startswith("python -m recipe.data.prepare: ")
         assert message in error
         assert error.count("\n") == 1
 

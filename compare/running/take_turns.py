@@ -261,7 +261,7 @@ class Client:
             "phases": {phase: seconds / self.steps for phase, seconds in phases.items()},
         }
         if self.digest and model is not None:
-            from recipe.record.environment import weights_sha256  # loads torch
+            from recipe.record.fingerprint import weights_sha256  # loads torch
 
             told["weights"] = weights_sha256(model, buffers=False)
         return told

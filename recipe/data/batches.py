@@ -244,7 +244,7 @@ def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
         raise UserError(
             f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
             f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
-            f"python -m recipe.data.check_images {shlex.quote(str(listing.root))}, and bring good "
+            f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and bring good "
             "copies back."
         )
 

@@ -1,6 +1,6 @@
 """From a file's bytes to the pixels of an image, strictly: what is damaged is an error, not grey.
 
-Needs no torch, so that recipe/data/check_images.py begins at once.
+Needs no torch, so that recipe/data/prepare.py begins at once.
 """
 
 import io

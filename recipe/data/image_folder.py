@@ -320,7 +320,7 @@ PASSED_OVER = re.compile(
 # ImageNet's names.
 CLASS_NAME = re.compile(r"n\d{8}")
 VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
-# What `make_shards` and `prepare_imagenet` keep beside their output until all of it is there.
+# What `prepare.py` keeps beside their output until all of it is there.
 UNFINISHED = ".unfinished"
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 # What file servers and disks answer for a while, and the pauses before they are asked again.
@@ -341,7 +341,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
     refuse(
         (any(VAL_IMAGE.fullmatch(name) for name in files),
          f"{root}: images of ImageNet's validation set are in it without class folders, as its "
-         f"archive has them. Sort them with: python -m recipe.data.prepare_val "
+         f"archive has them. Sort them with: python -m recipe.data.prepare sort-val "
          f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
          "ILSVRC2012_devkit_t12.tar.gz)"),
         ("train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
@@ -350,7 +350,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
         (not folders,
          f"{root}: holds no class folders. Each class needs a folder with its images: "
          f"{root / 'CLASS' / 'image.jpg'}. Archives are to be unpacked, ImageNet's own with "
-         "python -m recipe.data.prepare_imagenet."),
+         "python -m recipe.data.prepare unpack."),
     )  # fmt: skip
 
 
@@ -361,7 +361,7 @@ def missing_folder(root: Path) -> str:
         return f"{there}: a file, not a folder. If it is an archive, unpack it first."
     if (there / UNFINISHED).is_dir():
         return (
-            f"{root}: not complete yet. Run the same python -m recipe.data.prepare_imagenet "
+            f"{root}: not complete yet. Run the same python -m recipe.data.prepare unpack "
             "command again."
         )
     missing = root.relative_to(there).parts[0]
@@ -369,7 +369,7 @@ def missing_folder(root: Path) -> str:
     found = f"the closest names in it are {', '.join(nearest)}" if nearest else "it is empty"
     return (
         f"{root}: no such folder. {there} has no {missing}; {found}. --data wants a folder that "
-        "holds train/ and val/, which python -m recipe.data.prepare_imagenet makes of ImageNet's "
+        "holds train/ and val/, which python -m recipe.data.prepare unpack makes of ImageNet's "
         "archives; --train-dir and --val-dir name them one by one. Is the disk mounted?"
     )
 

@@ -4,7 +4,7 @@
     SHARDS/train/index.npz              where each image is, and its name in the folder
     SHARDS/val/...                      the same
 
-`python -m recipe.data.make_shards` writes them from a folder of class folders. Since the index
+`python -m recipe.data.prepare shards` writes them from a folder of class folders. Since the index
 keeps the folder's names and order, image i is the same image, and training on it the same training.
 """
 
@@ -81,7 +81,7 @@ class Shards(Listing):
             raise UserError(
                 f"{self.name(index)}: the shard {found}. It is damaged, or not the one that "
                 f"{INDEX} was written with: copy both again, or make them again with python -m "
-                "recipe.data.make_shards."
+                "recipe.data.prepare shards."
             )
         return data
 
@@ -107,7 +107,7 @@ def holds_shards(folder: Path) -> bool:
     if (folder / UNFINISHED).is_dir():
         raise UserError(
             f"{folder}: holds shards that are not all written yet. Run the same "
-            "python -m recipe.data.make_shards command again: it resumes where it stopped."
+            "python -m recipe.data.prepare shards command again: it resumes where it stopped."
         )
     return False
 
@@ -134,7 +134,7 @@ def open_shards(folder: Path) -> Shards:
     except DAMAGE as error:
         raise UserError(
             f"{folder / INDEX}: cannot be read as an index of shards ({error}). Copy it again, or "
-            "make the shards again with python -m recipe.data.make_shards."
+            "make the shards again with python -m recipe.data.prepare shards."
         ) from error
     with readable(folder):
         found = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}

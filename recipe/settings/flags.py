@@ -128,7 +128,7 @@ class DataFlags:
     data: str = place("digits", needs="--data", decides=(*DATA, *STEPS, *WEIGHTS), help=
         "`digits` (embedded: 1,797 handwritten digits), `synthetic` (random pixels, to measure "
         "speed; evaluated only with --evaluate or --desired-acc), or a folder with train/ and "
-        "val/ in ImageNet's layout, or as shards (python -m recipe.data.make_shards).")
+        "val/ in ImageNet's layout, or as shards (python -m recipe.data.prepare shards).")
     train_dir: str | None = place(None, decides=(*DATA, *STEPS, *WEIGHTS), help=
         "Training folder, one sub-folder a class, or shards; overrides --data.")
     val_dir: str | None = place(None, decides="num_val_images", help=

@@ -1,8 +1,6 @@
-"""What a run ran on, and the fingerprint that says whether two runs did equal work."""
+"""What a run ran on, and what it measured in all."""
 
 import ctypes
-import hashlib
-import json
 import math
 import os
 import platform
@@ -12,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.data.batches import Data, data_order_sha256
 from recipe.device import core_ranges, cpu_quota_cores, cpu_seconds, peak_memory_bytes
 from recipe.files import read_proc
 from recipe.record.energy import EnergyUse, energy_summary, gpu_clocks_mhz
+from recipe.record.fingerprint import cpu_model, weights_sha256
 from recipe.record.folder import utc_now
 from recipe.record.meter import StepMeter
 from recipe.record.schema import (
@@ -34,17 +32,10 @@ from recipe.record.schema import (
     Summary,
     SuspectImages,
 )
-from recipe.settings.config import Config
-from recipe.settings.flags import WIRE_FORMATS, names_of
+from recipe.settings.flags import WIRE_FORMATS
 from recipe.settings.knobs import steers_rank
-from recipe.training.optimizers import learning_rate
 from recipe.training.precision import working_copy
 from recipe.world import World
-
-# Settings that say where files are or how gradients travel, not what is computed: the data itself
-# is in data_order_sha256, and what --weights brought in initial_weights_sha256.
-NOT_WORK = set(names_of("speed", "place", "run"))
-
 
 # Before this process sets any for its engine, as the two engines need other ones.
 VARIABLES_AT_START = dict(os.environ)
@@ -103,12 +94,6 @@ def describe(
     )
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    named = re.search("^model name.*?: *(.*)", read_proc("/proc/cpuinfo"), re.MULTILINE)
-    return named[1].strip() if named else platform.machine()
-
-
 def allocator() -> str:
     """The library that hands out memory in this process: what was preloaded, or the C library."""
     return next(
@@ -147,40 +132,6 @@ def git_commit() -> str | None:
     """The checkout's commit, with a + if files were changed since; None outside a checkout."""
     here = str(Path(__file__).parent)
     return first_line_of("git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty=+")
-
-
-def fingerprint(
-    config: Config,
-    world: World,
-    data: Data,
-    model: nn.Module,
-    device: torch.device,
-    threads: int,
-    scale: float,
-) -> dict[str, Any]:
-    """All that must be equal between two runs for their difference to be the engine's; `model` as
-    training begins."""
-    rates = [learning_rate(config, config.epochs * part / 1000, scale) for part in range(1001)]
-    work = {key: value for key, value in asdict(config).items() if key not in NOT_WORK}
-    return {
-        "data_order_sha256": data_order_sha256(data, config),
-        "initial_weights_sha256": weights_sha256(model),
-        "learning_rates_sha256": hashlib.sha256(json.dumps(rates).encode()).hexdigest(),
-        "world_size": world.size,
-        "num_classes": data.num_classes,
-        "num_images": data.num_train,
-        "num_val_images": data.num_val,
-        "epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "threads": threads,
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": metadata.version("torchvision"),
-        **({"timm": metadata.version("timm")} if config.uses_timm else {}),
-        **work,
-    }
 
 
 @dataclass(frozen=True)
@@ -318,13 +269,3 @@ def summarize_input(seconds: float, used: Sequence[Usage], images: int) -> Input
         megabytes_per_second=rate(sum(usage.bytes for usage in used) / 1e6),
         wait_share=sum(waits) / len(waits) if waits else None,
     )
-
-
-def weights_sha256(model: nn.Module, buffers: bool = True) -> str:
-    """Digest of all weights, and of BatchNorm's statistics with `buffers`, bit by bit."""
-    digest = hashlib.sha256()
-    for name, value in (model.state_dict() if buffers else dict(model.named_parameters())).items():
-        digest.update(name.encode())
-        values = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()

@@ -1,4 +1,6 @@
-"""Whether the ranks train the same thing: asked before the first step, and at each checkpoint.
+"""One definition of the same training, in sections: software, settings, sources, data, weights. Two
+runs that are compared must share it, and the ranks of one: they are asked before the first step,
+and at each checkpoint.
 
 Each rank lists its own disk, reads its own command line and runs its own installation. Where these
 differ, training looks normal for hours and is worth nothing, or hangs. So the ranks exchange
@@ -8,24 +10,105 @@ digests of all that decides what is computed, and if they differ, the values the
 import hashlib
 import json
 import platform
-from dataclasses import asdict
+import re
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from recipe.data.batches import Data
+from recipe.data.batches import Data, data_order_sha256
 from recipe.errors import UserError
+from recipe.files import read_proc
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
-from recipe.settings.flags import FLAGS, spelled
+from recipe.settings.flags import FLAGS, names_of, spelled
+from recipe.training.optimizers import learning_rate
 from recipe.watch import heartbeat
+from recipe.world import World
 
-PACKAGES = ("torch", "torchvision", "horovod", "numpy", "pillow", "simplejpeg")
+# All that decodes, augments and computes.
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
+
+
+# -- The sections: what decides a training, from its software to its data --------------------------
+
+
+def software(config: Config) -> dict[str, str]:
+    """The versions of Python and of what computes for both engines."""
+    packages = (*PACKAGES, "timm") if config.uses_timm else PACKAGES
+    return {"python": platform.python_version()} | {one: metadata.version(one) for one in packages}
+
+
+def sources(engine: str) -> dict[str, str]:
+    """A digest of each file that trains."""
+    own = f"{engine}_train"
+    return {
+        str(file.relative_to(ROOT)): _digest(file.read_bytes())
+        for folder in ("recipe", own if (ROOT / own).is_dir() else "baselines")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    named = re.search("^model name.*?: *(.*)", read_proc("/proc/cpuinfo"), re.MULTILINE)
+    return named[1].strip() if named else platform.machine()
+
+
+def weights_sha256(model: nn.Module, buffers: bool = True) -> str:
+    """Digest of all weights, and of BatchNorm's statistics with `buffers`, bit by bit."""
+    digest = hashlib.sha256()
+    for name, value in (model.state_dict() if buffers else dict(model.named_parameters())).items():
+        digest.update(name.encode())
+        values = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _digest(content: bytes) -> str:
+    return "digest " + hashlib.sha256(content).hexdigest()[:12]
+
+
+# -- Between two runs that are compared ------------------------------------------------------------
+
+
+def fingerprint(
+    config: Config,
+    world: World,
+    data: Data,
+    model: nn.Module,
+    device: torch.device,
+    threads: int,
+    scale: float,
+) -> dict[str, Any]:
+    """All that must be equal between two runs for their difference to be the engine's; `model` as
+    training begins. Not where files are, nor how gradients travel: the data itself is in
+    data_order_sha256, and what --weights brought in initial_weights_sha256."""
+    rates = [learning_rate(config, config.epochs * part / 1000, scale) for part in range(1001)]
+    work = {name: getattr(config, name) for name in names_of("work", "measurement")}
+    return {
+        "data_order_sha256": data_order_sha256(data, config),
+        "initial_weights_sha256": weights_sha256(model),
+        "learning_rates_sha256": hashlib.sha256(json.dumps(rates).encode()).hexdigest(),
+        "world_size": world.size,
+        "num_classes": data.num_classes,
+        "num_images": data.num_train,
+        "num_val_images": data.num_val,
+        "max_steps": config.max_steps,
+        "threads": threads,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        **software(config),
+        **work,
+    }
+
+
+# -- Between ranks ---------------------------------------------------------------------------------
 
 
 def comparison_keys(
@@ -33,36 +116,19 @@ def comparison_keys(
 ) -> dict[str, str]:
     """All that the ranks must share to train the same thing: a name, as messages call it, and a
     value that can be printed."""
-    facts = {"type of device": device.type, "Python": platform.python_version()}
-    for package in PACKAGES:
-        if engine == package or package != "horovod":
-            facts[f"{package}'s version"] = metadata.version(package)
-    if config.uses_timm:
-        facts["timm's version"] = metadata.version("timm")
-    for name, value in asdict(config).items():
-        if FLAGS[name].per_rank == "first":
+    versions = software(config)
+    if engine == "horovod":
+        versions[engine] = metadata.version(engine)
+    facts = {"type of device": device.type}
+    facts |= {f"{name}'s version": version for name, version in versions.items()}
+    for name, flag in FLAGS.items():
+        value = getattr(config, name)
+        if flag.per_rank == "first":
             facts[spelled(name)] = "given" if value else "not given"
-        elif FLAGS[name].per_rank == "equal":
+        elif flag.per_rank == "equal":
             facts[spelled(name)] = str(value)
-    facts["training images"], facts["validation images"] = str(data.num_train), str(data.num_val)
-    for name, listing in {"training": data.train, "validation": data.val}.items():
-        facts[f"{name} data"] = "files" if listing is not None else "synthetic"
-        if listing is not None:
-            facts[f"names of the {name} images"] = _digest(listing.paths.tobytes())
-            facts[f"labels of the {name} images"] = _digest(listing.labels.tobytes())
-            facts["number of classes"] = str(len(listing.classes))
-            facts["names of the classes"] = _digest(
-                "\0".join(listing.classes).encode(errors="surrogateescape")
-            )
-    own = f"{engine}_train"
-    for folder in ("recipe", own if (ROOT / own).is_dir() else "baselines"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            facts[f"the source {file.relative_to(ROOT)}"] = _digest(file.read_bytes())
-    return facts
-
-
-def _digest(content: bytes) -> str:
-    return "digest " + hashlib.sha256(content).hexdigest()[:12]
+    facts |= {f"{name} of the data": str(value)[:12] for name, value in data.identity.items()}
+    return facts | {f"the source {name}": digest for name, digest in sources(engine).items()}
 
 
 def check_same_training(facts: dict[str, str], device: torch.device, ranks: Ranks) -> None:

@@ -1,0 +1,434 @@
+"""The commands that prepare data for training, and check it.
+
+    python -m recipe.data.prepare unpack ARCHIVES IMAGENET
+    python -m recipe.data.prepare sort-val VAL_DIR --labels LOC_val_solution.csv
+    python -m recipe.data.prepare shards IMAGENET SHARDS
+    python -m recipe.data.prepare check IMAGENET
+
+The same command goes on with an interrupted run. `python -m recipe.data.prepare COMMAND --help`
+says more. docs/data.md has all of it in order.
+"""
+
+import csv
+import functools
+import io
+import itertools
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from tyro.conf import Positional
+
+from recipe.command import run_tool
+from recipe.data.decoding import ONE_IN, decode, image_size, suspect
+from recipe.data.image_folder import (
+    CLASS_NAME,
+    DAMAGE,
+    PASSED_OVER,
+    SPLIT_NAMES,
+    UNFINISHED,
+    VAL_IMAGE,
+    Listing,
+    check_train_and_val,
+    first_few,
+    list_images,
+    locked,
+    read_arrays,
+)
+from recipe.data.shards import INDEX, INDEX_VERSION, Shards, open_images, open_shards
+from recipe.errors import UserError, refuse
+from recipe.files import whole_file, write_json
+from recipe.settings.config import home_path
+from recipe.settings.flags import DataFlags
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into a UserError that names `folder`, or the file in it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}). Fix that "
+            "and run the same command again: it resumes where it stopped."
+        ) from error
+
+
+# -- ImageNet's own archives -----------------------------------------------------------------------
+
+# In this order: the first says what the images of the second show.
+ARCHIVES = ("devkit", "val", "train")
+
+
+def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
+    """Unpack ImageNet's own archives into class folders, with torchvision's functions.
+
+    The MD5 of each is compared with the published one; 161 GB are needed beside them. OUT/val and
+    OUT/train appear when they are complete: after an interruption the same command keeps the one
+    that is, and unpacks the other from its start. Then `--data OUT` trains on them.
+
+    UserError if an archive is missing, or not the one published; if `out` cannot be written.
+
+    Args:
+        archives: Holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+            ILSVRC2012_devkit_t12.tar.gz, as image-net.org gives them out.
+        out: Where train/ and val/ are written.
+    """
+    from torchvision.datasets.imagenet import ARCHIVE_META  # loads torch, for which `check` is fast
+
+    files = {part: (archives / ARCHIVE_META[part][0]).absolute() for part in ARCHIVES}
+    if missing := [str(file) for file in files.values() if not file.is_file()]:
+        raise UserError(
+            f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
+            "Kaggle's files and for unpacked images see docs/data.md."
+        )
+    with writing_to(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with locked(out / ".lock"):
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            (out / UNFINISHED).mkdir()
+            for part, file in files.items():
+                _unpack(part, file, out)
+            shutil.rmtree(out / UNFINISHED)
+    return [f"{out / part}: complete" for part in ("val", "train")]
+
+
+def _unpack(part: str, archive: Path, out: Path) -> None:
+    """Unpack an archive beside `out`/`part`, and give it that name when it is complete."""
+    from torchvision.datasets import imagenet
+
+    if (out / part).exists():
+        return
+    print(f"checking and unpacking {archive}", file=sys.stderr, flush=True)
+    try:
+        getattr(imagenet, f"parse_{part}_archive")(out / UNFINISHED, str(archive))
+    except RuntimeError as error:
+        raise UserError(
+            f"{archive}: its MD5 is not {imagenet.ARCHIVE_META[part][1]}, the published one. It is "
+            "damaged, or another file. Download it again."
+        ) from error
+    if part != "devkit":
+        os.sync()  # the name must not reach the disk before the images
+        (out / UNFINISHED / part).rename(out / part)
+
+
+# -- ImageNet's flat validation folder -------------------------------------------------------------
+
+
+def read_labels(file: Path) -> dict[str, str]:
+    """The class (n01440764) of each image (its name without suffix), from Kaggle's table or
+    ImageNet's development kit. UserError if `file` is neither."""
+    if file.suffix in (".gz", ".tgz"):
+        return {f"ILSVRC2012_val_{i:08}": name for i, name in enumerate(devkit_classes(file), 1)}
+    try:
+        with open(file, newline="", encoding="utf-8") as stream:
+            # PredictionString is class and box, class and box, ...
+            rows = [(row["ImageId"], row["PredictionString"]) for row in csv.DictReader(stream)]
+        labels = {image: boxes.split()[0] for image, boxes in rows}
+        for image, name in labels.items() or {("", "")}:
+            if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
+                raise ValueError(f"{image!r} with class {name!r} is none of ImageNet's images")
+        return labels
+    except (OSError, ValueError, csv.Error, KeyError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{file}: cannot be read as a table of labels ({error}). Give Kaggle's "
+            "LOC_val_solution.csv, or ImageNet's ILSVRC2012_devkit_t12.tar.gz."
+        ) from error
+
+
+def devkit_classes(file: Path) -> list[str]:
+    """The class of each validation image, in the order of their numbers, from the development kit.
+    UserError unless it is the published file."""
+    from torchvision.datasets import imagenet
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            imagenet.parse_devkit_archive(folder, os.path.abspath(file))
+        except RuntimeError as error:
+            raise UserError(
+                f"{file}: is not there, or its MD5 is not the published one, "
+                f"{imagenet.ARCHIVE_META['devkit'][1]}. Download it again."
+            ) from error
+        return list(imagenet.load_meta_file(folder)[1])
+
+
+def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
+    """Sort ImageNet's flat validation folder into class folders.
+
+    ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; which class
+    each shows is in a second file. Everything is checked before the first image is moved, and
+    nothing is copied or deleted. UserError, with what to do, for what does not fit.
+
+    Args:
+        val_dir: The folder with ILSVRC2012_val_*.JPEG.
+        labels: LOC_val_solution.csv from Kaggle, or ILSVRC2012_devkit_t12.tar.gz.
+    """
+    class_of = read_labels(labels)
+    paths = [*val_dir.glob("*"), *val_dir.glob("n*/*")]
+    images = [(match[1], path) for path in paths if (match := VAL_IMAGE.fullmatch(path.name))]
+    flat = {image: path for image, path in images if path.parent == val_dir}
+    in_place = {image: path.parent.name for image, path in images if path.parent != val_dir}
+    misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
+    mistakes = (
+        (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
+        (in_place.keys() & flat.keys(), "both in it and in a class folder: {}. Delete one."),
+        (misplaced, "in another class folder than the labels say: {}. Move them back into it."),
+        (class_of.keys() - flat.keys() - in_place.keys(), "not in it: {}. Unpack again."),
+    )
+    for wrong, message in mistakes:
+        names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
+        refuse((wrong, f"{val_dir}: images {message.format(names)}"))
+    with writing_to(val_dir):
+        for image, path in sorted(flat.items()):  # a rename each: none is half moved
+            (val_dir / class_of[image]).mkdir(exist_ok=True)
+            os.rename(path, val_dir / class_of[image] / path.name)
+    return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
+
+
+# -- Shards ----------------------------------------------------------------------------------------
+
+IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
+# What the index says beside names and labels: of each shard, and of each image in it.
+MEASURED = {"shard_bytes": "int64", "offsets": "int64", "sizes": "int64", "checksums": "uint32"}
+NUM_READING_THREADS, IMAGES_AHEAD = 8, 64
+ONE_SUFFIX = dict.fromkeys((".jpeg", ".jpe", ".jfif"), ".jpg")
+
+
+def make_shards(
+    folder: Positional[Path],
+    shards: Positional[Path],
+    cache_dir: str = DataFlags.cache_dir,
+    images_per_shard: int = IMAGES_PER_SHARD,
+) -> list[str]:
+    """Write a folder of images as a few large tar files, and an index to read them at random.
+
+    FOLDER holds train/ and val/ in ImageNet's layout, as for --data; afterwards `--data SHARDS` is
+    the same training, image by image. The images are copied unchanged. A shard is written whole or
+    not at all, and the same folder gives the same bytes. The `webdataset` library reads the tar
+    files, too: 000000123.jpg and 000000123.cls, the label.
+
+    UserError if FOLDER is none to train on, or an image in it no image; if SHARDS holds those of
+    other images, or cannot be written.
+
+    Args:
+        folder: Holds train/ and val/.
+        shards: Where they are written; what is there already is kept.
+        cache_dir: For the folder's listing.
+        images_per_shard: In each but the last of a part.
+    """
+    refuse((images_per_shard < 1, f"--images-per-shard {images_per_shard}: must be at least 1"))
+    cache = Path(home_path("--cache-dir", cache_dir))
+    listings = {part: list_images(folder / part, cache) for part in ("train", "val")}
+    check_train_and_val(listings["train"], listings["val"])
+    lines = []
+    with writing_to(shards):
+        shards.mkdir(parents=True, exist_ok=True)
+        with locked(shards / ".lock"):
+            for part, listing in listings.items():
+                made = _make_part(listing, shards / part, images_per_shard)
+                lines.append(
+                    f"{made.root}: {len(made.shards):,} shards, {len(made):,} images of "
+                    f"{len(made.classes):,} classes, {made.shard_bytes.sum() / 1e9:,.3f} GB"
+                    f"{listing.left_out and '; '}{listing.left_out}"
+                )
+        (shards / ".lock").unlink(missing_ok=True)
+    return lines
+
+
+def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
+    """Write the shards of one listing into `folder`, and last the index, which says that all are
+    there. Until then the unfinished part says which images they are of, and has a note on each
+    shard that is written."""
+    starts = range(0, len(listing), images_per_shard)
+    names = [f"{folder.name}-{number:06d}.tar" for number in range(len(starts))]
+    index: dict[str, Any] = {
+        "version": np.int64(INDEX_VERSION),
+        "classes": np.array([os.fsencode(name) for name in listing.classes]),
+        "paths": listing.paths,
+        "labels": listing.labels,
+        "shards": np.array([name.encode() for name in names]),
+        "images_per_shard": np.int64(images_per_shard),
+    }
+    work = folder / UNFINISHED
+    try:
+        begun = read_arrays((folder if (folder / INDEX).is_file() else work) / INDEX)
+    except DAMAGE:  # or none yet
+        work.mkdir(parents=True, exist_ok=True)
+        with whole_file(work / INDEX) as file:
+            np.savez(file, **index)
+        begun = index
+    if not all(np.array_equal(begun[name], value) for name, value in index.items()):
+        raise UserError(
+            f"{folder}: holds shards of other images than the folder has now, or with another "
+            "--images-per-shard. Choose another folder for the shards, or remove this one."
+        )
+    if not (folder / INDEX).is_file():
+        notes = []
+        bar = tqdm(names, folder.name, unit="shard", disable=None)
+        for name, start in zip(bar, starts, strict=True):
+            note = work / f"{name}.npz"
+            if not note.is_file() or not (folder / name).is_file():
+                indices = range(start, min(start + images_per_shard, len(listing)))
+                found = _write_shard(listing, indices, work / name)
+                os.replace(work / name, folder / name)
+                with whole_file(note, sync=True) as file:
+                    np.savez(file, **found)
+            notes.append(read_arrays(note))
+        for name, dtype in MEASURED.items():
+            index[name] = np.concatenate([note[name] for note in notes]).astype(dtype)
+        with whole_file(folder / INDEX, sync=True) as file:
+            np.savez(file, **index)
+    shutil.rmtree(work, ignore_errors=True)
+    return open_shards(folder)
+
+
+def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any]:
+    """Write one shard; returns what the index needs to know of it (MEASURED)."""
+    found: dict[str, list[int]] = {name: [] for name in MEASURED}
+    with whole_file(shard, sync=True) as file:
+        # Without times, owners and rights of the files: the same images give the same bytes.
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for index, data in zip(indices, read_ahead(listing, indices), strict=True):
+                image_size(data, listing.name(index))  # UserError unless its head is an image's
+                suffix = os.path.splitext(listing.name(index))[1].lower()
+                _add(tar, f"{index:09d}{ONE_SUFFIX.get(suffix, suffix)}", data)
+                blocks = -(-len(data) // tarfile.BLOCKSIZE)
+                found["offsets"].append(file.tell() - blocks * tarfile.BLOCKSIZE)
+                found["sizes"].append(len(data))
+                found["checksums"].append(zlib.crc32(data))
+                _add(tar, f"{index:09d}.cls", b"%d" % listing.labels[index])
+        found["shard_bytes"].append(file.tell())
+    return found
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def read_ahead(listing: Listing, indices: range) -> Iterator[bytes]:
+    """The encoded bytes of images `indices`, in this order, read a few at once: the answers of
+    network file systems overlap."""
+    with ThreadPoolExecutor(NUM_READING_THREADS) as pool:
+        for start in range(0, len(indices), IMAGES_AHEAD):
+            yield from pool.map(listing.read, indices[start : start + IMAGES_AHEAD])
+
+
+# -- Checking --------------------------------------------------------------------------------------
+
+# Decoders work beside each other in threads; one in two may wait for the file system.
+THREADS_PER_CORE = 2
+CHECKED_AHEAD = 500  # of each thread, so that an interruption need not wait for millions
+
+
+def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
+    """What is wrong with an image: "bad" or "suspect", its name, and why; None if nothing is."""
+    name = listing.name(index)
+    try:
+        _, left_over = decode(listing.read(index), name)
+    except UserError as error:
+        return "bad", name, str(error)
+    return ("suspect", name, str(suspect(name, left_over))) if left_over else None
+
+
+def faults_of(listing: Listing) -> list[tuple[str, str, str]]:
+    """The images of `listing` with which something is wrong, in order; each is told when found."""
+    faults = []
+    threads = THREADS_PER_CORE * len(os.sched_getaffinity(0))
+    window = threads * CHECKED_AHEAD
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        tqdm(desc=str(listing.root), total=len(listing), unit="image", disable=None) as bar,
+    ):
+        for start in range(0, len(listing), window):
+            indices = range(start, min(start + window, len(listing)))
+            for fault in pool.map(functools.partial(fault_of, listing), indices):
+                bar.update()
+                if fault is not None:
+                    faults.append(fault)
+                    bar.write(f"{fault[0]}: {fault[2]}", file=sys.stderr)
+    return faults
+
+
+def check_images(
+    folder: Positional[Path], json: Path | None = None, cache_dir: str = DataFlags.cache_dir
+) -> list[str]:
+    """Read and decode every image of a data set, as training does, and list those that are bad.
+
+    Files are decoded whole, shards checked against their checksums too. The exit code is 0 if
+    training can use all of it, and 1 if an image is bad, or more of them than training lets pass
+    have bytes left over. It begins at once, since it needs no torch, and uses all cores.
+
+    Args:
+        folder: Class folders or shards, or a folder with train/ and val/ of either.
+        json: A file for all that is wrong; -: standard output.
+        cache_dir: For the folder's listing.
+    """
+    inner = {
+        path.name
+        for path in folder.glob("*")
+        if path.is_dir() and not PASSED_OVER.match(os.fsencode(path.name))
+    }
+    parts = sorted(inner & {"train", "val"}) if inner <= SPLIT_NAMES else []
+    cache = Path(home_path("--cache-dir", cache_dir))
+    listings = [open_images(folder / part, cache) for part in parts or [""]]
+    faults = [faults_of(listing) for listing in listings]
+    told: dict[str, Any] = {
+        "images": sum(map(len, listings)),
+        "left_out": [f"{one.root}: {one.left_out}" for one in listings if one.left_out],
+        "bad": [],
+        "suspect": [],
+    }
+    for kind, name, reason in itertools.chain(*faults):
+        told[kind].append({"image": name, "reason": reason})
+    is_printed = json == Path("-")
+    try:
+        if is_printed:
+            print(dumps(told, indent=2))
+        elif json is not None:
+            write_json(json, told)
+    except OSError as error:
+        raise UserError(f"--json {json}: cannot be written ({error.strerror})") from error
+    summary = (
+        f"{folder}: {told['images']:,} images, {len(told['bad']):,} bad, "
+        f"{len(told['suspect']):,} that may be damaged"
+        + "".join(f"; {line}" for line in told["left_out"])
+    )
+    if told["bad"] or any(
+        len(found) > len(listing) // ONE_IN for listing, found in zip(listings, faults, strict=True)
+    ):
+        raise UserError(
+            f"{summary}. Bring good copies back, or remove them; --bad-images replace trains "
+            "without."
+        )
+    return [] if is_printed else [summary]
+
+
+COMMANDS = {
+    "unpack": unpack, "sort-val": sort_val, "shards": make_shards, "check": check_images
+}  # fmt: skip
+main = partial(
+    run_tool,
+    "python -m recipe.data.prepare",
+    COMMANDS,
+    __doc__,
+    exit_code=1,
+    interrupted="interrupted: start the same command again",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
