@@ -31,7 +31,7 @@ from compare.prediction.step import Prediction, at_batch, fit, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file
-from recipe.settings.presets import PRESETS
+from recipe.settings.presets import PRESETS, preset
 
 IMAGENET = 1_281_167
 MOST = 4096  # workers
@@ -133,7 +133,7 @@ def training_of(settings: Settings, known: Sequence[Inputs]) -> Settings:
     if settings.preset is not None:
         hint = near_match(settings.preset, PRESETS)
         refuse((settings.preset not in PRESETS, f"--preset {settings.preset}: {hint}"))
-        recipe = PRESETS[settings.preset]()
+        recipe = preset(settings.preset)
         others = {one.pixels for one in known} - {recipe.train_crop_size}
         refuse(
             (

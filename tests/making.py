@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from recipe.settings.config import Config
-from recipe.settings.presets import digits
+from recipe.settings.presets import preset
 from recipe.world import World
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def a_world(rank: int = 0, size: int = 1, **others: Any) -> World:
 def a_config(**others: Any) -> Config:
     """Settings for runs that take milliseconds."""
     return replace(
-        digits(),
+        preset("digits"),
         **{
             "train_crop_size": 8,
             "random_crop_scale": (0.3, 1.0),

@@ -20,6 +20,7 @@ from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
 from recipe.settings.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
 from recipe.settings.presets import PRESETS
+from recipe.settings.presets import preset as preset_of
 
 ROOT = Path(__file__).parent.parent
 IMAGENET = "--data /imagenet "
@@ -157,7 +158,7 @@ def with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("with_timm")
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
-    preset = PRESETS[name]()
+    preset = preset_of(name)
     assert preset.preset == name
     line = f"--preset {name} --data {preset.data or '/imagenet'}"
     config = parse(line, size=4)

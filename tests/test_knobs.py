@@ -17,7 +17,7 @@ from recipe.record.summary import steering_variables
 from recipe.settings.config import Config, parse_args
 from recipe.settings.flags import names_of
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
-from recipe.settings.presets import digits
+from recipe.settings.presets import preset
 
 FILE = """
 [ddp]
@@ -160,7 +160,7 @@ def test_the_environment_wins_over_the_file_and_it_is_said(
 
 
 def test_every_knob_but_two_is_the_engines_default_and_none_is_work() -> None:
-    changed = {name for name in names_of("speed") if getattr(digits(), name)}
+    changed = {name for name in names_of("speed") if getattr(preset("digits"), name)}
     assert changed == {"gradient_as_bucket_view", "sleeping_poll"}, "the same bits, in less time"
     assert {n for names in SETTINGS.values() for n in names} == {*names_of("speed")} - {
         "knob_variables"

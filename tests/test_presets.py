@@ -13,6 +13,7 @@ from torchvision.ops._utils import split_normalization_params
 
 from recipe.settings.config import Config
 from recipe.settings.presets import PRESETS
+from recipe.settings.presets import preset as preset_of
 from recipe.training.model import build_model, parameter_groups
 from recipe.training.optimizers import learning_rate
 
@@ -249,14 +250,14 @@ SAME_BUT_FOR = {
 def test_a_preset_has_the_value_of_its_source(
     preset: str, field: str, value: Any, source: str
 ) -> None:
-    assert getattr(PRESETS[preset](), field) == value, source
+    assert getattr(preset_of(preset), field) == value, source
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - OURS))
 def test_all_that_a_preset_sets_has_a_source(preset: str) -> None:
     """A new preset is refused until each value that it sets has a line in VALUES."""
     base = SAME_BUT_FOR.get(preset)
-    default, config = vars(Config() if base is None else PRESETS[base]()), vars(PRESETS[preset]())
+    default, config = vars(Config() if base is None else preset_of(base)), vars(preset_of(preset))
     changed = {name for name in config if config[name] != default[name]} - {"preset", "data"}
     sourced = {field for name, field, *_ in VALUES if name == preset}
     assert sourced, f"{preset}: no line in VALUES"
@@ -267,7 +268,7 @@ def test_all_that_a_preset_sets_has_a_source(preset: str) -> None:
 def test_the_digits_have_forgotten_what_batch_norm_began_with(preset: str) -> None:
     """A network that learns in few steps is otherwise evaluated far below what it can: 82 % at four
     workers where 97 % had been learned."""
-    config = PRESETS[preset]()
+    config = preset_of(preset)
     steps = config.epochs * 1438 // (4 * config.batch_size)
     assert (1 - (config.batch_norm_momentum or 0.1)) ** steps < 0.01
 
@@ -301,12 +302,12 @@ RATES = [
 def test_the_rates_of_the_sources_at_their_numbers_of_workers(
     preset: str, epoch: float, workers: int, rate: float
 ) -> None:
-    assert learning_rate(PRESETS[preset](), epoch, workers) == pytest.approx(rate)
+    assert learning_rate(preset_of(preset), epoch, workers) == pytest.approx(rate)
 
 
 def test_the_decay_of_goyal_90_is_the_gradient_of_keras_penalty() -> None:
     """Keras adds 5e-5 times the sum of the kernels' squares to the loss: its gradient is 1e-4 w."""
-    config = PRESETS["goyal-90"]()
+    config = preset_of("goyal-90")
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     kernels = [model[0].weight, model[3].weight]
     sum(5e-5 * kernel.square().sum() for kernel in kernels).backward()  # type: ignore[union-attr]

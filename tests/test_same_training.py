@@ -31,6 +31,7 @@ from recipe.data.digits import prepare_digits
 from recipe.data.prepare import make_shards
 from recipe.settings.flags import DataFlags
 from recipe.settings.presets import PRESETS
+from recipe.settings.presets import preset as preset_of
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 
@@ -132,19 +133,19 @@ def test_engines_end_with_equal_weights(
 @pytest.mark.parametrize(
     "preset",
     [
-        pytest.param(name, marks=needs_timm) if preset().uses_timm else name
-        for name, preset in PRESETS.items()
+        pytest.param(name, marks=needs_timm) if preset_of(name).uses_timm else name
+        for name in PRESETS
         if not name.startswith("digits")
     ],
 )
 def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) -> None:
     """On images, batches and a network of this machine's size."""
-    arch = "timm:resnet10t" if PRESETS[preset]().uses_timm else "shufflenet_v2_x0_5"
+    arch = "timm:resnet10t" if preset_of(preset).uses_timm else "shufflenet_v2_x0_5"
     small = (
         f"--data digits --arch {arch} --train-crop-size 40 --val-resize-size 40 "
         "--val-crop-size 32 --batch-size 12 --threads 1 --max-steps 6"
     )
-    if PRESETS[preset]().first_crop_size:
+    if preset_of(preset).first_crop_size:
         small += " --first-crop-size 32"
     folders = []
     for launcher, engine in (DDP, HOROVOD):

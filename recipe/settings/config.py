@@ -6,7 +6,6 @@ flag are answered before torch is loaded.
 
 import difflib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from tyro.conf import arg
 from recipe.errors import UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
-from recipe.settings.presets import PRESETS
+from recipe.settings.presets import PRESETS, preset
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
@@ -76,7 +75,7 @@ def _chosen_preset(argv: list[str]) -> Config:
         name = "digits" if are_digits(argv) else "goyal-90"
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there is no such preset; {near_match(name, PRESETS)}")
-    return PRESETS[name]()
+    return preset(name)
 
 
 def are_digits(argv: Sequence[str]) -> bool:
@@ -98,15 +97,13 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
         group: Any = make_dataclass(section.__name__, flags, frozen=True)
         group.__doc__ = section.__doc__
         sections.append((title, group, field(default_factory=group)))
-    preset = (
-        "preset",
-        Annotated[str, arg(help="Defaults for all other flags: " + ", ".join(PRESETS))],
-        base.preset,
-    )
-    about = inspect.cleandoc(PRESETS[base.preset].__doc__ or "")
+    names = arg(help="Defaults for all other flags: " + ", ".join(PRESETS))
+    about = PRESETS[base.preset].about
     parsed: Any
     parsed, unknown = tyro.cli(
-        make_dataclass("Flags", [*sections, preset], frozen=True),
+        make_dataclass(
+            "Flags", [*sections, ("preset", Annotated[str, names], base.preset)], frozen=True
+        ),
         args=argv,
         prog=program,
         description=f"Defaults are those of --preset {base.preset}:\n\n{about}",

@@ -1,19 +1,27 @@
 """Presets: defaults for all flags, each with its command, its expected accuracy, and the source of
 that figure."""
 
+import inspect
 from dataclasses import replace
+from typing import Any
 
 from recipe.settings.flags import Config
 
 
-def digits() -> Config:
-    """The embedded handwritten digits, half a minute on a CPU core. Top-1 of ten seeds: 98.1 to
-    99.2 % with 1 worker, 97.8 to 99.7 % with 2, 98.1 to 98.6 % with 4.
+class Preset:
+    """What is special about a recipe, and `like` which other it is beside that."""
 
-    python ddp_train/train.py
-    """
-    return Config(
-        preset="digits",
+    def __init__(self, about: str, like: str = "", **settings: Any) -> None:
+        self.about, self.like, self.settings = inspect.cleandoc(about), like, settings
+
+
+PRESETS = {
+    "digits": Preset(
+        """The embedded handwritten digits, half a minute on a CPU core. Top-1 of ten seeds: 98.1 to
+        99.2 % with 1 worker, 97.8 to 99.7 % with 2, 98.1 to 98.6 % with 4.
+
+        python ddp_train/train.py
+        """,
         arch="resnet10",
         train_crop_size=20,
         val_resize_size=20,
@@ -27,64 +35,53 @@ def digits() -> Config:
         warmup_epochs=1.0,
         lr_scheduler="cosine",
         label_smoothing=0.1,
-    )
+    ),
+    "digits-resnet18": Preset(
+        """The digits as the comparisons of `results/` trained them from 22 November 2026 on, a
+        network twice as large in less than half the steps: 96.1 to 98.6 % top-1 with 4 workers.
 
-
-def digits_resnet18() -> Config:
-    """The digits as the comparisons of `results/` trained them from 22 November 2026 on, a network
-    twice as large in less than half the steps: 96.1 to 98.6 % top-1 with 4 workers.
-
-    python compare/run.py square
-    """
-    return replace(
-        digits(),
-        preset="digits-resnet18",
+        python compare/run.py square
+        """,
+        like="digits",
         arch="resnet18",
         batch_size=40,
         base_lr=0.01,
         batch_norm_momentum=0.25,
-    )
+    ),
+    "goyal-90": Preset(
+        """ResNet-50 in 90 epochs as Goyal et al. 2017 (arXiv 1706.02677) scaled it: 76.40 +- 0.12 %
+        with 8 workers of 32, 76.26 +- 0.09 % with 256. Horovod's Keras example has the same
+        decay, and the same rates after warm-up: 75.66-75.88 % on 128 GPUs (horovod issue 191).
 
-
-def goyal_90() -> Config:
-    """ResNet-50 in 90 epochs as Goyal et al. 2017 (arXiv 1706.02677) scaled it: 76.40 +- 0.12 %
-    with 8 workers of 32, 76.26 +- 0.09 % with 256. Horovod's Keras example has the same decay,
-    and the same rates after warm-up: 75.66-75.88 % on 128 GPUs (horovod issue 191).
-
-    horovodrun -np 128 ... python horovod_train/train.py --data IMAGENET --preset goyal-90
-    """
-    return Config(
-        preset="goyal-90",
+        horovodrun -np 128 ... python horovod_train/train.py --data IMAGENET --preset goyal-90
+        """,
         data="",
         wd=1e-4,
         norm_weight_decay=0.0,
         bias_weight_decay=0.0,
         zero_init_residual=True,
         warmup_method="gradual-256",
-    )
+    ),
+    "tv-v1": Preset(
+        """torchvision's first recipe: ResNet-50 76.130 % with 8 workers of 32 (torchvision's
+        weights, IMAGENET1K_V1; others got 75.4 to 75.9 % from the same settings, vision issue
+        5593).
 
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v1
+        """,
+        data="",
+        wd=1e-4,
+        base_lr=0.0125,
+        warmup_epochs=0.0,
+        lr_step_epochs=(30, 60),
+    ),
+    "tv-v2": Preset(
+        """torchvision's second recipe, of 600 epochs: ResNet-50 80.858 % (the moving average) with
+        8 workers of 128 (torchvision's weights, IMAGENET1K_V2; vision issue 3995, pull request
+        5201, which publish no time). torchvision trained on 8 V100 where nothing else is noted.
 
-def tv_v1() -> Config:
-    """torchvision's first recipe: ResNet-50 76.130 % with 8 workers of 32 (torchvision's weights,
-    IMAGENET1K_V1; others got 75.4 to 75.9 % from the same settings, vision issue 5593).
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v1
-    """
-    return Config(
-        preset="tv-v1", data="", wd=1e-4, base_lr=0.0125, warmup_epochs=0.0, lr_step_epochs=(30, 60)
-    )
-
-
-def tv_v2() -> Config:
-    """torchvision's second recipe, of 600 epochs: ResNet-50 80.858 % (the moving average) with 8
-    workers of 128 (torchvision's weights, IMAGENET1K_V2; vision issue 3995, pull request 5201,
-    which publish no time). torchvision trained on 8 V100 where nothing else is noted.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v2
-    """
-    updates = 8 * 128 * 32 / 600  # torchvision scales the decay by batch, steps and epochs
-    return Config(
-        preset="tv-v2",
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v2
+        """,
         data="",
         epochs=600,
         batch_size=128,
@@ -100,39 +97,38 @@ def tv_v2() -> Config:
         random_erase=0.1,
         augment_repeats=4,
         model_ema=True,
-        model_ema_decay=1 - 2e-5 * updates,
+        # torchvision scales the decay by batch, steps and epochs.
+        model_ema_decay=1 - 2e-5 * (8 * 128 * 32 / 600),
         model_ema_steps=32,
         train_crop_size=176,
         val_resize_size=232,
-    )
+    ),
+    "tv-alexnet": Preset(
+        """AlexNet by torchvision's first recipe, at its own rate: 56.522 % with 8 workers of 32, on
+        8 V100 (torchvision's weights, IMAGENET1K_V1).
 
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-alexnet
+        """,
+        like="tv-v1",
+        arch="alexnet",
+        base_lr=0.01 / 8,
+    ),
+    "tv-vgg16": Preset(
+        """VGG-16 by torchvision's first recipe, at its own rate: 71.592 % with 8 workers of 32, on
+        8 V100 (torchvision's weights, IMAGENET1K_V1). Much to send for what it computes.
 
-def tv_alexnet() -> Config:
-    """AlexNet by torchvision's first recipe, at its own rate: 56.522 % with 8 workers of 32, on 8
-    V100 (torchvision's weights, IMAGENET1K_V1).
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-vgg16
+        """,
+        like="tv-v1",
+        arch="vgg16",
+        base_lr=0.01 / 8,
+    ),
+    "dle-90": Preset(
+        """NVIDIA DeepLearningExamples' 90 epochs: ResNet-50 77.12 +- 0.11 % in mixed precision on 8
+        A100, 76.88 +- 0.16 % on 8 V100; 8 workers of 256.
 
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-alexnet
-    """
-    return replace(tv_v1(), preset="tv-alexnet", arch="alexnet", base_lr=0.01 / 8)
-
-
-def tv_vgg16() -> Config:
-    """VGG-16 by torchvision's first recipe, at its own rate: 71.592 % with 8 workers of 32, on 8
-    V100 (torchvision's weights, IMAGENET1K_V1). Much to send for what it computes.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-vgg16
-    """
-    return replace(tv_v1(), preset="tv-vgg16", arch="vgg16", base_lr=0.01 / 8)
-
-
-def dle_90() -> Config:
-    """NVIDIA DeepLearningExamples' 90 epochs: ResNet-50 77.12 +- 0.11 % in mixed precision on 8
-    A100, 76.88 +- 0.16 % on 8 V100; 8 workers of 256.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-90
-    """
-    return Config(
-        preset="dle-90",
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-90
+        """,
         data="",
         batch_size=256,
         val_batch_size=256,
@@ -147,34 +143,31 @@ def dle_90() -> Config:
         precision="fp16",
         loss_scale=128.0,
         channels_last=True,
-    )
+    ),
+    "dle-50": Preset(
+        """The same in 50 epochs: 76.25 +- 0.04 % on 8 V100.
 
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-50
+        """,
+        like="dle-90",
+        epochs=50,
+    ),
+    "dle-250": Preset(
+        """The same in 250 epochs and with mixup: 78.43 +- 0.11 % on 8 A100 (at 16,621 images a
+        second), 78.25 +- 0.12 % on 8 V100.
 
-def dle_50() -> Config:
-    """The same in 50 epochs: 76.25 +- 0.04 % on 8 V100.
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-250
+        """,
+        like="dle-90",
+        epochs=250,
+        mixup_alpha=0.2,
+    ),
+    "ffcv-rn50-16": Preset(
+        """FFCV's ImageNet training in 16 epochs: ResNet-50 73.8 % in 14.9 minutes on 8 A100 (README
+        of libffcv/ffcv-imagenet); 8 workers of 512.
 
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-50
-    """
-    return replace(dle_90(), preset="dle-50", epochs=50)
-
-
-def dle_250() -> Config:
-    """The same in 250 epochs and with mixup: 78.43 +- 0.11 % on 8 A100 (at 16,621 images a second),
-    78.25 +- 0.12 % on 8 V100.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-250
-    """
-    return replace(dle_90(), preset="dle-250", epochs=250, mixup_alpha=0.2)
-
-
-def ffcv_rn50_16() -> Config:
-    """FFCV's ImageNet training in 16 epochs: ResNet-50 73.8 % in 14.9 minutes on 8 A100 (README of
-    libffcv/ffcv-imagenet); 8 workers of 512.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-16
-    """
-    return Config(
-        preset="ffcv-rn50-16",
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-16
+        """,
         data="",
         epochs=16,
         batch_size=512,
@@ -195,26 +188,23 @@ def ffcv_rn50_16() -> Config:
         val_flip=True,
         precision="fp16",
         channels_last=True,
-    )
+    ),
+    "ffcv-rn50-88": Preset(
+        """The same in 88 epochs: 78.4 % in 77.2 minutes on 8 A100.
 
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-88
+        """,
+        like="ffcv-rn50-16",
+        epochs=88,
+        resize_epochs=(65, 76),
+    ),
+    "rsb-a1": Preset(
+        """Procedure A1 of "ResNet strikes back" (Wightman et al. 2021, arXiv 2110.00476, table 2),
+        in 600 epochs: ResNet-50 80.4 %, in 4.6 days on 4 V100 of 32 GB; here 8 workers of 256.
+        Needs the extra `timm`.
 
-def ffcv_rn50_88() -> Config:
-    """The same in 88 epochs: 78.4 % in 77.2 minutes on 8 A100.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-88
-    """
-    return replace(ffcv_rn50_16(), preset="ffcv-rn50-88", epochs=88, resize_epochs=(65, 76))
-
-
-def rsb_a1() -> Config:
-    """Procedure A1 of "ResNet strikes back" (Wightman et al. 2021, arXiv 2110.00476, table 2), in
-    600 epochs: ResNet-50 80.4 %, in 4.6 days on 4 V100 of 32 GB; here 8 workers of 256. Needs the
-    extra `timm`.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a1
-    """
-    return Config(
-        preset="rsb-a1",
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a1
+        """,
         data="",
         arch="timm:resnet50",
         epochs=600,
@@ -240,50 +230,35 @@ def rsb_a1() -> Config:
         val_resize_size=235,
         interpolation="bicubic",
         precision="fp16",
-    )
+    ),
+    "rsb-a2": Preset(
+        """Procedure A2, in 300 epochs: 79.8 %.
 
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a2
+        """,
+        like="rsb-a1",
+        epochs=300,
+        wd=0.02,
+        label_smoothing=0.0,
+        mixup_alpha=0.1,
+    ),
+    "rsb-a3": Preset(
+        """Procedure A3, in 100 epochs of smaller images: 78.1 %.
 
-def rsb_a2() -> Config:
-    """Procedure A2, in 300 epochs: 79.8 %.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a2
-    """
-    return replace(
-        rsb_a1(), preset="rsb-a2", epochs=300, wd=0.02, label_smoothing=0.0, mixup_alpha=0.1
-    )
-
-
-def rsb_a3() -> Config:
-    """Procedure A3, in 100 epochs of smaller images: 78.1 %.
-
-    torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a3
-    """
-    return replace(
-        rsb_a2(),
-        preset="rsb-a3",
+        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a3
+        """,
+        like="rsb-a2",
         epochs=100,
         base_lr=8e-3 / 8,
         drop_path=0.0,
         auto_augment="rand-m6-mstd0.5-inc1",
         augment_repeats=1,
         train_crop_size=160,
-    )
-
-
-PRESETS = {
-    "digits": digits,
-    "digits-resnet18": digits_resnet18,
-    "goyal-90": goyal_90,
-    "tv-v1": tv_v1,
-    "tv-v2": tv_v2,
-    "tv-alexnet": tv_alexnet,
-    "tv-vgg16": tv_vgg16,
-    "dle-50": dle_50,
-    "dle-90": dle_90,
-    "dle-250": dle_250,
-    "ffcv-rn50-16": ffcv_rn50_16,
-    "ffcv-rn50-88": ffcv_rn50_88,
-    "rsb-a1": rsb_a1,
-    "rsb-a2": rsb_a2,
-    "rsb-a3": rsb_a3,
+    ),
 }
+
+
+def preset(name: str) -> Config:
+    """The settings of this preset."""
+    own = PRESETS[name]
+    return replace(preset(own.like) if own.like else Config(), preset=name, **own.settings)
