@@ -351,7 +351,7 @@ def test_any_words_are_settings_or_refused(words: list[str], engine: str) -> Non
 @pytest.mark.parametrize(
     ("allowed", "settings", "engine", "size", "words"),
     [
-        ({}, {"use_adasum": True}, "horovod", 3, "power of two"),
+        ({}, {"use_adasum": True}, "horovod", 3, "power-of-two"),
         # Two number formats in a group.
         *(
             ({"num_groups": 2}, other, "horovod", 2, "cannot be combined with --num-groups")

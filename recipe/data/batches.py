@@ -219,7 +219,7 @@ class Images(Dataset):
                     replaced[index] = message = str(error)
                 index = int(next(draws) * len(self.listing))
             else:
-                raise UserError(f"{message} Nor was any of {MOST_TRIES - 1} others good.")
+                raise UserError(f"{message} {MOST_TRIES - 1} replacements failed, too.")
             if left_over:
                 suspects.append((index, left_over))
             num_bytes += file_bytes

@@ -312,15 +312,13 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
         (
             0 < warmup >= config.batch_size - 1,
             f"--batch-size-warmup-epochs {warmup}: the first batches would have one image a "
-            "worker, of "
-            f"which BatchNorm has no variance; give fewer, or a larger --batch-size "
-            f"{config.batch_size}",
+            "worker, and BatchNorm needs two images per worker; give fewer, or a larger "
+            f"--batch-size {config.batch_size}",
         ),
         (
             config.drop_path and not config.arch.startswith("timm:"),
             f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth "
-            "that "
-            "could be set; take one of timm's networks, such as --arch timm:resnet50",
+            "that could be set; take one of timm's networks, such as --arch timm:resnet50",
         ),
         *(_mistakes_of_resizing(config) if config.first_crop_size is not None else []),
         (
@@ -369,8 +367,7 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
             (
                 groups and is_given,
                 f"{flag}: cannot be combined with --num-groups, with which Horovod only averages, "
-                "and "
-                "divides after the sum, where fp16 overflows; leave one of the two out",
+                "and divides after the sum, where fp16 overflows; leave one of the two out",
             )
             for flag, is_given in {
                 f"--wire-format {config.wire_format}": config.wire_format != "fp32",
@@ -382,8 +379,7 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         (
             static and config.batches_per_allreduce > 1,
             "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
-            "see "
-            "the exchange in its first backward pass; leave one of the two out",
+            "see the exchange in its first backward pass; leave one of the two out",
         ),
         *(_mistakes_with_adasum(config, engine, world_size) if config.use_adasum else []),
     ]
@@ -394,8 +390,8 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
         (engine != "horovod", "--use-adasum: only Horovod has it; start horovod_train/train.py"),
         (
             world_size & (world_size - 1),
-            f"--use-adasum: halves the world again and again, which {world_size} workers do not "
-            "allow; use a power of two",
+            f"--use-adasum: needs a power-of-two number of workers, and there are {world_size}; "
+            "start 2, 4, 8 or so",
         ),
         *[
             (
@@ -427,20 +423,17 @@ def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
         (
             config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
             f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
-            "mean "
-            "of squared gradients is rounded to 0, and divided by; use --precision O2",
+            "mean of squared gradients is rounded to 0, and divided by; use --precision O2",
         ),
         (
             config.precision == "O2" and config.compile,
             "--compile: cannot be combined with --precision O2, whose fp16 copy of the network "
-            "would "
-            "not be compiled; use --precision fp16 or bf16",
+            "would not be compiled; use --precision fp16 or bf16",
         ),
         (
             config.precision == "O3" and config.model_ema,
             "--model-ema: cannot be combined with --precision O3, since a moving average stands "
-            "still "
-            "where it is rounded to fp16; use --precision O2",
+            "still where it is rounded to fp16; use --precision O2",
         ),
     ]
 

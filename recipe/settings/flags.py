@@ -330,8 +330,7 @@ class SpeedFlags:
         "Horovod's name for --wire-format fp16.")
     transport: Literal["auto", "nccl", "gloo", "mpi"] = place("auto", per_rank="equal", help=
         "What carries the gradients. auto: NCCL between GPUs; elsewhere Gloo for DDP, and for "
-        "Horovod what its launcher passes messages by. Refused, with what to do, where it is not "
-        "to be had.")
+        "Horovod what its launcher passes messages by. An unavailable transport is an error.")
     use_adasum: bool = work(False, needs="workers", decides=RATES, help=
         "Combine gradients by Adasum instead of averaging them (Horovod only).")
     gradient_predivide_factor: float | None = work(None, ABOVE_0, needs=("Horovod's sum",
