@@ -39,10 +39,9 @@ from compare.evidence.turns import Block, Turn
 from compare.plan.blocks import shuffled
 from compare.running.launch import busy_cpu_seconds
 from compare.running.scheduler import say, wait_for_quiet
-from recipe.data.batches import Images
+from recipe.data.batches import Images, SampleStream
 from recipe.data.image_folder import Listing, list_images
 from recipe.data.images import TrainTransform
-from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
 from recipe.settings.config import Config, home_path
 

@@ -20,7 +20,6 @@ from recipe.data.batches import (
     Data,
     InputMeter,
     check_replaced,
-    check_shared_memory,
     samples_per_step,
     training_batches,
     training_end,
@@ -59,7 +58,6 @@ from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay, expect_pause, is_asked_to_end, obey_signals
 from recipe.world import World
 
-CORES_TO_DECODE = 8  # for a GPU: with fewer, DALI's decoding there may pay
 LOOK_SECONDS = 1.0  # of training between two looks at whether it is to stop
 
 
@@ -95,16 +93,9 @@ class Session:
         self.threads = config.threads or cores
         torch.set_num_threads(self.threads)
         self.workers = loader_workers(config, device, cores)
-        if world.is_first and device.type == "cuda":
-            if cores < CORES_TO_DECODE and config.train_dir and not config.dali:
-                print(f"hint: {cores} cores a GPU may not decode as fast as it trains: --dali")
-            if config.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0):
-                print("hint: --precision bf16 or tf32 uses this GPU's tensor cores, fp32 does not")
         for listing in (data.train, data.val):
             if world.is_first and listing is not None and listing.left_out:
                 print(f"{listing.root}: {listing.left_out}", flush=True)
-        neighbours = sum(host == world.host for host, _ in self.places)
-        check_shared_memory(config, neighbours * self.workers)
         self.config, self.progress, self.left_out = config, Progress(), list[int]()
         self.input = None if data.train is None else InputMeter()
         _, self.stop = training_end(config, self.readers, data, step=0, samples_seen=0)

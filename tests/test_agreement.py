@@ -101,7 +101,7 @@ def test_versions_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert f"python's version: {python} {ranks}, 3.99.0 on rank 2 (node1); torch's" in message
     assert f"; torch's version: {torch_s} {ranks}, 9.9 on rank 2 (node1)." in message
     monkeypatch.undo()
-    for name in ("recipe/data/order.py", "recipe/new.py", "ddp_train/train.py"):
+    for name in ("recipe/data/batches.py", "recipe/new.py", "ddp_train/train.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("other")
     monkeypatch.setattr(agreement, "ROOT", tmp_path)

@@ -34,9 +34,9 @@ from recipe.data.batches import (
     Batch,
     Data,
     InputMeter,
+    SampleStream,
     _one_ahead,
     check_replaced,
-    check_shared_memory,
     data_order_sha256,
     mixed,
     open_data,
@@ -47,7 +47,6 @@ from recipe.data.batches import (
 from recipe.data.decoding import decode
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
-from recipe.data.order import SampleStream
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.meter import StepMeter
@@ -443,24 +442,6 @@ def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_p
             assert "read\n" in trainer.stdout
         finally:
             trainer.kill()
-
-
-@pytest.mark.parametrize(("gigabytes", "is_enough"), [(8, False), (32, True)])
-def test_loaders_need_room_in_shared_memory(
-    gigabytes: int, is_enough: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8 GPUs of 16 workers: 2 batches of 256 each, of training and of validation."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Mock(free=gigabytes << 30))
-    config = a_config(batch_size=256, val_batch_size=256, train_crop_size=224, val_crop_size=224)
-    expected = (
-        contextlib.nullcontext() if is_enough else pytest.raises(UserError, match="--shm-size 20g")
-    )
-    with expected:
-        check_shared_memory(config, 8 * 16)
-    check_shared_memory(config, 0)
-    check_shared_memory(replace(config, data="synthetic"), 8 * 16)
-    monkeypatch.setattr("os.path.isdir", lambda path: path != "/dev/shm")
-    check_shared_memory(config, 8 * 16)
 
 
 # ---- bad images ----

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import a_config, a_world
 
-from recipe.data.batches import Data, batch_places, samples_per_step, training_end
-from recipe.data.order import Sample, SampleStream, permutation
+from recipe.data.batches import (
+    Data,
+    Sample,
+    SampleStream,
+    batch_places,
+    permutation,
+    samples_per_step,
+    training_end,
+)
 from recipe.settings.config import Config
 from recipe.training.optimizers import learning_rate
 

@@ -28,9 +28,9 @@ from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
 from recipe.files import json_for_readers, read_proc, replace_file
 from recipe.record import summary as environment
-from recipe.record.board import Board
 from recipe.record.fingerprint import comparison_keys
 from recipe.record.folder import _lock
+from recipe.record.recorder import Board
 
 NAME = os.fsdecode(b"name-\xe9")  # in Latin-1
 SHOWN = r"name-\udce9"

@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
-import shutil
 import threading
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -21,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recipe.command import prepare_output
-from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.decoding import SuspectImages, named, suspect
 from recipe.data.digits import prepare_digits
 from recipe.data.image_folder import Listing, check_train_and_val
@@ -32,7 +30,6 @@ from recipe.data.images import (
     seeded,
     uniform_numbers,
 )
-from recipe.data.order import Sample, SampleStream, permutation
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
 from recipe.errors import UserError
@@ -51,6 +48,65 @@ MOST_TRIES = 6
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 CPU = torch.device("cpu")
 PREFETCHED = 2  # batches by each loader worker
+
+
+# -- The order of the training images: one endless stream, the same for any number of ranks --------
+
+# (which pass, index of the image in the listing): the augmentation is drawn from both. An epoch is
+# one pass, or with repeats several, one for each time that its images come.
+Sample = tuple[int, int]
+
+
+@functools.lru_cache(maxsize=2)  # a batch begins in the epoch in which the last one ended
+def permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
+    """The images of one epoch in their order: int64 [num_images]."""
+    return np.random.default_rng([seed, epoch]).permutation(num_images)
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Permutations of `num_images` images, one an epoch, end to end.
+
+    A position is a count of samples since the start of training, over all ranks. A global batch is
+    simply the next samples of the stream, across the end of an epoch if need be, so each image is
+    seen exactly once an epoch at any world size, no batch is short, none is padded, and a run
+    resumes at another world size where it stopped.
+
+    With `repeats` each image comes so many times, one after the other, so that ranks that take
+    turns share it. An epoch is as long as without, and holds the first images of its permutation
+    (Hoffer et al. 2020, arXiv 1901.09335; the order is that of torchvision's RASampler).
+    """
+
+    num_images: int
+    seed: int
+    num_files: int | None = None  # if fewer, they come again in each epoch
+    repeats: int = 1
+
+    def samples(self, positions: np.ndarray) -> list[Sample]:
+        """(pass, index) at each of `positions` (int64, ascending)."""
+        epochs, offsets = np.divmod(positions, self.num_images)
+        places, copies = np.divmod(offsets, self.repeats)
+        passes = epochs * self.repeats + copies
+        indices = np.concatenate(
+            [
+                permutation(self.num_images, self.seed, int(epoch))[places[epochs == epoch]]
+                for epoch in np.unique(epochs)
+            ]
+        ) % (self.num_files or self.num_images)
+        return list(zip(passes.tolist(), indices.tolist(), strict=True))
+
+    def batches(
+        self, places: Iterable[tuple[int, int]], rank: int, size: int
+    ) -> Iterator[list[Sample]]:
+        """This rank's batches: one for each position in `places`, of so many samples.
+
+        Of each `batch_size * size` samples rank r takes every `size`-th, beginning with the r-th.
+        """
+        for position, batch_size in places:
+            yield self.samples(position + rank + size * np.arange(batch_size))
+
+
+# -- What is read, in which steps ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,23 +191,6 @@ def training_end(
     return step, samples_seen
 
 
-def check_shared_memory(config: Config, loaders: int) -> None:
-    """UserError if /dev/shm has no room for what so many loader workers, all of this host, may put
-    there: training's batches lie there while validation's are read. Not checked where there is no
-    such folder: the workers then say so."""
-    if not loaders or config.data == "synthetic" or not os.path.isdir("/dev/shm"):
-        return
-    pixels = config.batch_size * config.train_crop_size**2
-    pixels += config.val_batch_size * config.val_crop_size**2
-    needed, free = loaders * PREFETCHED * 3 * pixels, shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        raise UserError(
-            f"/dev/shm has {free / 2**30:.1f} GiB free, and {loaders} loader workers of this host "
-            f"may fill {needed / 2**30:.1f}: make it larger (docker run --shm-size "
-            f"{math.ceil(needed / 2**30) + 1}g, or --ipc host), or use fewer --workers"
-        )
-
-
 def batch_places(
     config: Config,
     world: World,
@@ -188,7 +227,7 @@ class InputMeter:
 
 
 class Images(Dataset):
-    """Images in batches, whose keys are samples (recipe/data/order.py). A key alone decides an
+    """Images in batches, whose keys are samples (`SampleStream`). A key alone decides an
     image's pixels, but for their number: all of a batch are of the size that its first one has in
     its epoch.
 
@@ -292,6 +331,8 @@ def training_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     elif config.dali:
+        from recipe.data.dali import EncodedImages, dali_batches  # which imports from here
+
         # DALI takes plain memory, and works ahead by itself.
         encoded = _loaded(EncodedImages(data.train, config), batches, CPU, workers)
         ready = dali_batches(encoded, data.train, config, device, meter.count)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from recipe.data.batches import Sample
 from recipe.data.decoding import decode, image_size, suspect
 from recipe.data.image_folder import Listing, first_few
 from recipe.data.images import TrainTransform
-from recipe.data.order import Sample
 from recipe.errors import UserError
 from recipe.settings.config import Config
 
@@ -29,7 +29,7 @@ BATCHES_AHEAD = 2  # DALI's own default
 
 class EncodedImages(Dataset):
     """Training images as they are stored, with what was drawn for them; a batch's keys are samples
-    (recipe/data/order.py)."""
+    (recipe/data/batches.py)."""
 
     def __init__(self, listing: Listing, config: Config) -> None:
         self.listing, self.seed = listing, config.seed

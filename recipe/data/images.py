@@ -27,7 +27,7 @@ MEAN_COLOR = (124, 116, 104)
 RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height, as torchvision's
 CROP_ATTEMPTS = 10  # torchvision's number, then the largest central crop
 
-# (seed, which pass, index of the image in its data set), all at least 0: see recipe/data/order.py.
+# (seed, which pass, index of the image in its data set), all at least 0: see batches.py.
 Key = tuple[int, int, int]
 
 

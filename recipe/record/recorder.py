@@ -12,13 +12,16 @@ runs/<name>/config.json        every setting
 
 import json
 import math
+import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from msgspec import convert
@@ -42,10 +45,66 @@ from recipe.training.metrics import Evaluation, means
 from recipe.training.state import Progress
 from recipe.world import World
 
-if TYPE_CHECKING:
-    from recipe.record.board import Board
-
 Figures = dict[str, float]  # loss, top1 and top5
+
+
+class Board:
+    """One of TensorBoard's event files in `folder`, made with its first point. It is written at
+    once and by the caller's own thread: a full disk is an OSError there, where torch's
+    SummaryWriter has a thread that prints a traceback and ends.
+
+    `first_step`, of a run that goes on, is the x-value from which TensorBoard is to forget what
+    earlier files of the folder hold.
+    """
+
+    def __init__(self, folder: Path, first_step: int | None) -> None:
+        self.folder, self.first_step = folder, first_step
+        self.file: BinaryIO | None = None
+
+    def draw(self, step: int, values: dict[str, float]) -> None:
+        """Add a point at x = `step` to the curve of each tag; OSError if it cannot be written."""
+        from tensorboard.compat.proto import summary_pb2  # rank 0 alone pays for this import
+
+        points = [
+            summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()
+        ]
+        self._write(step=step, summary=summary_pb2.Summary(value=points))
+
+    def describe(self, settings: dict[str, Any], results: dict[str, float | None]) -> None:
+        """Add the hyper-parameters, and the figures that they led to."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {
+            key: value
+            if isinstance(value, (int, float))
+            else str(value).encode(errors="backslashreplace").decode()
+            for key, value in settings.items()
+        }
+        figures = {f"hparam/{key}": value for key, value in results.items() if value is not None}
+        for part in hparams(plain, figures):
+            self._write(summary=part)
+        self.draw(0, figures)
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self.file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            self.file = (self.folder / name).open("wb")
+            self._write(file_version="brain.Event:2")
+            if self.first_step is not None:
+                begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(step=self.first_step, session_log=begins)
+        event = event_pb2.Event(wall_time=time.time(), **fields)
+        RecordWriter(self.file).write(event.SerializeToString())
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
 
 
 class Recorder:
@@ -87,8 +146,6 @@ class Recorder:
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
             write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)
-        from recipe.record.board import Board  # rank 0 alone pays for TensorBoard's import
-
         # What an interrupted run drew of the epochs and steps that are to be made again goes.
         self.board = Board(folder / "tensorboard", epoch + 1 if step else None)
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
@@ -120,7 +177,7 @@ class Recorder:
         with one_sentence(self.folder):
             self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
 
-    def _draw(self, board: "Board", x: int, points: Figures) -> None:
+    def _draw(self, board: Board, x: int, points: Figures) -> None:
         with one_sentence(self.folder):
             board.draw(x, points)
 
