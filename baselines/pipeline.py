@@ -44,7 +44,7 @@ from recipe.loop import Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import split_resnet
-from recipe.training.phases import StepClock
+from recipe.record.meter import StepClock
 from recipe.training.state import Trainables
 
 

@@ -221,7 +221,7 @@ class Session:
         progress, num_train = self.progress, self.data.num_train
         self.epoch = progress.samples_seen // num_train
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
-        progress.end_step(step_samples, self.meter.train_seconds, skipped_steps)
+        progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
         self._pass_over()
         self.recorder.show_step()
@@ -256,7 +256,7 @@ class Session:
         finish_checkpoint()
         self.recorder.close_files()
         earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
-        vars(self.progress).update(vars(earlier) | {"train_seconds": self.meter.train_seconds})
+        vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
         self.meter.coming.clear()  # steps after it
         self.left_out.append(bad.samples_seen - bad.images)
         self._read_on()
@@ -306,7 +306,7 @@ class Session:
             if not math.isfinite(loss):
                 self.recorder.event("diverged")
             check_loss(loss, f"of validation after step {step}", is_session_start)
-        self.progress.train_seconds = self.meter.train_seconds
+        self.progress.total_seconds = self.meter.total_seconds
         is_repeated = is_session_start and not (self.config.evaluate or self.lacks_evaluation)
         self.figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
         is_best = self.progress.take_best(self.figures)

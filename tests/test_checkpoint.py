@@ -129,7 +129,7 @@ def saved(path: Path, parts: Trainables | None = None, config: Config = CONFIG) 
     return read(path)
 
 
-PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, train_seconds=1.25)
+PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, total_seconds=1.25)
 
 
 def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_any_wrong_value_is_refused_or_does_no_harm(data: st.DataObject) -> None
     try:
         progress = restore(contents, trainables(), CONFIG, a_world(), DATA, "c.pt")
         assert 0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
-        assert -1 <= progress.best_top1 <= 100 and 0 <= progress.train_seconds < math.inf
+        assert -1 <= progress.best_top1 <= 100 and 0 <= progress.total_seconds < math.inf
     except UserError as error:
         assert "\n" not in str(error)
 
@@ -692,7 +692,7 @@ MALFORMED: dict[str, tuple[tuple[str, ...], Any]] = {
     "step beyond the position": (("progress", "step"), 10**12),
     "best of NaN": (("progress", "best_top1"), math.nan),
     "best of text": (("progress", "best_top1"), "12"),
-    "endless training": (("progress", "train_seconds"), math.inf),
+    "endless training": (("progress", "total_seconds"), math.inf),
     "lone progress": (("progress",), {"step": 3}),
     "progress of a number": (("progress",), 3),
     "empty config": (("config",), {}),

@@ -8,10 +8,9 @@ import pytest
 from launching import ENGINES, LAUNCHERS, TRAINERS, rarely, read_lines, run
 from making import CPU
 
-from recipe.record.meter import PhaseSums
-from recipe.record.schema import Phases
-from recipe.training import phases
-from recipe.training.phases import PHASES, StepClock
+from recipe.record import meter as phases
+from recipe.record.meter import PhaseSums, StepClock
+from recipe.record.schema import PHASES, Phases
 
 DDP, HOROVOD, HOROVOD_GLOO = ENGINES
 TINY = (

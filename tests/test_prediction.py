@@ -37,7 +37,7 @@ from compare.prediction.step import (
     simulate,
 )
 from recipe.errors import UserError
-from recipe.training.phases import WARM_UP_STEPS
+from recipe.record.schema import WARM_UP_STEPS
 
 PHASES = {
     "data_seconds": 0.001, "forward_seconds": 0.1, "backward_seconds": 0.2,

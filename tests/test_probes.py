@@ -11,7 +11,7 @@ from making import TinyNet, a_config, a_world
 from recipe.errors import UserError
 from recipe.files import partial_name
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.training.phases import WARM_UP_STEPS
+from recipe.record.schema import WARM_UP_STEPS
 
 
 def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ from recipe.record.meter import StepMeter
 from recipe.record.probes import write_trace
 from recipe.record.recorder import Recorder
 from recipe.record.resume import repair_best, take_over
+from recipe.record.schema import WARM_UP_STEPS
 from recipe.session import LOOK_SECONDS, Session
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation
-from recipe.training.phases import WARM_UP_STEPS
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -101,7 +101,7 @@ class Training(Session):
 
     def evaluate(self, epoch: int) -> None:
         self.clock.now += 2.0
-        self.progress.train_seconds = self.meter.train_seconds
+        self.progress.total_seconds = self.meter.total_seconds
         is_repeated = self.progress.step == self.first_step
         self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
         self.meter.restart()
@@ -222,16 +222,16 @@ def test_a_gpu_s_steps_are_written_an_interval_later(
     written = []
     for _ in range(7):
         session.steps(1, write=False)
-        session.write_steps(same, now=False)
+        session.write_steps(now=False)
         written.append(len(lines(tmp_path / "run", "step")))
     assert written == [0, 0, 0, 2, 2, 4, 4]
-    session.write_steps(same, now=True)
+    session.write_steps(now=True)
     assert [line["step"] for line in lines(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6, 7]
     session.steps(1, loss=math.nan, write=False)  # is found as late
-    session.write_steps(same, now=False)
+    session.write_steps(now=False)
     session.steps(2, write=False)
     with pytest.raises(UserError, match="the loss is nan at step 8 "):
-        session.write_steps(same, now=False)
+        session.write_steps(now=False)
 
 
 @pytest.mark.parametrize("progress", [Progress(), Progress(step=7, samples_seen=28)])
@@ -585,7 +585,7 @@ def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: SimpleNamesp
 
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamespace) -> None:
     session = Training(tmp_path, clock)
-    session.progress.train_seconds = 10.0
+    session.progress.total_seconds = 10.0
     better = Evaluation("ema", SUMS + torch.tensor([0, 1, 0, 0]), 2.0)
     figures = session.recorder.write_evaluations(0, [Evaluation("model", SUMS, 1.0), better])
     assert figures["top1"] == 62.5

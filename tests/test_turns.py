@@ -43,8 +43,8 @@ from compare.running.scheduler import (
 from compare.running.sides import MeasurementError, NoTurns, Side, training_side
 from compare.running.take_turns import State, receive, send
 from recipe import start
+from recipe.record.schema import PHASES
 from recipe.settings.flags import Config
-from recipe.training.phases import PHASES
 from recipe.watch import engine_timeout
 from recipe.world import read_world
 

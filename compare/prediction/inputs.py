@@ -11,8 +11,7 @@ import numpy as np
 from compare.evidence.exchange import BYTES, GradientTimes
 from compare.evidence.run_folder import read_metrics, read_record
 from recipe.errors import UserError
-from recipe.record.schema import Environment, Settings, StepLine, Summary
-from recipe.training.phases import WARM_UP_STEPS
+from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
 MIB = 1 << 20
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -13,12 +14,65 @@ from recipe.data.batches import Data, InputMeter
 from recipe.device import cpu_seconds, forget_peak_memory
 from recipe.ranks import Ranks
 from recipe.record.energy import EnergyMeter
-from recipe.record.schema import Phases, StepLine
+from recipe.record.schema import PHASES, WARM_UP_STEPS, Phases, StepLine
 from recipe.settings.config import Config
 from recipe.training.metrics import Sums, means
-from recipe.training.phases import PHASES, WARM_UP_STEPS, Laps, StepClock
 from recipe.training.state import Progress
 from recipe.world import World
+
+Laps = list[tuple[str, Any, Any]]  # of a step: phase, begin, end
+
+
+class StepClock:
+    """Durations of steps and their phases without holding the device up: CUDA events there, the
+    system's clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.steps: list[Laps] = [[]]
+        self.ended: Laps = []  # of the last step that has ended
+        self.restart()
+
+    def now(self) -> Any:
+        """This moment: on CUDA the one when the device is done with what it was given so far."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def restart(self) -> None:
+        """Leave out what happened since the last step: an evaluation, a checkpoint."""
+        self.last = self.now()
+
+    def lap(self, phase: str) -> None:
+        """End a phase that began where the last one ended; a step may come to one several times."""
+        now = self.now()
+        self.steps[-1].append((phase, self.last, now))
+        self.last = now
+
+    def end_step(self) -> None:
+        """End the step."""
+        self.ended = self.steps[-1]
+        self.steps.append([])
+
+    def wait_for(self, moment: Any) -> None:
+        """Wait until the device has come past this moment."""
+        if self.on_cuda:
+            moment.synchronize()
+
+    def take(self) -> list[Laps]:
+        """The laps of each step that has ended since the last call."""
+        *ended, current = self.steps
+        self.steps = [current]
+        return ended
+
+    def seconds(self, laps: Laps) -> dict[str, float]:
+        """Seconds of each phase of these laps; on CUDA the device must have come past them."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, begin, end in laps:
+            seconds[phase] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
+        return seconds
 
 
 class PhaseSums:
@@ -59,7 +113,7 @@ class StepMeter:
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
-        self.earlier_train_seconds = progress.train_seconds
+        self.earlier_seconds = progress.total_seconds
         self.clock = StepClock(device)
         self.reads_later = device.type == "cuda"
         self.lap = self.clock.lap  # ends a phase of the step, one of `phases.PHASES`
@@ -165,9 +219,9 @@ class StepMeter:
         return self.wall_images / self.wall_seconds if self.wall_images else None
 
     @property
-    def train_seconds(self) -> float:
+    def total_seconds(self) -> float:
         """The training clock: seconds since training began, evaluation and checkpoints included."""
-        return self.earlier_train_seconds + time.perf_counter() - self.started
+        return self.earlier_seconds + time.perf_counter() - self.started
 
     @property
     def network_bytes(self) -> float:

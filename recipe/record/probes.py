@@ -13,8 +13,8 @@ from torch import nn
 
 from recipe.files import whole_file, write_json
 from recipe.record.folder import one_sentence
+from recipe.record.schema import WARM_UP_STEPS
 from recipe.settings.config import Config
-from recipe.training.phases import WARM_UP_STEPS
 from recipe.watch import expect_delay
 from recipe.world import World
 

@@ -264,10 +264,10 @@ class Recorder:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
         the figures of the one with the best top-1; none if there are none."""
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
-        train_seconds = self.progress.train_seconds - sum(one.seconds for one in evaluations)
+        so_far = self.progress.total_seconds - sum(one.seconds for one in evaluations)
         for one in evaluations if self.world.is_first else ():
             figures, count = means(one.sums), int(one.sums[3])
-            train_seconds += one.seconds
+            so_far += one.seconds
             self._write(
                 EvalLine(
                     epoch=epoch,
@@ -276,7 +276,7 @@ class Recorder:
                     **figures,
                     num_images=count,
                     seconds=one.seconds,
-                    train_seconds_so_far=train_seconds,
+                    train_seconds_so_far=so_far,
                     weights=one.weights,
                 )
             )

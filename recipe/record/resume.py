@@ -86,7 +86,7 @@ def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[f
     progress.best_top1 = top1[int(_step_of(best))] if best.exists() else -1.0
     own = evaluations.get(progress.step, [])
     for line in own:
-        progress.train_seconds = max(progress.train_seconds, line["train_seconds_so_far"])
+        progress.total_seconds = max(progress.total_seconds, line["train_seconds_so_far"])
     if own and progress.take_best({"top1": top1[progress.step]}):
         mark_best(step_path(best.parent, progress.step))
     ends_epoch = progress.step in lines_by_step(run_folder, "epoch")
@@ -321,7 +321,7 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     if not (
         0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
         and -1 <= progress.best_top1 <= 100
-        and 0 <= progress.train_seconds < math.inf
+        and 0 <= progress.total_seconds < math.inf
     ):
         raise ValueError(f"no training comes to {progress}")
     return progress

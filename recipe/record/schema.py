@@ -15,6 +15,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+PHASES = ("data", "forward", "backward", "optimizer")  # of a step: see `Phases`
+# Steps after a start or a resume that do not count for throughput and phases: caches fill and
+# kernels are chosen.
+WARM_UP_STEPS = 5
 FORMAT = 1  # goes up where a reader of today's records would misread the new ones
 
 # What a field may hold, checked when a record is read. No measurement is infinite or NaN, or so
@@ -137,7 +141,7 @@ class EvalLine(MetricsLine):
 
     num_images: Whole
     seconds: Amount
-    train_seconds_so_far: Amount  # the training clock, see Summary.total_seconds
+    train_seconds_so_far: Amount  # Summary.total_seconds at its end
     weights: Text = "model"  # whose: "model", or "ema", their moving average
 
 
@@ -160,7 +164,22 @@ METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": Even
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Where the time of a step goes, recipe/training/phases.py says how: means over `steps`."""
+    """Where the time of a step goes: means over `steps`.
+
+    A step is cut where one phase ends and the next begins, so that its phases always add up to it:
+
+        data       until the batch is on the device, normalised: waiting for the loader, the copy
+        forward    network, loss and its metrics
+        backward   until the gradients are ready, averaged over the ranks: computing them, and
+                   whatever of their exchange does not hide behind the computation
+        optimizer  the rest: unscaling, clipping, the update, the moving average
+
+    How much of `backward` is exposed communication no clock in the trainer can tell, since the
+    exchange runs beside the computation, and slows it. compare/run.py measures it, by turns in
+    which gradients are computed alike but not exchanged. The difference of their `backward` is what
+    the exchange costs a step: waiting for messages, for slower ranks, copies into buffers, and
+    cores or memory taken from the computation.
+    """
 
     steps: Whole = 0
     step_seconds: Amount | None = None

@@ -201,7 +201,7 @@ def summarize(
         images_per_second=meter.phases.images_per_second,
         wall_images_per_second=meter.wall_images_per_second,
         train_seconds=meter.step_seconds,
-        total_seconds=meter.train_seconds,
+        total_seconds=meter.total_seconds,
         cpu_seconds=cpu,
         cpu_seconds_per_image=cpu / images if images else None,
         peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),

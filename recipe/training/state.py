@@ -18,15 +18,15 @@ class Progress:
     step: int = 0  # optimizer steps
     samples_seen: int = 0  # over all ranks: the position in the stream of samples
     best_top1: float = -1.0  # percent; below 0 before the first evaluation
-    train_seconds: float = 0.0  # on the training clock, over all the run's sessions
+    total_seconds: float = 0.0  # on the training clock, over all the run's sessions
     skipped_steps: int = 0  # of `step`, those that changed no weight: their gradients overflowed
 
-    def end_step(self, num_samples: int, train_seconds: float, skipped_steps: int) -> None:
+    def end_step(self, num_samples: int, total_seconds: float, skipped_steps: int) -> None:
         """Count an optimizer step on `num_samples` images over all ranks; `skipped_steps` have been
         left out so far."""
         self.step += 1
         self.samples_seen += num_samples
-        self.train_seconds = train_seconds
+        self.total_seconds = total_seconds
         self.skipped_steps = skipped_steps
 
     def take_best(self, figures: dict[str, float]) -> bool:
