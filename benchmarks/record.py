@@ -24,8 +24,7 @@ from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE
 from compare.running.sides import MeasurementError, Side, commands_of
 from recipe.files import write_json
-from recipe.record.fingerprint import cpu_model
-from recipe.record.summary import git_commit
+from recipe.record.fingerprint import cpu_model, git_commit
 
 # Numbers of blocks after which a row's verdict is looked for, unless the user gives a number. Each
 # look could be wrong, so each has an interval that is the wider the more there are (Bonferroni).

@@ -33,7 +33,7 @@ from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device
 from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.record.weights import load_weights
+from recipe.record.checkpoint import load_weights
 from recipe.session import Session
 from recipe.training.precision import round_weights, train_masters, working_copy
 from recipe.training.precision import unscale_and_clip

@@ -17,9 +17,9 @@ from recipe.data.batches import Data, open_data, to_device
 from recipe.device import choose_device
 from recipe.errors import UserError, refuse
 from recipe.ranks import Ranks
+from recipe.record.checkpoint import load_weights
 from recipe.record.energy import EnergyMeter
 from recipe.record.schema import RungFigures
-from recipe.record.weights import load_weights
 from recipe.session import Session
 from recipe.settings.config import Config
 from recipe.settings.flags import spelled

@@ -33,20 +33,14 @@ from recipe.record.fingerprint import (
     check_same_training,
     check_same_weights,
     comparison_keys,
+    describe,
     fingerprint,
 )
 from recipe.record.folder import STOP_FILE, open_run_folder
-from recipe.record.meter import StepMeter
+from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summarize
 from recipe.record.recorder import Recorder
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
-from recipe.record.summary import (
-    Usage,
-    describe,
-    measure_usage,
-    straggler,
-    summarize,
-)
 from recipe.settings.config import Config
 from recipe.training.metrics import (
     Sums,

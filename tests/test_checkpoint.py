@@ -41,6 +41,7 @@ from recipe.record.checkpoint import (
     contents_of,
     finish_checkpoint,
     keep_checkpoint,
+    load_weights,
     mark_best,
     save_checkpoint,
     step_in_name,
@@ -55,7 +56,6 @@ from recipe.record.resume import (
     resume,
     set_aside,
 )
-from recipe.record.weights import load_weights
 from recipe.settings.config import Config
 from recipe.training.model import build_ema, build_model, build_optimizer, build_scaler, update_ema
 from recipe.training.state import Progress, Trainables

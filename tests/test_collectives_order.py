@@ -37,8 +37,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from ddp_train import train
 from recipe import session, watch
 from recipe.errors import EXIT_SAVED, UserError
+from recipe.record import fingerprint as environment
 from recipe.record import resume
-from recipe.record import summary as environment
 from recipe.record.folder import STOP_FILE
 from recipe.settings.config import check
 from recipe.start import Hooks

@@ -42,9 +42,8 @@ from compare.page.text import as_text
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
 from recipe.data.batches import open_data
-from recipe.record.fingerprint import fingerprint
+from recipe.record.fingerprint import describe, fingerprint
 from recipe.record.schema import Energy, Input, Phases
-from recipe.record.summary import describe
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS
 from recipe.training.model import build_model

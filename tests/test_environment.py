@@ -17,20 +17,18 @@ from msgspec import convert
 from records import an_environment
 
 from recipe.data.batches import open_data
-from recipe.record import summary as environment
+from recipe.record import fingerprint as environment
 from recipe.record.energy import EnergyMeter, EnergyUse
-from recipe.record.fingerprint import cpu_model, fingerprint, weights_sha256
-from recipe.record.meter import PhaseSums
-from recipe.record.schema import Energy, Rank
-from recipe.record.summary import (
-    Usage,
+from recipe.record.fingerprint import (
+    cpu_model,
     describe,
+    fingerprint,
     first_line_of,
     git_commit,
-    measure_usage,
-    straggler,
-    summarize,
+    weights_sha256,
 )
+from recipe.record.meter import PhaseSums, Usage, measure_usage, straggler, summarize
+from recipe.record.schema import Energy, Rank
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, RunFlags
 from recipe.training.model import build_model

@@ -13,12 +13,12 @@ from test_checkpoint import CONFIG, DATA, PROGRESS, bits, trainables
 from recipe.record.checkpoint import (
     contents_of,
     finish_checkpoint,
+    load_weights,
     mark_best,
     save_checkpoint,
     step_path,
 )
 from recipe.record.export import main
-from recipe.record.weights import load_weights
 from recipe.training.state import Progress, Trainables
 
 

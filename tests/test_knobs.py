@@ -13,7 +13,7 @@ from making import a_world
 
 from ddp_train.buckets import bucket_sizes
 from recipe.errors import UserError
-from recipe.record.summary import steering_variables
+from recipe.record.fingerprint import steering_variables
 from recipe.settings.config import Config, parse_args
 from recipe.settings.flags import names_of
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs

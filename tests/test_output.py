@@ -27,7 +27,7 @@ from recipe.data import prepare
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
 from recipe.files import json_for_readers, read_proc, replace_file
-from recipe.record import summary as environment
+from recipe.record import fingerprint as environment
 from recipe.record.fingerprint import comparison_keys
 from recipe.record.folder import _lock
 from recipe.record.recorder import Board

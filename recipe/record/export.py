@@ -18,9 +18,8 @@ from tyro.conf import Positional
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import whole_file
-from recipe.record.checkpoint import FORMAT, checkpoints_in
+from recipe.record.checkpoint import FORMAT, checkpoints_in, read_file, state_in
 from recipe.record.resume import lines_by_step
-from recipe.record.weights import read_file, state_in
 
 
 def checkpoint_of(run: Path) -> Path:

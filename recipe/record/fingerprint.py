@@ -1,16 +1,23 @@
-"""One definition of the same training, in sections: software, settings, sources, data, weights. Two
-runs that are compared must share it, and the ranks of one: they are asked before the first step,
-and at each checkpoint.
+"""What a run ran on, and one definition of the same training, in sections: software, settings,
+sources, data, weights. Two runs that are compared must share it, and the ranks of one: they are
+asked before the first step, and at each checkpoint.
 
 Each rank lists its own disk, reads its own command line and runs its own installation. Where these
 differ, training looks normal for hours and is worth nothing, or hangs. So the ranks exchange
 digests of all that decides what is computed, and if they differ, the values themselves.
 """
 
+import ctypes
 import hashlib
 import json
+import math
+import os
 import platform
 import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,11 +26,19 @@ import torch
 from torch import nn
 
 from recipe.data.batches import Data, data_order_sha256
+from recipe.device import core_ranges, cpu_quota_cores
 from recipe.errors import UserError
 from recipe.files import read_proc
 from recipe.ranks import Ranks
+from recipe.record.energy import gpu_clocks_mhz
+from recipe.record.folder import utc_now
+from recipe.record.schema import (
+    FORMAT,
+    Environment,
+)
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
+from recipe.settings.knobs import steers_rank
 from recipe.training.optimizers import learning_rate
 from recipe.watch import heartbeat
 from recipe.world import World
@@ -206,3 +221,103 @@ def _groups(values: list[str], hosts: list[str]) -> str:
         f"{value} on rank {first} ({hosts[first]})" + (f" and {len(others)} more" if others else "")
         for value, (first, *others) in sorted(ranks.items(), key=lambda item: -len(item[1]))
     )
+
+
+# -- What a run ran on: environment.json -----------------------------------------------------------
+
+# Before this process sets any for its engine, as the two engines need other ones.
+VARIABLES_AT_START = dict(os.environ)
+
+
+ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
+
+
+def describe(
+    world: World,
+    engine: str,
+    transport: str,
+    device: torch.device,
+    threads: int,
+    places: Sequence[tuple[str, Sequence[int]]],
+) -> Environment:
+    """Everything about this run's surroundings that a reader of its figures may want to know;
+    `places`: each rank's host, and the cores that it may use."""
+    rank_hosts = [host for host, _ in places]
+    with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
+    on_gpu, quota = device.type == "cuda", cpu_quota_cores()
+    clock, clock_limit = gpu_clocks_mhz(device) if on_gpu else (None, None)
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return Environment(
+        format=FORMAT,
+        engine=engine,
+        version=metadata.version(engine) if engine in ("horovod", "mpi4py") else torch.__version__,
+        launcher=world.launcher,
+        transport=transport,
+        world_size=world.size,
+        local_size=world.local_size,
+        hosts=list(dict.fromkeys(rank_hosts)),
+        rank_hosts=rank_hosts,
+        device=device.type,
+        device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
+        cpu_model=cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        affinity=[core_ranges(cores) for _, cores in places],
+        allocator=allocator(),
+        variables=steering_variables(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torchvision=metadata.version("torchvision"),
+        horovod=metadata.version("horovod") if engine == "horovod" else None,
+        mpi=first_line_of("mpirun", "--version") if with_mpi else None,
+        cuda=torch.version.cuda if on_gpu else None,
+        nccl=nccl_version() if transport == "NCCL" else None,
+        driver=first_line_of(*driver) if on_gpu else None,
+        gpu_clock_mhz=clock,
+        gpu_clock_limit_mhz=clock_limit,
+        kernel=platform.release(),
+        cpu_quota_cores=quota if math.isfinite(quota) else None,
+        command=[Path(sys.executable).name, *sys.argv],
+        started_utc=utc_now(),
+        git_commit=git_commit(),
+    )
+
+
+def allocator() -> str:
+    """The library that hands out memory in this process: what was preloaded, or the C library."""
+    return next(
+        (name for name in ALLOCATORS if f"lib{name}" in read_proc("/proc/self/maps")), "C library"
+    )
+
+
+def nccl_version() -> str | None:
+    """The version of the NCCL that this process has loaded, for torch or for Horovod, as in 2.27.3;
+    None if it has loaded none."""
+    libraries = set(re.findall(r"/.*/libnccl\.so.*", read_proc("/proc/self/maps")))
+    versions, code = [], ctypes.c_int()
+    for library in sorted(libraries):
+        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code))
+        versions.append(f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}")
+    return " and ".join(versions) or None
+
+
+def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:
+    """The variables that change what an engine does or how fast, as this rank got them.
+
+    Without those by which launchers tell ranks who they are, which differ in every run.
+    """
+    return {name: value for name, value in sorted(environ.items()) if steers_rank(name)}
+
+
+def first_line_of(*command: str) -> str | None:
+    """What a command prints, its first line; None if it is not there, or fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=30)
+        return done.stdout.partition("\n")[0] if done.returncode == 0 else None
+    return None
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, with a + if files were changed since; None outside a checkout."""
+    here = str(Path(__file__).parent)
+    return first_line_of("git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty=+")

@@ -1,22 +1,40 @@
-"""Measures the steps of a session: phases, metrics, throughput, input and energy."""
+"""Measures the steps of a session: phases, metrics, throughput, input, energy. And sums them up."""
 
 import math
+import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from recipe import watch
 from recipe.data.batches import Data, InputMeter
-from recipe.device import cpu_seconds, forget_peak_memory
+from recipe.device import cpu_seconds, forget_peak_memory, peak_memory_bytes
 from recipe.ranks import Ranks
-from recipe.record.energy import EnergyMeter
-from recipe.record.schema import PHASES, WARM_UP_STEPS, Phases, StepLine
+from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary
+from recipe.record.fingerprint import weights_sha256
+from recipe.record.folder import utc_now
+from recipe.record.schema import (
+    PHASES,
+    WARM_UP_STEPS,
+    Environment,
+    Input,
+    Phases,
+    Rank,
+    StepLine,
+    Summary,
+    SuspectImages,
+)
 from recipe.settings.config import Config
+from recipe.settings.flags import WIRE_FORMATS
 from recipe.training.metrics import Sums, means
+from recipe.training.precision import working_copy
 from recipe.training.state import Progress
 from recipe.world import World
 
@@ -236,3 +254,145 @@ def network_bytes() -> float:
         if counters := psutil.net_io_counters():
             return float(counters.bytes_sent)
     return math.nan
+
+
+# -- What a session measured in all: summary.json --------------------------------------------------
+
+STRAGGLES = 0.1  # of a step's time, by which a rank takes longer than the typical one
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a rank used, as it tells the others; NaN where something was not measured."""
+
+    rank: Rank
+    energy: EnergyUse
+    weights_sha256: str  # without BatchNorm's statistics, which may differ: see --batch-norm
+    files: float
+    bytes: float
+    suspect_images: int
+    network_bytes: float
+
+
+def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torch.device) -> Usage:
+    """What this rank used in its session."""
+    read = meter.input
+    return Usage(
+        rank=Rank(
+            rank=world.rank,
+            host=world.host,
+            cpu_seconds=cpu_seconds() - meter.cpu_seconds_before,
+            peak_memory_bytes=peak_memory_bytes(device),
+            **vars(meter.phases.means()),
+        ),
+        energy=meter.energy.use(),
+        weights_sha256=weights_sha256(model, buffers=False),
+        files=read.files if read is not None else math.nan,
+        bytes=read.bytes if read is not None else math.nan,
+        suspect_images=sum(len(images.found) for images in meter.data.suspects),
+        network_bytes=meter.network_bytes,
+    )
+
+
+def summarize(
+    environment: Environment,
+    work: dict[str, Any],
+    meter: StepMeter,
+    figures: dict[str, float],
+    used: Sequence[Usage],
+    model: nn.Module,
+) -> Summary:
+    """The run's summary; `work` is its fingerprint, `used` what each rank used.
+
+    Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
+    at fault, and no figure of the run means anything.
+    """
+    digests = [usage.weights_sha256 for usage in used]
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
+    progress = meter.progress
+    images = progress.samples_seen - meter.first_samples_seen
+    ranks = [usage.rank for usage in used]
+    cpu = sum(rank.cpu_seconds for rank in ranks)
+    sent, steps = sum(usage.network_bytes for usage in used), progress.step - meter.first_step
+    return Summary(
+        engine=environment.engine,
+        launcher=environment.launcher,
+        transport=environment.transport,
+        world_size=environment.world_size,
+        threads=environment.threads,
+        epochs=progress.samples_seen / meter.data.num_train,
+        steps=progress.step,
+        skipped_steps=progress.skipped_steps,
+        samples_seen=progress.samples_seen,
+        images_per_second=meter.phases.images_per_second,
+        wall_images_per_second=meter.wall_images_per_second,
+        train_seconds=meter.step_seconds,
+        total_seconds=meter.total_seconds,
+        cpu_seconds=cpu,
+        cpu_seconds_per_image=cpu / images if images else None,
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
+        phases=meter.phases.means(),
+        ranks=ranks,
+        input=summarize_input(meter.step_seconds, used, images),
+        energy=energy_summary([usage.energy for usage in used], images),
+        suspect_images=SuspectImages(
+            count=sum(usage.suspect_images for usage in used),
+            names=[name for images in meter.data.suspects for name in images.names],
+        ),
+        replaced_images=len(meter.replaced),
+        gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),
+        network_bytes_per_step=sent / steps if steps and math.isfinite(sent) else None,
+        loss=figures.get("loss"),
+        top1=figures.get("top1"),
+        top5=figures.get("top5"),
+        best_top1=max(progress.best_top1, figures["top1"]) if figures else None,
+        weights_sha256=weights_sha256(model),
+        fingerprint=work,
+        ended_utc=utc_now(),
+    )
+
+
+def straggler(ranks: Sequence[Rank]) -> str:
+    """A line on the rank that the others waited for, in all phases but that in which they wait;
+    empty if each took about as long as the typical one."""
+    seconds = [
+        (one.data_seconds or 0.0) + (one.forward_seconds or 0.0) + (one.optimizer_seconds or 0.0)
+        for one in ranks
+    ]
+    slowest, typical = max(seconds), statistics.median_low(seconds)
+    rank = ranks[seconds.index(slowest)]
+    if slowest - typical <= STRAGGLES * (rank.step_seconds or math.inf):
+        return ""
+    return (
+        f"warning: the others waited for rank {rank.rank} on {rank.host}: data, forward and "
+        f"optimizer took it {1000 * slowest:.3g} ms a step, the typical rank {1000 * typical:.3g}"
+    )
+
+
+def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
+    """What one worker's gradients take on the wire in a step."""
+    on_wire = WIRE_FORMATS[work.get("wire_format", "fp32")].bytes
+    return sum(
+        weight.numel() * min(on_wire, weight.element_size())
+        for weight in model.parameters()
+        if weight.requires_grad
+    )
+
+
+def summarize_input(seconds: float, used: Sequence[Usage], images: int) -> Input:
+    """What was read for training in each of these `seconds`, over all ranks, and the share of the
+    step time that the mean rank waited for it; None where no files were read, or no step
+    counted."""
+    ranks = [usage.rank for usage in used]
+    waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in ranks if one.steps]
+
+    def rate(number: float) -> float | None:
+        return number / seconds if seconds and math.isfinite(number) else None
+
+    return Input(
+        images_per_second=rate(images),
+        files_per_second=rate(sum(usage.files for usage in used)),
+        megabytes_per_second=rate(sum(usage.bytes for usage in used) / 1e6),
+        wait_share=sum(waits) / len(waits) if waits else None,
+    )

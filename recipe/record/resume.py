@@ -22,14 +22,16 @@ from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
     checkpoints_in,
+    first_line,
+    load_state,
     mark_best,
     momentum,
     not_finite,
+    read_file,
     step_in_name,
     step_path,
 )
 from recipe.record.folder import new_folder, one_sentence
-from recipe.record.weights import first_line, load_state, read_file
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
 from recipe.training.precision import round_weights
