@@ -321,8 +321,8 @@ class SpeedFlags:
     channels_last: bool = work(False, help=
         "NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md).")
     compile: bool = work(False, help=
-        "Compile the network's stages by torch.compile: for GPUs. It takes half a minute or more at "
-        "the start, and on CPUs it is slower than without (docs/performance.md).")
+        "Compile the network's stages by torch.compile: for GPUs. It takes half a minute or more "
+        "at the start, and on CPUs it is slower than without (docs/performance.md).")
     wire_format: Literal[WireFormat, "auto"] = work("fp32", needs=("workers", "training"), help=
         "Number format in which gradients are sent. auto: the faster of the two here, as measured "
         "before training (a resumed run measures anew).")
