@@ -247,6 +247,7 @@ def make_side(
         copies=contender.copies,
         warm_up=warm_up,
         environment=contender.environment,
+        joins=bool(contender.loop or contender.wrapper),
     )
 
 

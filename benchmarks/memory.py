@@ -45,7 +45,7 @@ def measure(options: Options) -> Measured:
         for number in range(count * len(sides)):
             side = [*sides.values()][number // count]
             folder = (options.out / "blocks" / "memory" / str(number)).resolve()
-            process = start_side(side, side.command(folder, 0), folder, launches)
+            process = start_side(side, side.command(folder), folder, launches)
             runs.append((process.pid, folder))
         readings = watch(runs, first, last)
     rows = []

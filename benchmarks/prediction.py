@@ -202,7 +202,7 @@ def fit(point: Point, folder: Path) -> Inputs:
     runs = []
     for workers in (1, 2):
         side, own = side_of(replace(point, workers_per_host=workers)), folder / str(workers)
-        command = [*side.command(own, 0), *FIT_FLAGS]
+        command = [*side.command(own), *FIT_FLAGS]
         run_alone(command, own, LIMIT_SECONDS, own / "run" / "summary.json")
         runs.append(own / "run")
     return read_inputs(runs)

@@ -58,7 +58,7 @@ def seconds_to_first_step(side: Side, folder: Path) -> float:
     """Seconds from the start of a command to its first step, or to its end if it makes none."""
     metrics, launches, began = folder / "run" / "metrics.jsonl", Launches(), time.monotonic()
     try:
-        process = start_side(side, side.command(folder.resolve(), 0), folder, launches)
+        process = start_side(side, side.command(folder.resolve()), folder, launches)
         while not (process.poll() == 0 if side is IMPORT else last_step(metrics)):
             seconds = time.monotonic() - began
             if process.poll() is not None or seconds > LIMIT_SECONDS:

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
-from compare.plan.environment import shell_lines
+from compare.plan.environment import path_from_here, shell_lines
 from compare.plan.hosts import check_logins
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, percentage
@@ -56,7 +56,7 @@ from compare.running.launch import duration, print_line, start_and_wait, utc_sta
 from compare.running.sides import MeasurementError
 from compare.running.tune import search_lines, tune, tuning_plan
 from recipe.command import run_main
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 
 RUNS = Path("runs")
 ON_GPUS = "square-nccl"
@@ -73,9 +73,11 @@ def answer(argv: list[str]) -> int:
     take_default_plan(options)
     plan = leave_out_missing(make_plan(options), options)
     if options.tune is not None:
+        refuse((plan.side, "--tune: tries knobs of this project's trainers; leave --side out"))
         plan = tuning_plan(plan, options)
-    check_trainers(plan)
-    check_tools(plan)
+    if not plan.side:
+        check_trainers(plan)
+        check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
         lines = (
@@ -85,7 +87,8 @@ def answer(argv: list[str]) -> int:
         )
         print("\n".join(lines))
         return 0
-    check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})
+    if not plan.side:
+        check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
@@ -131,8 +134,8 @@ def unfinished_folder(plan: Plan) -> Path | None:
 def take_default_plan(options: argparse.Namespace) -> None:
     """Where the command line names neither what is to be compared nor where: both engines over each
     transport that both have, on this machine. On its GPUs that is NCCL, with both wire formats."""
-    named = (options.plan, options.configurations, options.configuration, options.null)
-    if any(named) or any((options.tune, options.hosts, options.hostfile)):
+    named = (options.plan, options.configurations, options.configuration, options.side)
+    if any(named) or any((options.null, options.tune, options.hosts, options.hostfile)):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
     options.plan = ON_GPUS if gpus else "square"
@@ -144,6 +147,8 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan with what can run here, and say so: without the configurations whose engine
     or transport is not installed, or for which the GPUs are too few or too small, unless nothing
     would be left, or the command line names some."""
+    if plan.side:
+        return plan
     missing = {name: missing_for(plan.known()[name]) for name in plan.configurations}
     if options.plan == ON_GPUS and (reason := too_few(plan)):
         missing |= {name: missing[name] or reason for name in plan.configuration}
@@ -226,19 +231,23 @@ def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> i
             is_measured = False
             print_line(f"a block of turns failed: {error}")
     if failed or not is_measured:
+        runs = f"{len(failed)} of {len(plan.runs())} runs failed: " * bool(plan.runs())
         print(
-            f"{len(failed)} of {len(plan.runs())} runs failed: their output is kept, and no "
-            "verdict is drawn from them. To try again what failed:\n    "
-            f"{shlex.join(command_words(argv, folder))}"
+            f"{runs}the output of what failed is kept, and no verdict is drawn from it. To try "
+            f"again:\n    {shlex.join(command_words(argv, folder))}"
         )
-    print(f"report:\n    python compare/report.py {shlex.quote(str(folder))}")
+    if plan.side and not is_measured and not any(one.blocks for one in measured(plan, folder)):
+        return 1
+    report = shlex.join(["python", path_from_here("compare/report.py"), str(folder)])
+    print(f"report:\n    {report}")
     return 1 if failed or not is_measured else 0
 
 
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
     done = len(plan.runs()) - len(missing(plan.runs(), folder))
-    print(f"{count(len(plan.runs()), 'run')}, {done} of them there already, into {folder}")
+    runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, " * bool(plan.runs())
+    print(f"{runs}into {folder}")
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     until = (
         f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "

@@ -353,8 +353,8 @@ def test_commands() -> None:
         (pair, "A=1 python horovod_train/train.py", "# 2 of them at once"),
     ):
         assert side.shown().startswith(begin) and part in side.shown()
-    command = pair.command(Path("/f"), 1, by_turns=True)
-    assert command[:5] == ["python", TAKE_TURNS, "x", "1", "3"]
+    command = pair.command(Path("/f"), by_turns=True)
+    assert command[:3] == ["python", TAKE_TURNS, "horovod_train/train.py"]
     assert command[command.index("--log-dir") + 1] == "/f"
     kept = made(Contender(wrapper="w.py", flags="--checkpoint-steps {steps}", steps=7))
     assert kept.program[0] == "w.py" and kept.program[-2:] == ("--checkpoint-steps", "7")

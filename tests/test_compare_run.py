@@ -96,7 +96,7 @@ launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
 digests = iter("aab" if "--sources-change" in sys.argv else "a" * 99)
 record.trainers_sha256 = lambda: "a"
-comparison.trainers_sha256 = lambda: next(digests)
+comparison.sources_sha256 = lambda plan: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """
 
@@ -105,7 +105,7 @@ sys.exit(run.main(sys.argv[1:]))
 REPLACED = [
     (Configuration, "launcher_words"), (checks, "has_horovod"), (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
-    *((module, "trainers_sha256") for module in (comparison, record)),
+    (record, "trainers_sha256"), (comparison, "sources_sha256"),
     (checks, "find_warnings"),
 ]  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_every_run_is_made_once_in_blocks_and_said(comparing):
     blocks = [name[:7] for name in comparing.names()]
     assert blocks == sorted(blocks)
     (folder,) = comparing.folder.glob("runs/compare-*")
-    assert f"python compare/report.py {folder.relative_to(comparing.folder)}" in output
+    assert f"compare/report.py {folder.relative_to(comparing.folder)}" in output
     run = folder / "block-1/horovod-mpi-2"
     assert {path.name for path in run.iterdir()} >= {"output.log", "command.txt", "outcome.json"}
     assert (run / "output.log").read_text() == "line before the end\n"

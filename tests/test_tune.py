@@ -145,8 +145,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     blocks = MadeUpBlocks(speed_of, 0.001)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compare.running.comparison.run_block", blocks)
-    for module in ("running.comparison", "plan.record"):
-        monkeypatch.setattr(f"compare.{module}.trainers_sha256", lambda: "as it is")
+    monkeypatch.setattr("compare.plan.record.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(run_module.checks, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = {value: Knobs({}, {"HOROVOD_CYCLE_TIME": value}) for value in ("0.5", "9")}

@@ -30,7 +30,7 @@ from compare.plan.plan import Run
 from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
 from compare.running.checks import missing_for
-from compare.running.launch import marked_processes
+from compare.running.processes import marked_processes
 from compare.running.scheduler import (
     NO_ROOM,
     NO_TURNS,
@@ -155,6 +155,7 @@ def test_a_turns_clock_starts_behind_its_lead_in(
     here, there = Pipe()
     client = take_turns.Client(here, warm_up=3)
     monkeypatch.setattr(client, "spent", dict)
+    client.is_warm = True
     watch = SimpleNamespace(now=0.0, process_time=time.process_time)
     watch.monotonic = lambda: watch.now
     watch.sleep = lambda seconds: setattr(watch, "now", watch.now + seconds)
@@ -173,7 +174,8 @@ def test_a_turns_clock_starts_behind_its_lead_in(
     send(there, State.READY)
     send(there, State.RUNNING, steps=2, overruns=False)
     steps(1000.0)
-    told = [{"seconds": seconds * (1 + delay)} for seconds in (3.0, 3.0, 7.0)]
+    done = {"images": 0.0, "unit": "images"}
+    told = [{"seconds": seconds * (1 + delay), **done} for seconds in (3.0, 3.0, 7.0)]
     assert [receive(there) for _ in range(4)] == [(State.READY, one) for one in (*told, {})]
 
 
@@ -182,11 +184,11 @@ def test_a_turns_clock_starts_behind_its_lead_in(
 # A side that takes turns; after its first steps it says something.
 COUNTS = """
 import sys, time
-from compare.running import scheduler as scheduler_module
-from compare.running import take_turns
+from compare.side import Side
+side = Side()
 for step in range(10**9):
     time.sleep(0.01)
-    take_turns.step_ended()
+    side.step(images=8)
     if step == 3:
         print("alas", flush=True)
 """
@@ -195,7 +197,8 @@ for step in range(10**9):
 def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Side:
     script = folder / f"{name}.py"
     script.write_text(text)
-    return side(name=name, launcher=(sys.executable,), program=(str(script),), **changes)
+    program = (str(script),)
+    return side(name=name, launcher=(sys.executable,), program=program, joins=True, **changes)
 
 
 @pytest.mark.parametrize("over_hosts", [False, True])
@@ -309,7 +312,7 @@ from pathlib import Path
 from compare.running.sides import Side
 from compare.running.scheduler import Scheduler
 with Scheduler(Path(sys.argv[2])) as scheduler:
-    scheduler.start(Side("one", (sys.executable,), (sys.argv[1],), 8))
+    scheduler.start(Side("one", (sys.executable,), (sys.argv[1],), joins=True))
     print(scheduler.copies["one", 0].pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """
@@ -371,7 +374,7 @@ def test_a_planned_run_as_a_side() -> None:
     assert made.launcher[0] == "mpirun" and not made.over_hosts
     assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
     elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
-    command = " ".join(elsewhere.command(Path("/f"), 0, by_turns=True))
+    command = " ".join(elsewhere.command(Path("/f"), by_turns=True))
     assert command.startswith("mpirun -x COMPARE_RUN -x COMPARE_SCHEDULER ")
 
 

@@ -15,7 +15,8 @@ import torchvision
 import tyro
 from torch import nn
 
-from compare.running import take_turns
+from compare.running.take_turns import synchronize
+from compare.side import Side
 from recipe.device import keep_freed_memory
 
 
@@ -66,18 +67,18 @@ def main(
         optimizer.step()
         optimizer.zero_grad()
 
-    print(f"{take_steps(step, steps) * batch_size:.1f} images/s")
+    print(f"{take_steps(step, steps, batch_size):.1f} images/s")
 
 
-def take_steps(step: Callable[[], None], steps: int | None) -> float:
-    """Make these steps, or steps for ever, and return how many a second."""
-    began, done = time.perf_counter(), 0
+def take_steps(step: Callable[[], None], steps: int | None, images: int) -> float:
+    """Make these steps of so many images, or steps for ever, and return the images a second."""
+    side, began, done = Side(), time.perf_counter(), 0
     while steps is None or done < steps:
         step()
         done += 1
-        take_turns.step_ended()
-    take_turns.synchronize()
-    return done / (time.perf_counter() - began)
+        side.step(images=images)
+    synchronize()
+    return images * done / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

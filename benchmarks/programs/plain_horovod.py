@@ -65,9 +65,9 @@ def main(
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
 
-    steps_per_second = take_steps(step, steps)
+    images_per_second = take_steps(step, steps, batch_size)
     if hvd.rank() == 0:
-        print(f"{steps_per_second * batch_size * hvd.size():.1f} images/s")
+        print(f"{images_per_second * hvd.size():.1f} images/s")
     hvd.shutdown()
 
 

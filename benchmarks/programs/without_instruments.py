@@ -1,16 +1,15 @@
 """Run a trainer without all that takes time beside training: no clocks, energy, files, TensorBoard
 and console, nor the metrics of the training batches. Row 6 compares it with the trainer as it is.
 
-    python compare/running/take_turns.py ... -- benchmarks/programs/without_instruments.py TRAINER
+    python benchmarks/programs/without_instruments.py TRAINER ...
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from compare.running.take_turns import train
+from compare.running import take_turns
 from recipe.record import meter, recorder
 from recipe.training import metrics
 
@@ -47,5 +46,4 @@ def take_instruments_out() -> None:
 
 if __name__ == "__main__":
     take_instruments_out()
-    del sys.argv[0]
-    train(sys.argv[0])
+    take_turns.main()

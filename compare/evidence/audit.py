@@ -53,7 +53,8 @@ def against_plan(block: Block, plan: PlanRecord, place: tuple[str, int]) -> Iter
                 yield f"{name} is {written!r}, but the plan has {wanted!r}"
         for name, command in zip(block.order, block.commands, strict=False):
             one, words = runs[name].configuration, runs[name].trainer_words("runs/by-hand", "run")
-            planned = f"{TRAINERS[one.engine]} {shlex.join(words)}"
+            planned = f"{TRAINERS.get(one.engine)} {shlex.join(words)}"
+            planned = shlex.join(one.command) if one.command else planned
             if not command.translate(UNQUOTED).endswith(planned.translate(UNQUOTED)):
                 yield f"the command of {one.name} is {command}, and not that of the plan"
     for number in dict.fromkeys(turn.round for turn in block.of("speed")):

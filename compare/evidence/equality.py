@@ -121,6 +121,8 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     only one of them sets, and what is in their files of knobs: each engine reads its own tables of
     such a file, and nothing in it changes what is computed (recipe/settings/knobs.py sees to that),
     only how fast."""
+    if comparison.plan.side:  # whatever their commands make of it
+        return {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_USED, *START, "CUDA version"}
     a, b = comparison.configurations[first], comparison.configurations[second]
     varied = {
         field

@@ -15,6 +15,7 @@ from compare.evidence.run_folder import (
     Measured,
     blocks_of_runs,
     contradictions,
+    parse,
     read_block,
     read_last_step,
     read_metrics,
@@ -23,7 +24,7 @@ from compare.evidence.run_folder import (
 )
 from compare.evidence.turns import Block
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Outcome, Run
+from compare.plan.plan import Outcome, Run, turns_place
 from compare.plan.record import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
@@ -56,7 +57,7 @@ class RunRecord(Outcome):
 
     @property
     def name(self) -> str:
-        return f"{self.configuration}-{self.workers}"
+        return f"{self.configuration}-{self.workers}" if self.workers else self.configuration
 
     @property
     def cell(self) -> CellKey:
@@ -134,6 +135,11 @@ class Comparison:
     def is_by_turns(self) -> bool:
         """Tell whether speed was measured by turns, not in whole runs."""
         return self.plan.measure == "turns"
+
+    @property
+    def unit(self) -> str:
+        """What turns count: images, or what a user's own scripts say."""
+        return next((block.unit for blocks in self.turns.values() for block in blocks), "images")
 
     @property
     def confidence(self) -> float:
@@ -244,7 +250,7 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
 def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     """Read the blocks of turns of one case at one number of workers, in their order."""
     blocks = comparison.turns.setdefault((case, workers), [])
-    place, plan = Path("turns", case, f"{workers}-workers"), comparison.plan
+    place, plan = turns_place(case, workers), comparison.plan
     members, problems = comparison.configurations, list[str]()
     found = packed.find(comparison.folder, f"{place}/block-*/block.json")
     closed = [
@@ -269,8 +275,11 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
                 )
                 for name in block.order
             ]  # fmt: skip
-            for side in sides:
-                read_written(side, side.folder / "0/run")
+            for side, command in zip(sides, block.commands, strict=False):
+                if plan.side:
+                    tell_script(side, block, command)
+                else:
+                    read_written(side, side.folder / "0/run")
             told = {side.configuration: (side.config, side.environment) for side in sides}
             for problem in audit.contradictions(block, blocks, plan, (case, workers), told):
                 raise UserError(f"{path}: {problem}")
@@ -283,6 +292,14 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
     missing = {f"{n}" for n in range(1, len(numbers) + 1)} - paths.keys()
     problems += [f"{comparison.folder / place}/block-{number} is missing" for number in missing]
     comparison.damaged_blocks += [(case, workers, problem) for problem in problems]
+
+
+def tell_script(side: RunRecord, block: Block, command: str) -> None:
+    """Take what a block says of a user's own script, which has no folder to say it in."""
+    name = side.configuration
+    refuse((name not in block.facts, f"facts of {name} are missing"))
+    side.command, side.config = command, Settings(log_dir="", name=None)
+    side.environment = parse(block.facts[name], Environment, f"facts of {name}")
 
 
 def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:

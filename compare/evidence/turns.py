@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, harmonic_mean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,7 +63,10 @@ class Block:
     commands: tuple[Text, ...] = ()  # of the sides, in their order
     sources: Text = ""  # digest of the trainers'
     comparison: Whole | None = None  # of which it is a block: the seed of its order
-    weights: dict[str, Text] = field(default_factory=dict)  # of sides, digest after the last round
+    # Of sides, digest after the last round; of a user's own scripts after their first steps.
+    weights: dict[str, Text] = field(default_factory=dict)
+    unit: Text = "images"  # what `images` of turns are: what a user's own scripts count
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # what these scripts ran on
 
     @property
     def measuring_seconds(self) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from compare.evidence.equality import Fact, compare_facts
+from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.stopping import minutes_to_show, unfinished
@@ -80,6 +80,7 @@ class Verdict:
     speed: Estimate | None = None  # first / second, images a second
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
+    equal_work: str = ""  # of a user's own scripts: is it shown that they do equal work?
     loss_gap: str = ""  # where the training losses are farthest apart, of unequal weights
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
@@ -100,7 +101,8 @@ class Verdict:
     def sentence(self) -> str:
         """Say the verdict, or why there is none."""
         place = place_text(self.case, self.workers)
-        return f"{f'{place}:' if self.case else f'At {place}'} {self.finding()}."
+        place = f"{place}: " if self.case else f"At {place} " if self.workers else ""
+        return f"{place}{self.finding()}."
 
     def finding(self) -> str:
         """Return the sentence without its place."""
@@ -170,6 +172,8 @@ class Verdict:
                 f"interval, since one slows down now and then: slow turns (95th percentile) take "
                 f"{slow} times as long as usual ones."
             )
+        if self.equal_work:
+            lines.append(self.equal_work)
         if self.equal_weights:
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
             only = "" if all(self.equal_weights) else "only "
@@ -275,6 +279,7 @@ def judge_pair(
         is_null_test=comparison.plan.null,
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
         equal_weights=equal,
+        equal_work=equal_work_text(comparison, pair, between) if comparison.plan.side else "",
         loss_gap=loss_gap_text(both),
     )
     return with_speed(verdict, comparison, {first: 1, second: -1})
@@ -364,6 +369,28 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
             "set beforehand, err in less than 10 %."
         )
     return " ".join(parts)
+
+
+def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterable[Fact]) -> str:
+    """Say whether two scripts of a user's own do equal work, by the digests of weights that they
+    give, and in what else they differ."""
+    told = [[block.weights.get(name) for name in pair] for block in comparison.blocks("", 0)]
+    silent = [name for i, name in enumerate(pair) if any(digests[i] is None for digests in told)]
+    equal, number = sum(first == second for first, second in told), count(len(told), "block")
+    if silent:
+        text = (
+            f"Equal work is not shown: {' and '.join(silent)} gave no digest of weights, as "
+            "Side(weights=model.state_dict) does."
+        )
+    elif equal == len(told):
+        text = f"Equal work: after the first steps both had bit-equal weights in {number}."
+    else:
+        text = (
+            "Equal work is not shown: after the first steps both had bit-equal weights in only "
+            f"{equal} of {number}."
+        )
+    differ = [difference_text(fact) for fact in facts if fact.is_varied]
+    return f"{text} They differ in {' and in '.join(differ)}." if differ else text
 
 
 def loss_gap_text(pairs: Iterable[tuple[RunRecord, RunRecord]]) -> str:

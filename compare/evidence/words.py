@@ -12,14 +12,17 @@ from compare.evidence.records import ENGINES, Comparison
 from compare.plan.environment import ROOT
 from recipe.record.schema import CONTROL
 
+OWN_SCRIPTS = "these scripts"
+
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def place_text(case: str, workers: int) -> str:
-    """Name a case at a number of workers; of a plan without cases only these."""
-    return ", ".join(filter(None, [case, count(workers, "worker")]))
+    """Name a case at a number of workers; of a plan without cases only these, and of a user's own
+    scripts, whose workers are not counted, only what has a name."""
+    return ", ".join(filter(None, [case, count(workers, "worker") * (workers > 0)])) or OWN_SCRIPTS
 
 
 def three_digits(value: float) -> str:
@@ -94,6 +97,10 @@ def label_of(comparison: Comparison, configuration: str) -> str:
 def used_and_set(comparison: Comparison, configuration: str) -> str:
     """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
     "DDP over Gloo" where the plan's configurations make a square."""
+    if comparison.plan.side:
+        return configuration
+    if comparison.plan.side:
+        return configuration
     runs = [run for run in comparison.written if run.configuration == configuration]
     labels = {
         f"{ENGINES.get(run.engine, run.engine)} ({run.launcher}, {run.environment.transport})"

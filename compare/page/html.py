@@ -96,10 +96,11 @@ def fact_text(fact: Fact) -> str:
 
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the commands of the first block: those of others differ in seed and folder only."""
+    """Return the commands of the first block: those of others differ in seed and folder only; and
+    the digests of a user's own scripts."""
     runs = comparison.runs or comparison.sides
     first = min(run.block for run in runs)
-    return [
+    found = [
         (
             ", ".join(filter(None, (run.case, run.name))),
             run.command or shlex.join(run.environment.command),
@@ -107,3 +108,5 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
         for run in runs
         if run.block == first and (run.command or run.is_complete)
     ]
+    scripts = comparison.plan.scripts.items()
+    return [*found, *((f"SHA-256 of {name}", digest) for name, digest in scripts)]

@@ -145,7 +145,7 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
 def plot_throughput(report: Report, case: str) -> Plot | None:
     """Show each configuration's speed against workers; None if none was measured. With many
     workers, or references, both axes are logarithmic."""
-    rows = [row for row in report.speed if row.case == case]
+    rows = [row for row in report.speed if row.case == case and row.workers]
     if not rows:
         return None
     names = dict.fromkeys(row.configuration for row in rows)

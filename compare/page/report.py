@@ -84,6 +84,8 @@ class Report:
     def title(self) -> str:
         """Name what was compared."""
         engines = {run.engine for run in self.comparison.written}
+        if self.comparison.plan.side:
+            return "Scripts, side by side" if len(self.comparison.plan.side) > 1 else "A script"
         if self.comparison.plan.null:
             return "A null test: each configuration against itself"
         if len(engines) == 1:
@@ -108,7 +110,7 @@ class Report:
         hosts, device = len(environment.hosts), environment.device_name or environment.cpu_model
         created = datetime.datetime.fromisoformat(self.comparison.plan.created_utc)
         parts = [
-            f"{model} on {data or 'the given images'}",
+            "" if self.comparison.plan.side else f"{model} on {data or 'the given images'}",
             f"batch {batches} a worker" if batches else "",
             all_values(lambda run: run.config.precision),
             f"{device}, {count(environment.cores, 'core')}" + f", {hosts} hosts" * (hosts > 1),
@@ -131,8 +133,9 @@ class Report:
             labels = dict.fromkeys(name for v in here for name in (v.first_label, v.second_label))
             left = [name for name in labels if name not in beaten]
             if beaten:
-                at = place_text(case, workers) if case else f"At {count(workers, 'worker')}"
-                lines.append(f"{at}, not beaten: {' or '.join(left) or 'none'}.")
+                at = place_text(case, workers) if case else f"At {place_text('', workers)}"
+                at = f"{at}, not beaten" if workers else "Not beaten"
+                lines.append(f"{at}: {' or '.join(left) or 'none'}.")
         return lines
 
     @property
@@ -175,6 +178,7 @@ class Report:
     def limits(self) -> list[str]:
         """Say what the comparison does not show."""
         runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.plan.workers))
+        is_own = bool(self.comparison.plan.side)
         environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
         shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
@@ -183,10 +187,11 @@ class Report:
              "and the gradients travel through NCCL, so neither the ratio nor its direction "
              "carries over."),
             (not is_cpu, f"Other devices than {environment.device_name}."),
-            (True, f"Other numbers of workers than {workers}: nothing is known of them."),
-            (True, f"Other models and batches. {runs[0].config.arch or 'The model'} at this batch "
-             "has its own ratio of computing to communicating; a model with more weights, or a "
-             "smaller batch, waits longer for its gradients."),
+            (not is_own, f"Other numbers of workers than {workers}: nothing is known of them."),
+            (is_own, "That both scripts train equally well: what they compute, they alone say."),
+            (not is_own, f"Other models and batches. {runs[0].config.arch or 'The model'} at this "
+             "batch has its own ratio of computing to communicating; a model with more weights, or "
+             "a smaller batch, waits longer for its gradients."),
             (len(environment.hosts) == 1, "Networks. All workers ran on one host, where messages "
              "pass through its memory or its loopback. Between hosts, latency and bandwidth "
              "decide, and the engines may differ in other ways."),

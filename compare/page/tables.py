@@ -1,8 +1,9 @@
 """The report's tables: each column is described once, for the page, the terminal and Markdown."""
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -63,6 +64,12 @@ class Column:
         figure, *ends = value if isinstance(value, tuple) else (value,)
         shown = "–".join(self.text(end) for end in ends if end is not None)
         return TableCell(self.text(figure), self.scale * figure, f"({shown})" if shown else "")
+
+    def of_unit(self, unit: str) -> "Column":
+        """Return the column where speed is not of images."""
+        one = unit.removesuffix("s")
+        name, note = (re.sub("[Ii]mage", one, text) for text in (self.name, self.note))
+        return replace(self, name=name, note=note)
 
     def text(self, value: float) -> str:
         """Return a number as text."""
@@ -247,11 +254,13 @@ def cell_table(
     ]
     if not (rows and shown):
         return None
+    if (unit := report.comparison.unit) != "images":
+        shown = [column.of_unit(unit) for column in shown]
     case = (Column("case", lambda row: row.case, is_number=False),)
     whole = (
         *case * (len(report.comparison.plan.cases) > 1),
         Column("configuration", configuration, is_number=False),
-        Column("workers", lambda row: row.workers, "{}"),
+        Column("workers", partial(workers_of, report), "{}"),
         *shown,
     )
     places = [(row.case, row.workers) for row in rows]
@@ -263,6 +272,12 @@ def cell_table(
         [i > 0 and places[i] != places[i - 1] for i in range(len(rows))],
         is_detail,
     )
+
+
+def workers_of(report: Report, row: Any) -> int:
+    """Return the workers of a row's cell: of a user's own script those that took part."""
+    sides = (run for run in report.comparison.sides if run.configuration == row.configuration)
+    return row.workers or next(side.environment.world_size for side in sides)
 
 
 def square_tables(report: Report) -> list[Table]:

@@ -46,6 +46,7 @@ class Configuration:
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
+    command: tuple[str, ...] = ()  # of a script of a user's own; empty: it starts a trainer
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
@@ -204,4 +205,5 @@ CONFIGURATIONS = {
 }
 
 
+SCRIPT = "script"  # the engine, and the launcher, of a user's own script: its command says both
 DEFAULT_CONFIGURATIONS = ("ddp-torchrun", "horovod-mpi")

@@ -115,11 +115,24 @@ def definition(text: str) -> tuple[str, dict[str, Any]]:
     """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag gives it."""
     head, *rest = shlex.split(text) or [""]
     name, _, base = head.partition("=")
-    environment: dict[str, str] = {}
-    while rest and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
-        environment[found[1]] = found[2]
-        rest = rest[1:]
-    return name, {"base": base, "flags": rest, "environment": environment}
+    environment, flags = take_variables(rest)
+    return name, {"base": base, "flags": flags, "environment": environment}
+
+
+def script(text: str) -> tuple[str, dict[str, Any]]:
+    """Read `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own."""
+    name, _, rest = text.partition("=")
+    environment, command = take_variables(shlex.split(rest))
+    return name, {"command": command, "environment": environment}
+
+
+def take_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that words set at their beginning, and the words behind them."""
+    left, variables = list(words), dict[str, str]()
+    while left and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", left[0], re.DOTALL)):
+        variables[found[1]] = found[2]
+        del left[0]
+    return variables, left
 
 
 def case(text: str) -> tuple[str, dict[str, Any]]:
@@ -128,7 +141,7 @@ def case(text: str) -> tuple[str, dict[str, Any]]:
     return name, {"flags": shlex.split(flags)}
 
 
-READERS = {"configuration": definition, "case": case}
+READERS = {"configuration": definition, "case": case, "side": script}
 
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,6 +164,10 @@ def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         if "configurations" not in given:
             chosen = file.get("configurations", DEFAULT_CONFIGURATIONS)
             table["configurations"] = [*chosen, *given["configuration"]]
+    if "side" in given:
+        table["side"] = {**file.get("side", {}), **given["side"]}
+        if "configurations" not in given:
+            table["configurations"] = list(table["side"])
     if "configurations" in given and "pairs" in table and "pairs" not in given:
         chosen = set(given["configurations"])
         table["pairs"] = [pair for pair in file["pairs"] if chosen.issuperset(pair)]
@@ -185,6 +202,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
             f"--rounds {options.rounds}: belongs to --tune; here give --blocks",
         ),
     )
+    if plan.side:
+        return plan
     most = most_on_a_host(max(plan.workers), plan.hosts)
     return replace(plan, trainer_arguments=with_defaults(plan.trainer_arguments, most))
 

@@ -17,6 +17,12 @@ differences between two plans (options.py, record.py). A plan file names the fie
 
     [case.vgg16]                                  # each case is compared by itself
     flags = "--arch vgg16"
+
+Or scripts of a user's own, which call compare/side.py, in place of configurations:
+
+    [side.mine]
+    command = "torchrun --nproc-per-node 2 my_ddp.py"
+    environment = { OMP_NUM_THREADS = "1" }
 """
 
 import dataclasses
@@ -33,7 +39,12 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from compare.plan.blocks import balanced, side_by_side
-from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS, Configuration
+from compare.plan.configurations import (
+    CONFIGURATIONS,
+    DEFAULT_CONFIGURATIONS,
+    SCRIPT,
+    Configuration,
+)
 from compare.plan.environment import DELAY, path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
@@ -116,6 +127,18 @@ class Case(Struct, frozen=True, forbid_unknown_fields=True):
         return [*self.flags]
 
 
+class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
+    """A script of a user's own: the command that starts all its ranks, and its variables."""
+
+    command: Words
+    environment: dict[str, str] = {}
+
+    @property
+    def words(self) -> list[str]:
+        """What follows the `NAME=` of --side."""
+        return [*(f"{k}={v}" for k, v in self.environment.items()), *self.command]
+
+
 @dataclass(frozen=True)
 class Run:
     """One start of one trainer: the unit of evidence."""
@@ -149,6 +172,9 @@ class Run:
 
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
+        if self.configuration.command:
+            own = [f"{name}={value}" for name, value in self.configuration.variables.items()]
+            return [*(["env", *own] if own else []), *self.configuration.command]
         trainer = path_from_here(TRAINERS[self.configuration.engine])
         words = self.trainer_words(str(log_dir), self.name)
         return [*self.launch_words(log_dir / self.name), trainer, *words]
@@ -212,6 +238,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "a training that the configurations are compared on, as in --case 'vgg16=--arch "
             "vgg16' (may be repeated)",
             "'NAME=flags'",
+            identifies=True,
+        ),
+    ] = {}
+    side: Annotated[
+        dict[str, OwnScript],
+        flag(
+            "a script of your own, which calls compare/side.py, by the command that starts its "
+            "ranks, as in --side 'mine=torchrun --nproc-per-node 2 my_ddp.py'; in place of "
+            "configurations (to be given for each)",
+            "'NAME=[VARIABLE=VALUE ...] command'",
             identifies=True,
         ),
     ] = {}
@@ -383,6 +419,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def known(self) -> dict[str, Configuration]:
         """Return all configurations that this plan may name."""
+        if self.side:
+            return {
+                name: Configuration(
+                    name, SCRIPT, SCRIPT, environment=own.environment, command=own.command
+                )
+                for name, own in self.side.items()
+            }
         return CONFIGURATIONS | {
             name: dataclasses.replace(
                 CONFIGURATIONS[own.base], name=name, flags=own.flags, environment=own.environment
@@ -449,7 +492,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def run_blocks(self) -> int:
-        """How many blocks of whole runs there are to be."""
+        """How many blocks of whole runs there are to be; scripts of a user's own have none."""
+        if self.side:
+            return 0
         whole = self.blocks or max(1, self.blocks_there)
         return self.full_runs if self.measure == "turns" else whole
 
@@ -478,7 +523,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ]
 
     def groups(self) -> list[tuple[str, int]]:
-        """Return each case at each number of workers: within these, configurations are compared."""
+        """Return each case at each number of workers: within these, configurations are compared.
+        How many workers a script of a user's own has, only its command knows: 0."""
+        if self.side:
+            return [("", 0)]
         return [(case, workers) for case in self.cases for workers in self.workers]
 
     def in_order(self, block: int, case: str, workers: int) -> list[Run]:
@@ -543,7 +591,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         otherwise fall on whichever engine comes first, and it finds a broken set-up in seconds.
         """
         firsts = dict[str, Configuration]()
-        for one in self.members():
+        for one in () if self.side else self.members():
             firsts.setdefault(one.engine, one)
         most = max(self.workers)
         return [
@@ -551,6 +599,11 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             for case in self.cases
             for one in firsts.values()
         ]
+
+
+def turns_place(case: str, workers: int) -> Path:
+    """Return where in a comparison's folder the blocks of turns of one group are."""
+    return Path("turns", case, f"{workers}-workers" if workers else "")
 
 
 FIELDS = msgspec.structs.fields(Plan)

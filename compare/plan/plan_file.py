@@ -33,7 +33,7 @@ else:
 
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
-KEYS_OF_PARTS = ("base", "flags", "environment")  # of a configuration or a case
+KEYS_OF_PARTS = ("base", "flags", "environment", "command")  # of a configuration, case or side
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # In strong scaling, flags that the plan sets itself.
 OF_GLOBAL_BATCH = {
@@ -42,6 +42,12 @@ OF_GLOBAL_BATCH = {
     "--use-adasum": "its learning rate follows another rule than --global-batch-size needs",
     "--warmup-method": "--global-batch-size needs a linear one, and sets it",
 }
+# Fields that do not go with scripts of a user's own.
+OF_TRAINERS = (
+    "configuration", "case", "workers", "network_interface", "global_batch_size",
+    "trainer_arguments", "measure", "full_runs", "no_phases",
+)  # fmt: skip
+FIELD_OF = {field.name: field for field in FIELDS}
 # The flags that repeat a plan say these whatever their values.
 ALWAYS_SAID = ("configurations", "workers", "until_interval", "minutes", "seed")
 
@@ -81,8 +87,9 @@ def read_plan_file(name: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text())
         take_hostfile(table)
-        if "configurations" not in table and "configuration" in table:
-            table["configurations"] = list(table["configuration"])
+        for own in ("configuration", "side"):
+            if "configurations" not in table and own in table:
+                table["configurations"] = list(table[own])
         check_plan(typed(table, Plan))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -118,6 +125,7 @@ def plan_words(plan: Plan) -> list[str]:
     left out, and so is the seed of the order: who repeats a comparison draws another one."""
     words, default = list[str](), Plan()
     never = ["order_seed"] if plan.blocks is None else ["order_seed", "until_interval", "minutes"]
+    never += ["configurations", "workers", "seed"] if plan.side else []
     for field in FIELDS:
         value = getattr(plan, field.name)
         is_said = value != getattr(default, field.name) or field.name in ALWAYS_SAID
@@ -151,12 +159,15 @@ def check_plan(plan: Plan) -> None:
     check_names(plan)
     check_trainer_flags(plan)
     check_measuring(plan)
-    check_hosts(plan)
+    if plan.side:
+        check_scripts(plan)
+    else:
+        check_hosts(plan)
 
 
 def check_names(plan: Plan) -> None:
     """Check the names of configurations, cases and pairs."""
-    for name in (*plan.configuration, *plan.case):
+    for name in (*plan.configuration, *plan.case, *plan.side):
         refuse((
             not NAME.fullmatch(name),
             f"{name!r}: a folder will bear this name; use letters, digits, '-', '_' and '.'",
@@ -221,6 +232,21 @@ def check_measuring(plan: Plan) -> None:
         ),
     )
     plan.block(1)  # which refuses a global batch that does not divide
+
+
+def check_scripts(plan: Plan) -> None:
+    """Check that what is compared are scripts of the user's own alone, without what belongs to
+    trainers."""
+    default = Plan()
+    for name, own in plan.side.items():
+        refuse((not own.command, f"--side {name}=: say the command that starts its ranks"))
+    for name in OF_TRAINERS:
+        given = getattr(plan, name)
+        refuse((
+            given != getattr(default, name),
+            f"{flag_of(FIELD_OF[name])} {given}: belongs to this project's trainers; what a script "
+            "of your own does, and how many workers it has, stands in its command",
+        ))  # fmt: skip
 
 
 def check_hosts(plan: Plan) -> None:

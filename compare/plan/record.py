@@ -26,6 +26,7 @@ from recipe.record.schema import Whole
 from recipe.settings.flags import last_value
 
 IDENTIFIES = Meta(extra={"identifies": True})
+MOST_SCRIPT_BYTES = 10_000_000  # what is larger is data
 # Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the
 # sides had another order in their blocks, and the width alone ended them.
 FORMAT = 3
@@ -55,8 +56,9 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     # When a comparison that had an end was given a later one, and which.
     extensions: tuple[dict[str, str | int | float | None], ...] = ()
     trainers_sha256: str | None = None
-    # The digest of each file of knobs.
+    # The digest of each file of knobs, and of each file that the commands of scripts name.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
+    scripts: Annotated[dict[str, str], IDENTIFIES] = msgspec.field(default_factory=dict)
     environment: Annotated[Variables, IDENTIFIES]
 
 
@@ -74,7 +76,8 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         created_utc=created_utc,
         format=FORMAT,
         rounds=ROUNDS,
-        trainers_sha256=trainers_sha256(),
+        trainers_sha256=sources_sha256(plan),
+        scripts=scripts_sha256(plan),
         knobs={
             name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
             for name, path in paths.items()
@@ -86,6 +89,25 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
             affinity=affinity,
         ),
     )
+
+
+def scripts_sha256(plan: Plan) -> dict[str, str]:
+    """Return the digest of each file that the commands of a user's own scripts name. What these
+    import is not seen."""
+    words = dict.fromkeys(word for own in plan.side.values() for word in own.command)
+    files = [word for word in words if Path(word).is_file()]
+    return {
+        name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        for name in files
+        if Path(name).stat().st_size <= MOST_SCRIPT_BYTES
+    }
+
+
+def sources_sha256(plan: Plan) -> str:
+    """Return the digest of all sources of what is measured: the trainers', or a user's scripts."""
+    if not plan.side:
+        return trainers_sha256()
+    return hashlib.sha256(json.dumps(scripts_sha256(plan)).encode()).hexdigest()
 
 
 def write_plan(path: Path, record: PlanRecord) -> None:
@@ -147,5 +169,5 @@ def plan_differences(old: PlanRecord, new: PlanRecord) -> list[str]:
         and (field.name != "order_seed" or new.order_seed is not None)
     ]
     if new.trainers_sha256 != old.trainers_sha256:
-        differences.append("the sources of the recipe or the trainers were changed since")
+        differences.append("the sources of what is measured were changed since")
     return differences

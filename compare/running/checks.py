@@ -410,6 +410,9 @@ def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
 def find_warnings(plan: Plan, folder: Path) -> list[str]:
     """Return what would make the result worthless, each with its remedy. Takes about a second, and
     ten on a machine with a GPU, where Horovod is asked how it was built."""
+    if plan.side:
+        findings = [check_load(), check_disk(folder), check_clock_rate()]
+        return [warning_text(one) for one in findings if one.status != "ok"]
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
     most = max(map(workers_here, runs))

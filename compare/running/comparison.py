@@ -31,13 +31,13 @@ from compare.evidence.stopping import (
 from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.blocks import ROUNDS
-from compare.plan.environment import trainers_sha256
-from compare.plan.plan import Outcome, Plan, Run, percentage
+from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
 from compare.plan.record import (
     PlanRecord,
     plan_differences,
     plan_record,
     read_plan,
+    sources_sha256,
     write_plan,
 )
 from compare.running.launch import (
@@ -51,7 +51,7 @@ from compare.running.launch import (
     utc_now,
 )
 from compare.running.scheduler import run_block
-from compare.running.sides import NoTurns, training_side
+from compare.running.sides import NoTurns, script_side, training_side
 from recipe.errors import UserError
 from recipe.record.schema import Summary
 
@@ -118,12 +118,13 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
     )  # fmt: skip
 
 
-def check_sources(folder: Path) -> None:
-    """Raise UserError if the trainers are not those any more with which the measuring began."""
-    if trainers_sha256() != read_plan(folder / "plan.json").trainers_sha256:
+def check_sources(plan: Plan, folder: Path) -> None:
+    """Raise UserError if what is measured is not that any more with which the measuring began."""
+    if sources_sha256(plan) != read_plan(folder / "plan.json").trainers_sha256:
+        what = "the scripts" if plan.side else "the sources of the recipe or the trainers"
         raise UserError(
-            "the sources of the recipe or the trainers were changed meanwhile: the runs would not "
-            "be of one training. Put them back and go on, or start another with --new"
+            f"{what} were changed meanwhile: the runs would not be of one training. Put them back "
+            "and go on, or start another with --new"
         )
 
 
@@ -132,12 +133,12 @@ def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
     carried out, and which whole runs failed; MeasurementError if a side of turns does."""
     groups = measured(plan, folder)
     while not (reason := reason_to_end(plan, groups)):
-        check_sources(folder)
+        check_sources(plan, folder)
         if plan.measure == "turns":
             try:
                 measure_block(plan, folder, groups)
             except NoTurns as error:
-                if all(group.blocks for group in groups):
+                if plan.side or all(group.blocks for group in groups):
                     raise  # what could take turns before has failed for another reason
                 plan = give_up_turns(plan, folder, str(error))
         else:
@@ -190,7 +191,7 @@ def measured(plan: Plan, folder: Path) -> list[Group]:
 
 
 def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
-    return folder / "turns" / case / f"{workers}-workers" / f"block-{number}"
+    return folder / turns_place(case, workers) / f"block-{number}"
 
 
 def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
@@ -229,7 +230,10 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
     run_block(
-        [training_side(run, place, plan.no_phases) for run in runs],
+        [
+            script_side(run) if plan.side else training_side(run, place, plan.no_phases)
+            for run in runs
+        ],
         ROUNDS,
         place,
         number,
@@ -237,6 +241,7 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
         report=lambda text: print_live([text, *so_far]),
         timeout=plan.timeout,
         comparison=plan.order_seed,
+        sources=sources_sha256(plan),
     )
 
 
@@ -291,7 +296,7 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
     `block` names the only block that is wanted."""
     failed = []
     for run in [run for run in missing(runs, folder) if block in (None, run.block)]:
-        check_sources(folder)
+        check_sources(plan, folder)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run_label(run, plan)}"
         outcome = start_and_wait(run, folder, plan.timeout, label)

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -41,7 +42,7 @@ import psutil
 from compare.evidence.run_folder import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
-from compare.plan.environment import trainers_sha256
+from compare.plan.environment import ROOT, run_environment, trainers_sha256
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
@@ -50,7 +51,7 @@ from compare.running.launch import (
     shown_tail,
 )
 from compare.running.sides import MeasurementError, NoTurns, Side, commands_of
-from compare.running.take_turns import SCHEDULER, UNREACHABLE, State, receive, send
+from compare.running.take_turns import PATIENT, SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import replace_file, write_json
 
 LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
@@ -69,6 +70,13 @@ NO_TURNS = {
     "Failed to CUDA": NO_ROOM,  # NCCL: malloc, calloc, calloc async, host alloc
     "unhandled cuda error": NO_ROOM,  # all that NCCL tells Horovod
     "bytes on device": NO_ROOM,  # DALI
+}
+TOO_EARLY = ", before all was measured: let it train on until it is ended, for more epochs say"
+# What a script of a user's own writes that cannot take part, and what that means.
+NOT_JOINED = {
+    "No module named 'psutil'": ", whose Python has no psutil: `pip install psutil` there",
+    "No module named 'compare'": f", whose Python does not find {ROOT}: put it on PYTHONPATH there",
+    "'compare' is not a package": ", which has a compare.py of its own: rename that",
 }
 # That a turn is to take beside its lead-in, where no side says how many steps it makes. Turns of 2
 # steps are as noisy as turns of 6 (a ratio of two varies by 9 %; three blocks of each, on two cores
@@ -95,13 +103,15 @@ def run_block(
     report: Callable[[str], None] = say,
     timeout: float = LIMIT_SECONDS,
     comparison: int | None = None,
+    sources: str | None = None,
 ) -> Block:
     """Start the sides in this order, warm them up, let them take turns, and write block.json; or
     return what an interrupted call has left there of the same sides and sources.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
     turns of each side are, on the average. `timeout`: seconds for the start, and for a turn;
-    `comparison`: whose block it is.
+    `comparison`: whose block it is; `sources`: the digest of what it measures, if that is not the
+    trainers.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
@@ -111,9 +121,10 @@ def run_block(
         "order": [side.name for side in sides],
         "rounds": rounds,
         "commands": [*commands_of(sides).values()],
-        "sources": trainers_sha256(),
+        "sources": sources or trainers_sha256(),
         "comparison": comparison,
     }
+    is_told = any(side.joins for side in sides)  # who they are, by scripts of a user's own
     if path.exists() and origin.items() <= json.loads(path.read_text()).items():
         report(f"{label}: is there already")
         return read_block(path, [side.name for side in sides])
@@ -121,6 +132,7 @@ def run_block(
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
         scheduler.start(*sides)
+        told = {"unit": scheduler.unit(), "facts": scheduler.facts()} if is_told else {}
         sides, trials = with_steps(scheduler, sides)
         turns, disturbed = scheduler.take_rounds(
             sides, rounds, patience, lambda line: report(f"{label}, {line}")
@@ -131,6 +143,7 @@ def run_block(
             "disturbed_seconds": round(disturbed, 3),
             "quiet_cores": scheduler.quiet_cores,
             "weights": scheduler.weights(),
+            **told,
         }
     write_json(path, origin | measured | {"seconds": round(time.monotonic() - began, 3)})
     return read_block(path, [side.name for side in sides])
@@ -149,6 +162,7 @@ class Rank:
     connection: Connection
     state: State = State.STARTING
     measured: dict[str, Any] = field(default_factory=dict)
+    size: int = 1  # of its world, as its launcher says
 
 
 class Scheduler(Launches):
@@ -168,6 +182,7 @@ class Scheduler(Launches):
         self.listener, self.address = listen(sides)
         self.copies: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # each side's launchers
         self.ranks: list[Rank] = []
+        self.sides = dict[str, Side]()  # that were started
         self.on_turn = ""  # the name of the side that is; "" while sides start
 
     def __enter__(self) -> "Scheduler":
@@ -199,19 +214,23 @@ class Scheduler(Launches):
         with GPUs it is started when the one before is paused: cuDNN tries in the warm-up which of
         its kernels are the fastest, and on a GPU that others use, too, it would choose by chance.
         """
-        place = {SCHEDULER: f"{self.address} {self.key.hex()}"}
+        place = f"{self.address} {self.key.hex()}"
         started, on_gpus = list[Side](), visible_gpus() > 0
         while not all(self.are(State.PAUSED, side) for side in sides):
             are_there = all(
-                self.are(State.PAUSED, side) if on_gpus else len(self.of(side)) == side.processes
+                self.are(State.PAUSED, side)
+                if on_gpus
+                else len(self.of(side)) == self.ranks_of(side)
                 for side in started
             )
             if are_there and len(started) < len(sides):
                 started.append(side := sides[len(started)])
+                self.sides[side.name] = side
                 for copy in range(side.copies):
                     folder = self.folder / side.name / str(copy)
-                    command = side.command(folder.resolve(), copy, by_turns=True)
-                    self.copies[side.name, copy] = start_side(side, command, folder, self, place)
+                    command = side.command(folder.resolve(), by_turns=True)
+                    who = {SCHEDULER: f"{place} {side.name} {copy} {side.warm_up}"}
+                    self.copies[side.name, copy] = start_side(side, command, folder, self, who)
                 deadline = time.monotonic() + self.timeout
             self.receive(deadline)
             for side in started:
@@ -298,9 +317,37 @@ class Scheduler(Launches):
         """Return a side's ranks that are there."""
         return [rank for rank in self.ranks if rank.side == side.name]
 
+    def ranks_of(self, side: Side) -> int:
+        """Return how many ranks a side has, over all its copies, as it says or else its launchers;
+        -1: not known before the first one is there."""
+        sizes = {rank.copy: rank.size for rank in self.of(side)}
+        told = sum(sizes.values()) if len(sizes) == side.copies else -1
+        return side.ranks * side.copies or told
+
     def are(self, state: State, side: Side) -> bool:
-        """Tell whether all ranks of a side are in this state."""
-        return [rank.state for rank in self.of(side)] == [state] * side.processes
+        """Tell whether all ranks of a side are there, and in this state."""
+        states = [rank.state for rank in self.of(side)]
+        return len(states) == self.ranks_of(side) and {*states} == {state}
+
+    def unit(self) -> str:
+        """Return what all sides count; MeasurementError if it is not the same."""
+        units = {rank.side: rank.measured.get("unit", "images") for rank in self.ranks}
+        if len({*units.values()}) > 1:
+            told = ", ".join(f"{side} {unit}" for side, unit in units.items())
+            raise MeasurementError(
+                f"the sides count different things: {told}; let all call step() with the same unit"
+            )
+        return next(iter(units.values()))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the first rank of each script says that it runs on, and where all are."""
+        found = dict[str, Any]()
+        for rank in self.ranks:
+            if "facts" in rank.measured and rank.number == 0:
+                hosts = [one.host for one in self.ranks if one.side == rank.side]
+                own = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
+                found[rank.side] = rank.measured["facts"] | own
+        return found
 
     def receive(self, deadline: float) -> None:
         """Take what ranks have sent, within half a second; MeasurementError if a side has ended, or
@@ -309,7 +356,9 @@ class Scheduler(Launches):
             if launcher.poll() is not None:
                 raise self.failure(*key)
         if time.monotonic() > deadline:
-            tails = [f"{side}:\n{self.tail(side, copy)}" for side, copy in self.copies]
+            tails = [
+                f"{side}{self.lacks(side)}:\n{self.tail(side, copy)}" for side, copy in self.copies
+            ]
             raise MeasurementError(
                 f"not ready after the {self.timeout:.0f} s that --timeout allows; the sides last "
                 "wrote\n" + "\n".join(tails)
@@ -339,19 +388,41 @@ class Scheduler(Launches):
             state, values = receive(connection)
             if state is State.STARTING:
                 self.ranks.append(Rank(connection=connection, **values))
+        for side in self.sides.values():
+            if side.ranks == 0 and len(self.of(side)) > self.ranks_of(side):
+                raise MeasurementError(
+                    f"{side.name}: {len(self.of(side))} of its processes take part, and its "
+                    f"launcher's variables tell of {self.ranks_of(side)}; a script that starts its "
+                    "own ranks says how many, as in Side(ranks=2)",
+                    side.name,
+                )
 
     def failure(self, side: str, copy: int, what: str = "") -> MeasurementError:
         """Return the error of a side's copy that has ended: with the end of what it wrote."""
         if (code := self.copies[side, copy].returncode) is not None:
             what = f"ended with exit code {code}"
         when = "" if self.on_turn in ("", side) else " while it was paused"
-        text = f"{side} {what}{when}:\n{self.tail(side, copy)}"
         # A launcher may have said much since.
         whole = (self.folder / side / str(copy) / "output.log").read_text(errors="replace")
+        hint = next((told for sign, told in NOT_JOINED.items() if sign in whole), "")
+        if self.sides[side].joins and not code:
+            hint = hint or self.lacks(side) or TOO_EARLY
+        text = f"{side} {what}{when}{hint}:\n{self.tail(side, copy)}"
         for sign, meaning in NO_TURNS.items():
             if sign in whole:
                 return NoTurns(f"{meaning}: {text}", side)
         return MeasurementError(text, side)
+
+    def lacks(self, side: str) -> str:
+        """Say what a script of a user's own has not done yet."""
+        one = self.sides[side]
+        if not one.joins:
+            return ""
+        if not self.of(one):
+            return ", and none of its processes took part: its script makes `side = Side()` first"
+        if not all(rank.measured for rank in self.of(one)):
+            return f", and made no {one.warm_up} steps: its script calls side.step() after each"
+        return ""
 
     def tail(self, side: str, copy: int) -> str:
         """Return the end of what a side's copy wrote, and where all of it will be."""
@@ -397,6 +468,11 @@ def start_side(
     clear_folder(folder, keep_failure=False)
     # Steps of a Slurm job share its cores, rather than wait for each other's end.
     variables = {"SLURM_OVERLAP": "1", **(variables or {}), **side.environment}
+    if side.joins:
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        variables = {"PYTHONPATH": path, **PATIENT, **variables}
+    if shutil.which(command[0], path=run_environment()["PATH"]) is None:
+        raise MeasurementError(f"{side.name}: there is no command {command[0]}", side.name)
     return launches.launch(command, folder, variables, side.directory)
 
 
@@ -425,19 +501,23 @@ def make_turn(
     """
     by_copy, by_machine = defaultdict(list), defaultdict(list)
     for rank in ranks:
-        by_copy[rank.copy].append(rank.measured["seconds"])
+        by_copy[rank.copy].append(rank.measured)
         by_machine[rank.machine].append(rank.measured)
-    seconds, expected = (
-        [mean(of_ranks) for of_ranks in by_copy.values()],
-        side.steps * side.images_per_step,
-    )
-    told = [rank.measured for rank in ranks]
-    if wrong := {one["images"] for one in told if one.get("images", expected) != expected}:
+    told, expected = [rank.measured for rank in ranks], side.steps * side.images_per_step
+    if side.joins:  # each rank says what it has done itself
+        done = [sum(one["images"] for one in of_copy) for of_copy in by_copy.values()]
+    elif wrong := {one["images"] for one in told if one.get("images", expected) != expected}:
         raise MeasurementError(
             f"{side.name}: its trainer counted {wrong.pop()} images in a turn of {expected}",
             side.name,
         )
-    rate, copies = sum(expected / each for each in seconds), len(seconds)
+    else:
+        done = [expected] * len(by_copy)
+    images = sum(done)
+    if not images > 0:
+        raise MeasurementError(f"{side.name}: its steps have done {images:g} {told[0]['unit']}")
+    seconds = [mean(one["seconds"] for one in of_copy) for of_copy in by_copy.values()]
+    rate = sum(own / each for own, each in zip(done, seconds, strict=True))
     phases = [one["phases"] for one in told if one.get("phases")]
     computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
@@ -448,10 +528,9 @@ def make_turn(
     return Turn(
         side=side.name,
         round=round_,
-        seconds=copies * expected / rate,
-        images=copies * expected,
-        cpu_seconds_per_image=cpu_seconds
-        / ((LEAD_IN_STEPS + side.steps) * side.images_per_step * copies),
+        seconds=images / rate,
+        images=images,
+        cpu_seconds_per_image=cpu_seconds / images * side.steps / (LEAD_IN_STEPS + side.steps),
         other_load=max(0.0, round(max(loads), 3)),
         began=began,
         samples=told[0].get("samples"),

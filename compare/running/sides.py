@@ -15,6 +15,7 @@ from recipe.settings.config import read_flags
 from recipe.settings.flags import flag_name
 
 ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
+SCRIPT_WARM_UP = 5  # steps
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 
 
@@ -38,23 +39,19 @@ class Side:
     name: str  # a folder's, too
     launcher: tuple[str, ...]  # up to and with `python`, or torchrun's words
     program: tuple[str, ...]  # the script and its arguments; {folder} is where it may write
-    images_per_step: int  # of one copy, over all its ranks
+    images_per_step: int = 0  # of one copy, over all its ranks; 0: as its script says
     steps: int = 0  # optimizer steps a turn; 0: as many as fill it, the same for all sides
-    ranks: int = 1  # processes that train together
+    ranks: int = 1  # processes that train together; 0: as many as its launcher's variables say
     copies: int = 1  # started at once, knowing nothing of each other
     warm_up: int = 3  # steps
     environment: dict[str, str] = field(default_factory=dict)
     directory: Path = ROOT  # in which it is started
+    joins: bool = False  # does its script say itself when a step has ended? (compare/side.py)
     ablates: bool = False  # can it leave out the exchange of gradients?
     over_hosts: bool = False  # some of its ranks are on other hosts, or may be
     interface: str | None = None  # of the network between them; None: any that leads here
 
-    @property
-    def processes(self) -> int:
-        """How many of them take turns."""
-        return self.ranks * self.copies
-
-    def command(self, folder: Path, copy: int, by_turns: bool = False) -> list[str]:
+    def command(self, folder: Path, by_turns: bool = False) -> list[str]:
         """What starts a copy: as a person would, or so that it takes turns."""
         program = [word.replace("{folder}", str(folder)) for word in self.program]
         launcher = list(self.launcher)
@@ -62,13 +59,13 @@ class Side:
             return [*launcher, *program]
         if self.over_hosts and "mpirun" in launcher:  # others take the environment along
             at = launcher.index("mpirun") + 1
-            launcher[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER]
-        return [*launcher, TAKE_TURNS, self.name, str(copy), str(self.warm_up), *program]
+            launcher[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER, *["-x", "PYTHONPATH"] * self.joins]
+        return [*launcher, *[TAKE_TURNS] * (not self.joins), *program]
 
     def shown(self) -> str:
         """The command for a reader, who may paste it."""
         words = [f"{name}={value}" for name, value in self.environment.items()]
-        text = shlex.join([*words, *self.command(Path("runs/by-hand"), 0)])
+        text = shlex.join([*words, *self.command(Path("runs/by-hand"))])
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
 
 
@@ -102,6 +99,22 @@ def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any
         over_hosts=run.leaves_this_host or configuration.has_daemons,
         interface=configuration.interface,
         **others,
+    )
+
+
+def script_side(run: Run) -> Side:
+    """A script of a user's own as a side: the command as it was given, in this folder."""
+    configuration = run.configuration
+    return Side(
+        name=configuration.name,
+        launcher=configuration.command,
+        program=(),
+        ranks=0,
+        joins=True,
+        warm_up=SCRIPT_WARM_UP,
+        environment=configuration.environment,
+        directory=Path.cwd(),
+        over_hosts=run.hosts is not None,
     )
 
 

@@ -1,12 +1,13 @@
-"""Run a training script, unmodified, so that it takes turns with what it is compared with.
+"""Take turns, in a process that trains, with what it is compared with.
 
-    python compare/running/take_turns.py SIDE COPY STEPS SCRIPT ...
+    python compare/running/take_turns.py TRAINER ...
 
-SIDE and COPY say which of those that are compared this is, STEPS how many make its warm-up. Started
-under the script's own launcher, once for each rank. A trainer's `main` is called with `Hooks`: what
-a step entails, be it a line of the record or a checkpoint, is inside a turn. Other scripts call
-`step_ended` themselves; it does nothing where nobody measures, so that such a script also runs
-alone.
+runs a trainer of this project so, unmodified, under its own launcher, once for each rank: its
+`main` is called with `Hooks`, and what a step entails, be it a line of the record or a checkpoint,
+is inside a turn. Other scripts say themselves that a step has ended (compare/side.py). The variable
+`SCHEDULER` says which of those that are compared this is, and where the scheduler listens.
+
+Scripts of a user's own load this file, in whichever environment they run: it needs psutil alone.
 
 Beside each rank, on whichever host that is, is a small process, its agent. It holds the connection
 to the scheduler (scheduler.py), pauses its rank with all that the rank has started (SIGSTOP), lets
@@ -30,13 +31,17 @@ turn, with its measurements; PAUSED; ENDED.
 import enum
 import json
 import os
+import platform
+import re
 import resource
-import runpy
 import signal
 import socket
 import sys
 import time
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Connection,
@@ -52,9 +57,8 @@ import psutil
 
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import DELAY
-from compare.running.launch import busy_cpu_seconds, send_signal
-from recipe.start import Hooks, run_script
-from recipe.world import read_world
+from compare.running.processes import busy_cpu_seconds, send_signal
+from recipe.world import World, read_world
 
 # While a side is paused, clocks go on. Longer than that ever takes must those have patience who
 # watch by them: Horovod's background threads on Gloo, which wait for each other all the time, and
@@ -65,9 +69,9 @@ PATIENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": NEVER_S,
 }
-TRAINERS = {"ddp_train", "horovod_train", "baselines"}  # folders whose scripts take hooks
 ENDLESS_IMAGES = 1 << 22  # of an epoch, so that none ends in a turn
-# The variable that says where the scheduler listens: ADDRESS,ADDRESS:PORT KEY
+# The variable that says where the scheduler listens, who this is, and how many steps make its
+# warm-up: ADDRESS,ADDRESS:PORT KEY SIDE COPY STEPS
 SCHEDULER = "COMPARE_SCHEDULER"
 UNREACHABLE = "the scheduler of turns cannot be reached"  # by which it knows this error
 CONNECT_SECONDS = 5.0  # for each address
@@ -80,6 +84,14 @@ SOCKET_OPTIONS = (  # for a host that has vanished to be missed within a minute 
 RANK_END_SECONDS = 3.0  # that a rank may take to end
 MOST_BYTES = 1 << 16  # of a message
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts that share a kernel share its cores, too
+OPEN_FILES, CPU_INFO = Path("/proc/self/fd"), Path("/proc/cpuinfo")
+# Whose versions a script's record tells, of those that it has loaded.
+FRAMEWORKS = (
+    "torch", "torchvision", "horovod", "mpi4py", "tensorflow", "jax", "deepspeed", "lightning",
+)  # fmt: skip
+# Of BatchNorm, which each rank has of its own batches.
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+Weights = Callable[[], Mapping[str, Any]]  # which returns arrays or tensors by name
 
 
 class State(enum.Enum):
@@ -107,22 +119,33 @@ def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
     return State(values.pop("state")), values
 
 
-def start_agent(side: str, copy: int) -> Connection:
-    """Fork this process's agent, and return the connection to it."""
-    scheduler = connect(os.environ[SCHEDULER])
+def join(ranks: int | None = None, weights: Weights | None = None) -> "Client":
+    """Take part in the comparison that `SCHEDULER` names, as one of `ranks` (None: as many as this
+    process's launcher says). What this process starts takes no part: it has no such variable."""
+    addresses, key, side, copy, warm_up = os.environ.pop(SCHEDULER).split()
+    world = read_world()
+    agent = start_agent(
+        connect(addresses, key),
+        side=side, copy=int(copy), number=world.rank, size=ranks or world.size,
+        host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
+    )  # fmt: skip
+    return Client(agent, int(warm_up), weights)
+
+
+def start_agent(scheduler: Connection, **who: Any) -> Connection:
+    """Fork this process's agent, which tells the scheduler `who` this is, and return the connection
+    to the agent."""
     here, there = Pipe()
     rank = psutil.Process()
-    if os.fork() == 0:
-        here.close()
+    with warnings.catch_warnings():
+        # Python warns of a fork beside threads; the agent touches nothing that they may have held.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
         try:
-            os.setsid()  # no part of what launchers signal, and none of their pipes kept open
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for output in range(3):
-                os.dup2(nowhere, output)
-            send(
-                scheduler, State.STARTING, side=side, copy=copy, number=read_world().rank,
-                host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
-            )  # fmt: skip
+            os.setsid()  # no part of what launchers signal
+            keep_open(scheduler.fileno(), there.fileno())
+            send(scheduler, State.STARTING, **who)
             serve(scheduler, there, rank)
         finally:
             os._exit(0)
@@ -131,10 +154,21 @@ def start_agent(side: str, copy: int) -> Connection:
     return here
 
 
-def connect(place: str) -> Connection:
-    """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT KEY`
-    that answers and has the key; ends this process if none does."""
-    addresses, _, key = place.partition(" ")
+def keep_open(*descriptors: int) -> None:
+    """Close all that this process has open but these: peers and launchers of the rank that it was
+    forked from wait for the end of what that holds."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in range(3):
+        os.dup2(nowhere, output)
+    for name in os.listdir(OPEN_FILES):
+        if int(name) > 2 and int(name) not in descriptors:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def connect(addresses: str, key: str) -> Connection:
+    """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT` that
+    answers and has the key; ends this process if none does."""
     hosts, _, port = addresses.rpartition(":")
     problems = []
     for host in hosts.split(","):
@@ -209,18 +243,26 @@ class Client:
     Ranks that train together all do exactly these steps. Independent ones (`overruns`) go on until
     each of them has done its own, so that none of them measures a machine that it has to itself at
     the end.
+
+    `weights` are those of a script of a user's own. Their digest is told after the warm-up alone:
+    then all sides have made equally many steps.
     """
 
-    def __init__(self, agent: Connection, warm_up: int) -> None:
+    def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
         self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
         self.exchange, self.digest = True, False
         self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
         self.before, self.delay = counters(), float(os.environ.get(DELAY, 0))
+        self.weights, self.unit, self.amount, self.is_warm = weights, "images", 0.0, False
 
-    def step_ended(self, session: Any = None, model: Any = None) -> None:
+    def step_ended(
+        self, session: Any = None, model: Any = None, unit: str = "", amount: float = 0.0
+    ) -> None:
         """Count a step; at a turn's end report it and wait for the next one. A trainer gives its
-        session, and the model if each rank holds all of it."""
+        session, and the model if each rank holds all of it; another script, what this rank's step
+        has done, of which unit."""
         self.done += 1
+        self.unit, self.amount = unit or self.unit, self.amount + amount
         left = LEAD_IN_STEPS + self.steps - self.done
         if session is not None:
             self.laps += session.meter.clock.ended
@@ -236,7 +278,7 @@ class Client:
             synchronize()
             if session is not None:
                 self.samples, self.laps = session.progress.samples_seen, []
-            self.began = time.monotonic()
+            self.amount, self.began = 0.0, time.monotonic()
         elif left < 0 and self.agent.poll():
             self.wait()
 
@@ -252,7 +294,7 @@ class Client:
         """Return what the trainer itself says of the turn: images, phases of the mean step, samples
         so far, and the digest of the weights if it was asked for."""
         if session is None:
-            return {}
+            return self.told_by_script()
         samples = session.progress.samples_seen
         phases = session.meter.clock.seconds(self.laps)
         told = {
@@ -266,6 +308,15 @@ class Client:
             told["weights"] = weights_sha256(model, buffers=False)
         return told
 
+    def told_by_script(self) -> dict[str, Any]:
+        """Return what a script of a user's own says of a turn; after the warm-up, what it is."""
+        told: dict[str, Any] = {"images": self.amount, "unit": self.unit}
+        if not self.is_warm:
+            self.is_warm, told["facts"] = True, facts(read_world())
+            if self.weights is not None:
+                told["weights"] = digest_of(self.weights())
+        return told
+
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
         state, values = receive(self.agent)
@@ -274,6 +325,9 @@ class Client:
             send(self.agent, State.READY, **self.spent())
             state, values = receive(self.agent)
         if state is State.ENDED:  # tidy ways out would evaluate, and write a checkpoint
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
             os._exit(0)
         for name, value in values.items():  # steps, overruns, exchange, digest
             setattr(self, name, value)
@@ -308,6 +362,56 @@ def counters() -> dict[str, float]:
     }
 
 
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of arrays or tensors, by name: with the same name in a wrapper and out of
+    it, and without BatchNorm's running statistics."""
+    digest = sha256()
+    for name, value in sorted(weights.items()):
+        if name.endswith(RUNNING_STATISTICS):
+            continue
+        shape, kind = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        digest.update(f"{name.removeprefix('module.')} {shape} {kind}\0".encode())
+        if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+            flat = value.detach().cpu().contiguous().flatten()
+            value = flat.view(sys.modules["torch"].uint8).numpy()  # numpy has no bfloat16
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def facts(world: World) -> dict[str, Any]:
+    """Return what a script of a user's own ran on, by the names of environment.json."""
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in FRAMEWORKS}
+    named = re.search("^model name.*?: *(.*)", CPU_INFO.read_text(), re.MULTILINE)
+    cpu = named[1].strip() if named else platform.machine()
+    versions = [f"{name} {version}" for name, version in loaded.items() if version]
+    return {
+        "engine": "script",
+        "version": ", ".join(versions),
+        "launcher": world.launcher,
+        "transport": "",
+        "world_size": world.size,
+        "local_size": world.local_size,
+        "hosts": [world.host],
+        "device": "cuda" if on_gpu else "cpu",
+        "device_name": torch.cuda.get_device_name() if torch and on_gpu else cpu,
+        "cpu_model": cpu,
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads() if torch else 0,
+        "python": platform.python_version(),
+        "torch": loaded["torch"] or "",
+        "torchvision": loaded["torchvision"] or "",
+        "horovod": loaded["horovod"],
+        "mpi": None,
+        "cuda": torch.version.cuda if torch and on_gpu else None,
+        "kernel": platform.release(),
+        "command": sys.argv,
+        "started_utc": "",
+        "git_commit": None,
+    }
+
+
 CLIENT: Client | None = None
 
 
@@ -323,19 +427,13 @@ def exchanges() -> bool:
 
 
 def main() -> None:
-    """Start the agent, then be the script."""
+    """Join the comparison, before anything large is loaded, then be the trainer."""
     global CLIENT
-    side, copy, warm_up, *program = sys.argv[1:]
-    CLIENT = Client(start_agent(side, int(copy)), int(warm_up))
+    CLIENT = join() if SCHEDULER in os.environ else None
     os.environ.update(PATIENT)
-    sys.argv = program
-    folder = Path(program[0]).resolve().parent
-    is_trainer = folder.name in TRAINERS  # a module of the project; else as `python SCRIPT` has it
-    sys.path[0] = str(folder.parent if is_trainer else folder)
-    if is_trainer:
-        train(program[0])
-    else:
-        runpy.run_path(program[0], run_name="__main__")
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parents[1])
+    train(sys.argv[0])
 
 
 def train(path: str) -> None:
@@ -346,6 +444,8 @@ def train(path: str) -> None:
     Nor does torch give up: the thread that watches over NCCL looks every tenth of a second, and
     then at an exchange's age before it asks whether that has ended, perhaps just before a pause.
     """
+    from recipe.start import Hooks, run_script  # which scripts of a user's own do without
+
     hooks = Hooks(step_ended, exchanges, ENDLESS_IMAGES)
     run_script(path, None, hooks, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
 

@@ -1,0 +1,262 @@
+"""A user's own script as a side of a comparison: by hand, measured, and with each mistake."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launching import run
+from torch import nn
+
+from compare import report
+from compare import run as run_command
+from compare.evidence.records import load_comparison
+from compare.plan.environment import ROOT
+from compare.plan.options import make_plan, parse_options
+from compare.plan.plan import Plan
+from compare.plan.plan_file import plan_words
+from compare.running.checks import has_horovod
+from compare.running.take_turns import digest_of
+from compare.side import Side
+from recipe.errors import UserError
+
+SCRIPTS = ROOT / "tests/own_scripts"
+STEPS = """
+import time
+from compare.side import Side
+side = Side({of_side})
+for step in range({steps}):
+    time.sleep({seconds})
+    side.step({done})
+print("the end")
+"""
+
+
+def script(
+    folder: Path, name: str, seconds: float = 0.002, steps: int = 10**9, done: str = "images=4",
+    of_side: str = "", before: str = "",
+) -> str:  # fmt: skip
+    """Write a script that does nothing for so many seconds a step; return its command."""
+    text = STEPS.format(of_side=of_side, steps=steps, seconds=seconds, done=done)
+    (folder / f"{name}.py").write_text(before + text)
+    return f"{name}={sys.executable} {folder}/{name}.py"
+
+
+def plan_of(*words: str) -> Plan:
+    return make_plan(parse_options([*words], ""))
+
+
+# ---------------------------------------------------------------------------------------- by hand
+
+
+def test_by_hand_nothing_happens_and_nothing_is_loaded(tmp_path):
+    script(tmp_path, "mine", steps=3, seconds=0)
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1])\n"
+        "print({'torch', 'psutil', 'compare.running'} & {*sys.modules})"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "mine.py")],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout == "the end\nset()\n", done.stderr
+
+
+def test_a_measured_script_loads_psutil_alone():
+    code = "import sys, compare.running.take_turns; print(*{n.split('.')[0] for n in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.split()} - {*sys.stdlib_module_names}
+    assert {name for name in loaded if "_" not in name} == {"compare", "recipe", "psutil"}
+
+
+def test_a_step_says_what_it_has_done_in_one_unit():
+    side = Side()
+    side.step(tokens=4096)
+    for done in ({}, {"images": 1, "tokens": 2}):
+        with pytest.raises(TypeError, match=r"in one unit, as in step\(images=64\)"):
+            side.step(**done)
+
+
+def test_the_digest_of_weights_is_that_of_what_was_trained():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(torch.bfloat16)
+    digest = digest_of(model.state_dict())
+    model(torch.ones(4, 2, dtype=torch.bfloat16))  # which changes the running statistics alone
+    assert digest_of(nn.DataParallel(model).state_dict()) == digest
+    assert digest_of({"a": np.ones(2)}) == digest_of({"a": torch.ones(2, dtype=torch.float64)})
+    with torch.no_grad():
+        model[0].bias[0] += 1
+    assert digest_of(model.state_dict()) != digest
+
+
+# ----------------------------------------------------------------------------------------- plans
+
+
+def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(
+        '[side.mine]\ncommand = "torchrun --nproc-per-node 2 a.py"\n'
+        'environment = { OMP_NUM_THREADS = "1" }\n[side.theirs]\ncommand = "python b.py"\n'
+    )
+    told = plan_of(str(file))
+    words = ["--side", "mine=OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 a.py"]
+    words += ["--side", "theirs=python b.py"]
+    assert plan_of(*words).side == told.side
+    assert plan_words(told)[:4] == words
+    assert told.names == ["mine", "theirs"] and told.pairs() == [("mine", "theirs")]
+    assert told.groups() == [("", 0)] and told.runs() == told.warm_up_runs() == []
+    null = plan_of(*words, "--null", "--control", "5%")
+    assert null.names == ["mine", "mine-again", "theirs", "theirs-again", "mine-delayed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "4"], r"--workers \(4,\): belongs to this project's trainers"),
+        (["--measure", "runs"], "--measure runs: belongs to"),
+        (["--", "--arch", "resnet18"], "belongs to this project's trainers"),
+        (["--configurations", "ddp-torchrun"], "--configurations ddp-torchrun: there is no such"),
+        (["--side", "x="], "--side x=: say the command"),
+        (["--side", "a b=python x.py"], "'a b': a folder will bear this name"),
+    ],
+)
+def test_what_does_not_go_with_scripts_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        plan_of("--side", "mine=python a.py", *words)
+
+
+# -------------------------------------------------------------------------------------- measured
+
+
+@pytest.fixture
+def compare_scripts(tmp_path, monkeypatch, capsys):
+    """Compares the given scripts by the command, in short blocks; returns exit code and output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.02)
+    monkeypatch.setattr("compare.running.comparison.ROUNDS", 2)
+    monkeypatch.setattr("compare.plan.record.ROUNDS", 2)
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
+
+    def compare(*scripts: str, blocks: int = 1, more: tuple[str, ...] = ()) -> tuple[int, str]:
+        words = [word for one in scripts for word in ("--side", one)]
+        words += ["--blocks", str(blocks), "--out", "out", "--timeout", "60", *more]
+        code = run_command.main(words)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return compare
+
+
+def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys):
+    before = "import numpy\nweights = lambda: {'w': numpy.ones(3)}\n"
+    quick = script(tmp_path, "quick", of_side="weights", before=before, done="tokens=8")
+    slow = script(tmp_path, "slow", 0.02, of_side="weights", before=before, done="tokens=8")
+    code, told = compare_scripts(quick, slow, blocks=3)
+    assert code == 0 and "quick / slow " in told
+    found = load_comparison(tmp_path / "out")
+    assert [len(blocks) for blocks in found.turns.values()] == [3] and found.damaged_blocks == []
+    assert {turn.images % 8 for block in found.turns["", 0] for turn in block.turns} == {0}
+    assert report.main(["out", "--html", "page.html"]) == 0
+    shown, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    for text in (shown, page):
+        assert "quick" in text and "slow" in text and "95 % interval " in text
+        assert "Equal work: after the first steps both had bit-equal weights in 3 blocks." in text
+        assert "tokens/s" in text and "images/s" not in text.split("Speed, by turns")[1][:200]
+    for text in (f"{sys.executable} {tmp_path}/quick.py", f"SHA-256 of {tmp_path}/quick.py"):
+        assert text in page.replace("<span>", "").replace("</span>", "")
+    for format_ in ("--markdown", "--csv", "--json"):
+        assert report.main(["out", format_]) == 0
+    assert compare_scripts(quick, slow, blocks=3)[0] == 0  # there is nothing left to measure
+    (tmp_path / "slow.py").write_text("changed")
+    code, told = compare_scripts(quick, slow, blocks=4)
+    assert code == 2 and "scripts: {" in told
+
+
+def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts, tmp_path, capsys):
+    silent = script(tmp_path, "silent")
+    ones, twos = (
+        script(tmp_path, name, of_side=f"lambda: {{'w': numpy.{name}(3)}}", before="import numpy\n")
+        for name in ("ones", "zeros")
+    )
+    assert compare_scripts(ones, twos, silent)[0] == 0
+    assert report.main(["out", "--no-html"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "not shown: after the first steps both had bit-equal weights in only 0 of 1 block" in shown
+    )
+    assert "Equal work is not shown: silent gave no digest of weights" in shown
+
+
+FORKS = """
+import os
+if os.fork() and os.fork():
+    os.wait()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"steps": 2}, r"bad ended with exit code 0, and made no 5 steps: its script calls side"),
+        ({"steps": 12}, "bad ended with exit code 0.*, before all was measured: let it train on"),
+        ({"done": "tokens=3"}, "the sides count different things: .*bad tokens"),
+        ({"done": "images=0"}, "bad: its steps have done 0 images"),
+        ({"before": "exit('alas')\n"}, r"bad ended with exit code 1:\n  \| alas"),
+        ({"before": "exit()\n"}, "bad .* none of its processes took part: its script makes"),
+        ({"before": FORKS}, "bad: 2 of its processes take part, and its launcher's .* tell of 1"),
+        ({"before": "import sys\nsys.path[:] = []\nimport psutil\n"}, "bad ended .* no psutil"),
+    ],
+)
+def test_a_mistake_is_one_message_that_names_the_side(second, message, compare_scripts, tmp_path):
+    good, bad = script(tmp_path, "good"), script(tmp_path, "bad", **second)
+    code, told = compare_scripts(good, bad)
+    assert code == 1 and re.search(f"a block of turns failed: {message}", told, re.DOTALL), told
+    assert "report.py" not in told
+
+
+def test_a_script_that_starts_its_own_ranks_says_how_many(compare_scripts, tmp_path):
+    pair = script(tmp_path, "pair", before=FORKS, of_side="ranks=2")
+    code, told = compare_scripts(script(tmp_path, "one"), pair)
+    assert code == 0, told
+    found = load_comparison(tmp_path / "out")
+    assert [
+        side.environment.world_size for side in found.sides if side.configuration == "pair"
+    ] == [2]
+
+
+def test_a_command_that_does_not_exist_is_named(compare_scripts, tmp_path):
+    code, told = compare_scripts(script(tmp_path, "good"), "bad=no-such-launcher x.py")
+    assert code == 1 and "failed: bad: there is no command no-such-launcher" in told
+
+
+# --------------------------------------------------------------------------------- real launchers
+
+
+@pytest.mark.launch
+def test_examples_of_ddp_and_of_horovod_are_compared(tmp_path):
+    """The scripts do equal work, bit by bit: on two ranks a mean does not depend on the order."""
+    if not has_horovod():
+        pytest.skip("Horovod is not installed")
+    sides = {
+        "mine": f"torchrun --nproc-per-node 2 {SCRIPTS}/ddp_example.py",
+        "theirs": f"horovodrun --mpi -np 2 {sys.executable} {SCRIPTS}/horovod_example.py",
+    }
+    words = [word for side in sides.items() for word in ("--side", "=".join(side))]
+    out = str(tmp_path / "out")
+    run([sys.executable, "compare/run.py", *words, "--blocks", "1", "--out", out], 280).checked()
+    told = run([sys.executable, "compare/report.py", out]).checked().output
+    page = (tmp_path / "out/report.html").read_text()
+    for text in (told, page):
+        assert "Equal work: after the first steps both had bit-equal weights in 1 block." in text
+        assert "mine trained " in text and " times as fast as theirs in 1 block" in text
+
+
+@pytest.mark.launch
+def test_an_example_trains_by_hand_as_well():
+    command = f"torchrun --nproc-per-node 2 {SCRIPTS}/ddp_example.py --epochs 1".split()
+    assert "trained for 1 epochs" in run(command).checked().output
