@@ -73,7 +73,6 @@ lint: setup  ## check style, types, imports and spelling
 	$(IN_VENV) codespell
 
 lock: setup  ## write requirements.lock anew from pyproject.toml
-	$(IN_VENV) python -m pip install --quiet uv
 	$(IN_VENV) uv pip compile pyproject.toml --extra horovod --extra dev --universal \
 		--python-version 3.10 --no-header --no-annotate --quiet -o requirements.lock
 

