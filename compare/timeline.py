@@ -9,8 +9,8 @@ Open the file at https://ui.perfetto.dev. Each rank has a process of its own for
 profiler saw on the CPU, and one for each GPU; the engine's timeline, which rank 0 writes, is
 another one with a thread for each tensor (Horovod) or, on CPUs, bucket (DDP). All of a run is on
 one clock, the hosts' own: between hosts it is as good as their clocks agree. Several runs are
-shifted so that their first profiled steps begin together (--align none leaves them where they
-were).
+shifted so that their first profiled steps begin together. What overlaps with what on GPUs, and
+which kernels take the time, Perfetto and HolisticTraceAnalysis show.
 
 The list is of runs on CPUs with at least two ranks: the messages of a typical step on rank 0, in ms
 since its backward pass began. Horovod begins an all-reduce when all ranks have its gradients. DDP's
@@ -28,12 +28,11 @@ from collections import defaultdict
 from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from compare.evidence.exchange import exchange_lines, read_exchange
-from compare.evidence.profiles import Event, RunProfile, read_run
+from compare.evidence.profiles import Event, Lane, exchange_lines, read_exchange, read_profile
 from compare.evidence.words import shortest_unique_names
 from recipe.command import run_tool
 from recipe.errors import UserError
@@ -43,14 +42,15 @@ from recipe.files import replace_file
 WITH_ID = "stfbne"
 
 
-def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
+def merge(profiles: dict[str, tuple[list[Lane], int]]) -> dict[str, Any]:
     """Return the trace of all runs: `ts` in microseconds since the file's beginning.
 
     Processes and threads are numbered anew, each number used once, since those of two hosts, or of
     Horovod and torch, may be the same; so are the arrows' numbers.
     """
-    shifts = [profiles[0].begin - profile.begin if align else 0 for profile in profiles]
-    lanes = [(lane, s) for run, s in zip(profiles, shifts, strict=True) for lane in run.lanes]
+    first = next(begin for _, begin in profiles.values())
+    shifts = {name: first - begin for name, (_, begin) in profiles.items()}
+    lanes = [(lane, shifts[name]) for name, (own, _) in profiles.items() for lane in own]
     origin = min(event["ts"] + shift for lane, shift in lanes for event in lane.events)
     numbers: defaultdict[Hashable, int] = defaultdict(itertools.count(1).__next__)
     metadata: list[Event] = []
@@ -82,10 +82,7 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": origin,
-        "otherData": {
-            profile.name: {"shifted_by_nanoseconds": shift}
-            for profile, shift in zip(profiles, shifts, strict=True)
-        },
+        "otherData": {name: {"shifted_by_nanoseconds": shift} for name, shift in shifts.items()},
         "traceEvents": metadata + merged,
     }
 
@@ -93,7 +90,6 @@ def merge(profiles: list[RunProfile], align: bool) -> dict[str, Any]:
 def merge_runs(
     runs: Positional[tuple[Path, ...]],
     out: Annotated[Path | None, arg(aliases=["-o"])] = None,
-    align: Literal["first-step", "none"] = "first-step",
 ) -> int:
     """Write the merged file, and list the exchange of gradients.
 
@@ -101,17 +97,15 @@ def merge_runs(
         runs: Run folders with profile/ in them.
         out: The merged file (default: timeline.json in the run's folder; of several runs, in the
             folder that holds them all).
-        align: Shift several runs so that their first profiled steps begin together, or leave each
-            at the time when it ran.
     """
     if not runs or len({run.resolve() for run in runs}) < len(runs):
         raise UserError("give one run folder or several, none twice")
     names = shortest_unique_names(runs)
-    profiles = [read_run(run, name) for run, name in zip(runs, names, strict=True)]
+    profiles = {name: read_profile(run, name) for run, name in zip(runs, names, strict=True)}
     out = out or Path(os.path.commonpath([run.resolve() for run in runs])) / "timeline.json"
     if out.suffix != ".json" or out.resolve().parent.name == "profile":
         raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
-    replace_file(out, json.dumps(merge(profiles, align == "first-step"), separators=(",", ":")))
+    replace_file(out, json.dumps(merge(profiles), separators=(",", ":")))
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
     for name, run in zip(names, runs, strict=True):
         if steps := read_exchange(run):

@@ -11,13 +11,7 @@ import torch.distributed as dist
 from making import TinyNet, a_config
 from torch.nn.parallel import DistributedDataParallel
 
-from compare.evidence.exchange import (
-    Message,
-    exchange_lines,
-    exposed_ms,
-    hidden_ms,
-    read_exchange,
-)
+from compare.evidence.profiles import Message, exchange_lines, read_exchange
 from ddp_train import timeline
 from ddp_train.buckets import bucket_hook
 from recipe.errors import UserError
@@ -87,24 +81,21 @@ def test_buckets_of_ddp(tmp_path: Path) -> None:
     assert len(steps) == 2
     for step in steps:
         assert step == [Message(2, 8.004, 20, 25, 20, 55), Message(1, 4.0, 40, 45, 55, 60)]
-        assert (hidden_ms(step), exposed_ms(step)) == (20, 20)
 
 
 def test_a_backend_with_two_threads_sends_two_buckets_at_once(tmp_path: Path) -> None:
     step, _ = read_exchange(a_ddp_run(tmp_path, threads=2))
     assert [message.began for message in step] == [20, 40]
-    assert hidden_ms(step) == 20, "time, not the sum of messages"
 
 
 def test_what_horovod_fused_is_one_message(tmp_path: Path) -> None:
     [step] = read_exchange(a_horovod_run(tmp_path))  # the other sent nothing
     assert step == [Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004)]
-    assert (hidden_ms(step), exposed_ms(step)) == (10, pytest.approx(22.004, abs=0.001))
     table, sentence = exchange_lines([step])
     assert [line.split() for line in table.splitlines()[2:]] == [
         ["1", "8.0", "10.0", "10.0", "12.0", "22.0"], ["2", "4.0", "40.0", "40.0", "42.0", "62.0"],
     ]  # fmt: skip
-    assert "10 ms hidden, 22 ms exposed" in sentence
+    assert "take 22 ms" in sentence
 
 
 def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
@@ -116,7 +107,7 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damaged", [
     '{"elements": {}, "steps": [{}]}', json.dumps({"elements": SIZES}), "[1]", "null", '{"steps"',
     json.dumps({"elements": SIZES, "steps": [{"backward": 1, "end": "x", "ready": {"fc": 1}}]}),
-    json.dumps({"elements": SIZES, "steps": [{"backward": 1, "end": 2, "ready": {"x": 1}}]}),
+    json.dumps({"elements": SIZES, "steps": [{"backward": ZERO, "end": at(90), "ready": {}}]}),
 ])  # fmt: skip
 def test_damaged_times_are_one_message(tmp_path: Path, damaged: str) -> None:
     run = a_horovod_run(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launching import launch, read_json
 
-from compare.evidence.exchange import BYTES, read_exchange
+from compare.evidence.profiles import BYTES, read_exchange
 from compare.timeline import main
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
@@ -95,9 +95,9 @@ def make_run(folder: Path, start_us: int, ranks: int = 2, horovod: bool = False,
     return folder
 
 
-def merged(runs: list[Path], *flags: str) -> Event:
+def merged(runs: list[Path]) -> Event:
     out = runs[0].parent / "merged.json"
-    assert main([*map(str, runs), "-o", str(out), *flags]) == 0
+    assert main([*map(str, runs), "-o", str(out)]) == 0
     trace = read_json(out)
     check_format(trace)
     return trace
@@ -197,8 +197,6 @@ def test_runs_are_aligned_at_their_first_profiled_step(tmp_path):
     # What belongs to a run moves with it: Horovod's timeline, and the other rank.
     assert find(trace, "NEGOTIATE_ALLREDUCE")[0]["ts"] - second == pytest.approx(30)
     assert find(trace, "ProfilerStep#0", "hvd, rank 1, CPU")[0]["ts"] - second == 1
-    first, second = begins(merged(runs, "--align", "none"))
-    assert second - first == 8_995_000
 
 
 def test_a_span_without_its_begin_or_its_end_is_left_out(tmp_path):

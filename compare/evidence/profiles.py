@@ -1,14 +1,20 @@
 """Read what a run with --profile-steps wrote: torch's profile of each rank, and the engine's own
-timeline of its messages, all on one clock: whole nanoseconds of Unix time."""
+timeline of its messages, all on one clock: whole nanoseconds of Unix time. And, of the two, when
+gradients were ready and exchanged: in the same terms for every engine and transport.
+"""
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
+from tabulate import tabulate
 
+from compare.evidence.run_folder import read_record
 from compare.plan.record import DAMAGE
 from recipe.errors import UserError, refuse
 
@@ -16,6 +22,7 @@ STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
 # The engines' timelines, which rank 0 writes. DDP has none of its own: ddp_train/timeline.py writes
 # its buckets in the form of Horovod's.
 TIMELINES = {"horovod-timeline.json": "Horovod", "ddp-timeline.json": "DDP's buckets"}
+BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
 CYCLES = 0  # the number under which Horovod's marks that belong to no tensor are
 
 Event = dict[str, Any]  # of the Trace Event Format, with `ts` and `dur` in ns
@@ -41,17 +48,9 @@ class Lane:
     threads: dict[Any, str] = field(default_factory=dict)  # name by the file's own number
 
 
-@dataclass
-class RunProfile:
-    """What one run's profile/ holds."""
-
-    name: str
-    lanes: list[Lane]
-    begin: int  # of the first profiled step
-
-
-def read_run(run: Path, name: str) -> RunProfile:
-    """Read all profiles of a run folder; UserError says what is wrong with one."""
+def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
+    """Read all profiles of a run folder, and when its first profiled step began; UserError says
+    what is wrong with one."""
     paths = {int(p.stem[5:]): p for p in run.glob("profile/rank-*.json") if p.stem[5:].isdigit()}
     if not paths:
         raise UserError(
@@ -74,7 +73,7 @@ def read_run(run: Path, name: str) -> RunProfile:
         if event["name"].startswith(STEP_MARK) and event.get("cat") == "user_annotation"
     ]
     refuse((not marks, f"{run}: its profile holds no step; profile more steps"))
-    return RunProfile(name, lanes, min(marks))
+    return lanes, min(marks)
 
 
 def read_torch(path: Path, name: str) -> list[Lane]:
@@ -139,3 +138,114 @@ def read_timeline(path: Path, name: str) -> Lane:
             lane.events.append(new | {"ph": "i", "s": "t", "name": mark})
     lane.events = [event for event in lane.events if "ph" in event]
     return lane
+
+
+# -- When gradients were ready and exchanged -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A step's gradients on one rank, in ns of the Unix clock."""
+
+    backward: int  # it began
+    end: int
+    ready: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GradientTimes:
+    """What one rank wrote into profile/gradients-rank-R.json (recipe/record/probes.py)."""
+
+    elements: dict[str, int]
+    steps: list[StepTimes]
+
+
+class Message(NamedTuple):
+    """Gradients that travelled together: a bucket of DDP, or what Horovod fused. Times in ms since
+    rank 0 began the step's backward pass."""
+
+    gradients: int
+    megabytes: float  # in fp32
+    ready: float  # the last of them, on rank 0
+    met: float  # the last of them, on the last rank: before that the all-reduce waits
+    began: float
+    ended: float
+
+
+Step = list[Message]  # in the order in which they began
+
+
+def exchange_lines(steps: Sequence[Step]) -> list[str]:
+    """The messages of a typical step as a table, and how long all-reduces go on after the backward
+    pass, in the median."""
+    typical = sorted(steps, key=lambda step: max(m.ended for m in step))[(len(steps) - 1) // 2]
+    heads = ("gradients", "MB", "ready, ms", "on all ranks", "all-reduce begins", "ends")
+    exposed = [max(0.0, max(m.ended for m in one) - max(m.ready for m in one)) for one in steps]
+    return [
+        tabulate(typical, heads, floatfmt=".1f"),
+        f"After the last gradient all-reduces take {median(exposed):.3g} ms (median of "
+        f"{len(steps)} steps)",
+    ]
+
+
+def read_exchange(run: Path) -> list[Step]:
+    """Read a profiled run's steps; none where it did not record this: it ran on GPUs, whose times
+    the CPU does not see, or with one worker, or its engine did not name each gradient (as Horovod's
+    groups do not). UserError if its files are damaged."""
+    folder = run / "profile"
+    timelines = [folder / name for name in TIMELINES if (folder / name).exists()]
+    if not timelines or not (folder / "gradients-rank-0.json").exists():
+        return []
+    paths = sorted(folder.glob("gradients-rank-*.json"))
+    ranks = [read_record(path, GradientTimes) for path in paths]
+    lane, elements = read_timeline(timelines[0], ""), ranks[0].elements
+    on_all_ranks = [*zip(*(rank.steps for rank in ranks), strict=False)]
+    try:
+        steps = [messages_of(step, elements, lane) for step in on_all_ranks]
+    except LookupError as error:
+        raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None
+    return [step for step in steps if sum(m.gradients for m in step) == len(elements)]
+
+
+def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane) -> Step:
+    """Put together a step of rank 0, when every rank had each gradient, and the engine's spans."""
+    step = ranks[0]
+    spans = [
+        event
+        for event in lane.events
+        if event["name"] == "ALLREDUCE" and step.backward <= event["ts"] < step.end
+        and names_in(event, lane)[0] in elements  # and not the loss, say
+    ]  # fmt: skip
+    messages = []
+    for group in fused(spans):
+        names = [name for span in group for name in names_in(span, lane)]
+        megabytes = sum(elements[name] for name in names) * BYTES / 1e6
+        times = (
+            max(step.ready[name] for name in names),
+            max(rank.ready[name] for rank in ranks for name in names),
+            group[0]["ts"],
+            max(span["ts"] + span["dur"] for span in group),
+        )
+        messages.append(
+            Message(len(names), megabytes, *((ns - step.backward) / 1e6 for ns in times))
+        )
+    return messages
+
+
+def fused(spans: list[Event]) -> list[list[Event]]:
+    """Put together what Horovod sent in one message: it carries out one response after the other,
+    so that spans which overlap are of the same. A bucket of DDP is one span."""
+    groups: list[list[Event]] = []
+    for span in sorted(spans, key=lambda span: span["ts"]):
+        first = groups[-1][0] if groups and "gradients" not in span["args"] else None
+        if first and span["ts"] < first["ts"] + first["dur"]:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def names_in(span: Event, lane: Lane) -> list[str]:
+    """The gradients of a span: a bucket's, or the one tensor of Horovod's."""
+    tensor = lane.threads[span["tid"]].removeprefix("allreduce.")
+    return list(span["args"].get("gradients", [tensor]))

@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from compare.evidence.exchange import BYTES, GradientTimes
+from compare.evidence.profiles import BYTES, GradientTimes
 from compare.evidence.run_folder import read_metrics, read_record
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
