@@ -29,7 +29,7 @@ from benchmarks.by_turns import Contender, make_side, run_alone
 from benchmarks.checked import FIT, HELD_OUT, RECORD, Point, Record, read, write, write_tables
 from benchmarks.record import Options, machine
 from benchmarks.wire_format import entrance_to, rate_name
-from compare.evidence.collectives import read_measurement
+from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.turns import Block
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS

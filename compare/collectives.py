@@ -19,8 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from compare.evidence.collectives import read_measurement
-from compare.page.collectives import as_json, plot, text_report
+from compare.evidence.allreduce_times import read_measurement
+from compare.page.allreduce_table import as_json, plot, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import path_from_here
@@ -43,8 +43,8 @@ BACKENDS = {
     "mpi4py": "mpi4py-mpirun",
 }
 SCRIPTS = {  # of engines
-    "ddp": "ddp_train/allreduce.py",
-    "horovod": "horovod_train/allreduce.py",
+    "ddp": "ddp_train/torch_allreduce.py",
+    "horovod": "horovod_train/horovod_allreduce.py",
     "mpi4py": "baselines/mpi_allreduce.py",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

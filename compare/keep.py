@@ -18,10 +18,10 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from compare.evidence import packed
-from compare.evidence.collectives import read_measurement
+from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.records import load_comparison
 from compare.evidence.words import without_paths
-from compare.page.collectives import plot, text_report
+from compare.page.allreduce_table import plot, text_report
 from compare.page.html import render_page
 from compare.page.report import Report
 from compare.page.text import as_text

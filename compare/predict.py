@@ -21,8 +21,9 @@ from typing import Annotated
 from tabulate import tabulate
 from tyro.conf import Positional, arg
 
-from compare.evidence.collectives import read_measurement
-from compare.page.prediction import render_prediction
+from compare.evidence.allreduce_times import read_measurement
+from compare.page.chart import COLOURS, MARKERS, Layer, Plot, linear, logarithmic
+from compare.page.html import template
 from compare.plan.environment import ROOT
 from compare.prediction.inputs import Inputs, Run, read_inputs, read_run
 from compare.prediction.networks import Cluster, Network, measured_link, named_network
@@ -39,40 +40,42 @@ MOST = 4096  # workers
 ON_CPUS = ("1-ethernet", "10-ethernet", "25-ethernet", "100-ethernet")
 ON_GPUS = ("25-roce", "100-infiniband", "200-infiniband", "400-infiniband")
 
+Steps = Sequence[tuple[Cluster, Prediction]]
+
 
 @dataclass(frozen=True)
-class Settings:
+class Forecast:
     """Of the cluster to predict."""
 
+    # Between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
+    # 400-infiniband. The rate in Gb/s is that of a host's link, which all its workers share.
     network: str = "10-ethernet"
-    """Between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
-    400-infiniband. The rate in Gb/s is that of a host's link, which all its workers share."""
+    # How many such links a host has.
     links_per_host: int = 1
-    """How many such links a host has."""
+    # Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100.
     island: str | None = None
-    """Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100."""
+    # What compare/collectives.py measured with two workers on CPUs: on one host, or with
+    # --hosts on two, whose network is then this one.
     collectives: Path | None = None
-    """What compare/collectives.py measured with two workers on CPUs: on one host, or with --hosts
-    on two, whose network is then this one."""
-    workers_per_host: int = 1
+    workers_per_host: int = 1  # whose links and cores they share
+    # Default: as many as the measured host has.
     cores_per_host: int | None = None
-    """Default: as many as the measured host has."""
+    # Strong scaling: all workers share this batch. Default: each keeps its own (weak scaling).
     global_batch: int | None = None
-    """Strong scaling: all workers share this batch. Default: each keeps its own (weak scaling)."""
+    # What all hosts together can read.
     storage_gbyte_per_s: float = math.inf
-    """What all hosts together can read."""
-    price_per_node_hour: float = 0.0
+    price_per_node_hour: float = 0.0  # in any currency
+    # The training whose time and cost are shown. Default: that of the runs.
     preset: str | None = None
-    """The training whose time and cost are shown. Default: that of the runs."""
+    # Of an epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs.
     images: int | None = None
-    """Of an epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs."""
+    # Default: those of the preset, or of the runs.
     epochs: float | None = None
-    """Default: those of the preset, or of the runs."""
 
 
 def predict(
     runs: Positional[tuple[Path, ...]],
-    settings: Settings,
+    settings: Forecast,
     html: Annotated[Path | None, arg(metavar="FILE")] = None,
 ) -> list[str]:
     """Say what more workers would bring.
@@ -126,7 +129,7 @@ def predict(
     return lines + said
 
 
-def training_of(settings: Settings, known: Sequence[Inputs]) -> Settings:
+def training_of(settings: Forecast, known: Sequence[Inputs]) -> Forecast:
     """The settings, with images and epochs of the training whose time is shown; UserError for a
     preset that trains on other images than these runs."""
     images, epochs = max(one.images for one in known), max(one.epochs for one in known)
@@ -147,7 +150,7 @@ def training_of(settings: Settings, known: Sequence[Inputs]) -> Settings:
     return replace(settings, images=settings.images or images, epochs=settings.epochs or epochs)
 
 
-def limits(known: dict[str, Inputs], settings: Settings) -> list[str]:
+def limits(known: dict[str, Inputs], settings: Forecast) -> list[str]:
     """What these predictions cannot know, where it matters."""
     return [
         "On GPUs images/s and efficiency are upper bounds: the model was above the published "
@@ -197,7 +200,7 @@ def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
     return found
 
 
-def network_of(inputs: Inputs, settings: Settings) -> Network:
+def network_of(inputs: Inputs, settings: Forecast) -> Network:
     """The named network, with the link that was measured."""
     named = settings.network, inputs.transport, settings.island
     if settings.collectives is None:
@@ -215,7 +218,7 @@ def network_of(inputs: Inputs, settings: Settings) -> Network:
     return replace(network, between=between)
 
 
-def clusters(inputs: Inputs, settings: Settings) -> list[Cluster]:
+def clusters(inputs: Inputs, settings: Forecast) -> list[Cluster]:
     """1, 2, 4, ... workers, filling a host before the next."""
     network, own = network_of(inputs, settings), settings.workers_per_host
     storage, cores = settings.storage_gbyte_per_s * 1e9, settings.cores_per_host or inputs.cores
@@ -223,9 +226,7 @@ def clusters(inputs: Inputs, settings: Settings) -> list[Cluster]:
     return [Cluster(math.ceil(n / own), min(n, own), cores, network, 1, storage) for n in sizes]
 
 
-def steps(
-    inputs: Inputs, places: Sequence[Cluster], settings: Settings
-) -> list[tuple[Cluster, Prediction]]:
+def steps(inputs: Inputs, places: Sequence[Cluster], settings: Forecast) -> Steps:
     """The step at each size at which a worker has an image or more."""
     batch = settings.global_batch
     return [
@@ -235,7 +236,7 @@ def steps(
     ]
 
 
-def chart_of(inputs: Inputs, settings: Settings) -> dict[str, list[tuple[Cluster, Prediction]]]:
+def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
     """The steps over sizes, by network: the chosen one and, unless it was measured, others."""
     others = () if settings.collectives else ON_GPUS if inputs.transport == "nccl" else ON_CPUS
     chart = {}
@@ -245,7 +246,7 @@ def chart_of(inputs: Inputs, settings: Settings) -> dict[str, list[tuple[Cluster
     return chart
 
 
-def row_of(step: Prediction, cluster: Cluster, settings: Settings) -> dict[str, float]:
+def row_of(step: Prediction, cluster: Cluster, settings: Forecast) -> dict[str, float]:
     """A line of the table."""
     hours = (settings.images or 0) / step.images_per_second / 3600
     training = hours * (settings.epochs or 1)
@@ -284,6 +285,43 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
                 lines.append(f"From {size['workers']} workers on {now}.")
             before = now
     return lines
+
+
+# -- The page: tables, and a chart over sizes for several networks ---------------------------------
+
+
+def render_prediction(
+    tables: dict[str, list[dict[str, str]]],
+    charts: dict[str, dict[str, Steps]],
+    sentences: Sequence[str],
+) -> str:
+    """Return the page, by configuration: no request goes out of it."""
+    plots = {name: plot_efficiency(name, chart) for name, chart in charts.items()}
+    return template("prediction.html.jinja").render(tables=tables, plots=plots, sentences=sentences)
+
+
+def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
+    """Draw the efficiency over numbers of workers, a line for each network."""
+    layers = list[Layer]()
+    for (network, steps), colour, marker in zip(chart.items(), COLOURS, MARKERS, strict=False):
+        points = [(one.workers, 100 * step.efficiency) for one, step in steps]
+        texts = [
+            f"{network}, {one.workers:,} workers: {100 * step.efficiency:.0f} %, "
+            f"{step.images_per_second:,.0f} images/s, step {1e3 * step.low_seconds:.0f} to "
+            f"{1e3 * step.high_seconds:.0f} ms"
+            for one, step in steps
+        ]
+        layers.append(Layer("line", points, colour, 1.4, key=network))
+        layers.append(Layer(marker, points, colour, 2.6, texts=texts, key=network))
+    sizes = [size for layer in layers for size, _ in layer.points]
+    return Plot(
+        "efficiency",
+        name,
+        "Images/s of all workers, in per cent of as many workers that exchange nothing.",
+        logarithmic(sizes, "workers"),
+        linear([100], "efficiency, %", zero=True),
+        layers,
+    )
 
 
 main = partial(run_tool, "compare/predict.py", predict, __doc__, errors=(UserError, OSError))

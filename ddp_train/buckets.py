@@ -1,19 +1,38 @@
-"""How large the buckets are in which DDP exchanges gradients, and how one travels."""
+"""DDP's buckets: how large they are, how one travels, and, for --profile-steps on CPUs, what became
+of each: a timeline as Horovod has one of its tensors. On GPUs torch's own profile has NCCL's
+kernels. compare/timeline.py reads both engines'."""
 
+import heapq
 import inspect
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train.timeline import Hook, noted
 from recipe.errors import UserError
+from recipe.files import replace_file
 from recipe.settings.config import Config
+
+Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 
 DEFAULT_CAP_MB = 25.0  # torch's own
 HOOKS = {"fp32": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}  # by wire
+# How many messages a backend carries at once, each by a thread of its own; the next ones wait.
+THREADS = {"gloo": 2}
+
+# A bucket of a step: its number and its gradients; when the last of these was ready, and when their
+# average was back, in ns of the Unix clock.
+Message = tuple[int, list[str], int, int]
+_path: Path | None = None  # while a timeline is made
+_messages: list[Message] = []
 
 
 def bucket_sizes(config: Config) -> dict[str, Any]:
@@ -37,3 +56,69 @@ def bucket_hook(config: Config, model: nn.Module) -> Hook | None:
     if config.profile_steps and next(model.parameters()).device.type == "cpu":
         return noted(hook, model)
     return None if config.wire_format == "fp32" else hook
+
+
+# -- A timeline ------------------------------------------------------------------------------------
+
+
+def start_timeline(path: str) -> None:
+    """From now on note what becomes of each bucket."""
+    global _path
+    _path = Path(path)
+    _messages.clear()
+
+
+def stop_timeline() -> None:
+    """Write what was noted, in the form of Horovod's timeline; nothing on GPUs."""
+    global _path
+    assert _path is not None
+    if _messages:
+        trace = trace_of(_messages, THREADS.get(dist.get_backend(), 1))
+        replace_file(_path, json.dumps(trace))
+    _path = None
+
+
+def noted(hook: Hook, model: nn.Module) -> Hook:
+    """The same hook, which notes when each bucket was full and when its average was back."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def noting(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if _path is None:
+            return hook(state, bucket)
+        gradients, full = [names[id(one)] for one in bucket.parameters()], time.time_ns()
+        number = bucket.index()
+
+        def end(future: Future[torch.Tensor]) -> torch.Tensor:
+            average = future.value()
+            _messages.append((number, gradients, full, time.time_ns()))
+            return average
+
+        return hook(state, bucket).then(end)
+
+    return noting
+
+
+def trace_of(messages: list[Message], threads: int) -> list[dict[str, Any]]:
+    """Horovod's form: spans of each bucket, QUEUE until its message was on its way, and ALLREDUCE.
+
+    A backend does not say when it took a message up: at once if one of its threads was free, else
+    as soon as one was.
+    """
+    messages = sorted(messages, key=lambda message: message[2])
+    start = messages[0][2]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": start // 1000}}
+    ]
+    free = [0] * threads  # when each thread is
+    for bucket, gradients, full, ended in messages:
+        began = min(ended, max(full, heapq.heapreplace(free, ended)))
+        queued, begin, end = ((ns - start) // 1000 for ns in (full, began, ended))
+        pid, args = bucket + 1, {"name": f"bucket {bucket}"}
+        events += [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": args},
+            {"ph": "B", "name": "QUEUE", "ts": queued, "pid": pid},
+            {"ph": "E", "ts": begin, "pid": pid},
+            {"ph": "B", "name": "ALLREDUCE", "ts": begin, "pid": pid},
+            {"ph": "E", "ts": end, "pid": pid, "args": {"gradients": gradients}},
+        ]
+    return events

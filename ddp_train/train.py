@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_train.buckets import bucket_hook, bucket_sizes
+from ddp_train.buckets import bucket_hook, bucket_sizes, start_timeline, stop_timeline
 from ddp_train.rendezvous import meeting_point, patience
-from ddp_train.timeline import start_timeline, stop_timeline
 from ddp_train.transport import choose_transport
 from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device

@@ -49,7 +49,7 @@ def _ask_for(transport: str, world: World) -> None:
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
     if transport == "gloo" and world.started_by.starts_mpi:
-        from horovod_train.rendezvous import meet_through_mpi  # loads Horovod's launcher
+        from horovod_train.gloo_under_mpi import meet_through_mpi  # loads Horovod's launcher
 
         meet_through_mpi(world)
 

@@ -1,8 +1,8 @@
 """How long an allreduce takes: the loop that all engines are measured by. It knows none of them.
 
-An engine's script (horovod_train/allreduce.py, ddp_train/allreduce.py, baselines/mpi_allreduce.py)
-says how it sums tensors over the ranks, and calls `run`. compare/collectives.py starts the scripts
-and puts their figures side by side.
+An engine's script (horovod_train/horovod_allreduce.py, ddp_train/torch_allreduce.py and
+baselines/mpi_allreduce.py) says how it sums tensors over the ranks, and calls `run`.
+compare/collectives.py starts the scripts and puts their figures side by side.
 """
 
 import argparse

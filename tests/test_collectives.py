@@ -16,8 +16,8 @@ from launching import marked, run, wait_until, words_of
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
-from compare.evidence.collectives import read_measurement
-from compare.page.collectives import size_text, table, text_report
+from compare.evidence.allreduce_times import read_measurement
+from compare.page.allreduce_table import size_text, table, text_report
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, fill, pattern_of, wrong_elements
 from recipe.errors import UserError
@@ -25,9 +25,9 @@ from recipe.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {
-    "torch.distributed": "ddp_train/allreduce.py",
-    "torch-mpi": "ddp_train/allreduce.py",
-    "horovod": "horovod_train/allreduce.py",
+    "torch.distributed": "ddp_train/torch_allreduce.py",
+    "torch-mpi": "ddp_train/torch_allreduce.py",
+    "horovod": "horovod_train/horovod_allreduce.py",
     "mpi4py": "baselines/mpi_allreduce.py",
 }
 
@@ -322,7 +322,7 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(monkeypatch
     ("words", "told"),
     [
         (["--hosts", "a:1,b:1", "--backends", "torch.distributed"], "mpirun -np 2 -H a:1,b:1"),
-        (["--backends", "torch-mpi"], "ddp_train/allreduce.py"),
+        (["--backends", "torch-mpi"], "ddp_train/torch_allreduce.py"),
         (["--backends", "torch-mpi"], "--transport mpi --no-cuda"),
     ],
 )
@@ -455,8 +455,8 @@ allreduce.run("", connect_badly)
 @pytest.mark.parametrize(
     ("launcher", "module", "name"),
     [
-        ("torchrun", "ddp_train.allreduce", "torch.distributed"),
-        ("horovodrun --mpi", "horovod_train.allreduce", "horovod-mpi"),
+        ("torchrun", "ddp_train.torch_allreduce", "torch.distributed"),
+        ("horovodrun --mpi", "horovod_train.horovod_allreduce", "horovod-mpi"),
     ],
 )
 def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_path):

@@ -12,7 +12,7 @@ from making import TinyNet, a_config
 from torch.nn.parallel import DistributedDataParallel
 
 from compare.evidence.profiles import Message, exchange_lines, read_exchange
-from ddp_train import timeline
+from ddp_train import buckets
 from ddp_train.buckets import bucket_hook
 from recipe.errors import UserError
 
@@ -49,7 +49,7 @@ def a_ddp_run(run: Path, threads: int = 1) -> Path:
     ]
     write_times(run, 0, 0)
     write_times(run, 1, 5)
-    trace = json.dumps(timeline.trace_of(messages, threads))
+    trace = json.dumps(buckets.trace_of(messages, threads))
     (run / "profile" / "ddp-timeline.json").write_text(trace)
     return run
 
@@ -140,10 +140,10 @@ def test_ddp_notes_its_buckets_and_averages_as_without(tmp_path: Path) -> None:
             network = DistributedDataParallel(model)
             if hook := bucket_hook(a_config(profile_steps=profile_steps), model):
                 network.register_comm_hook(None, hook)
-            timeline.start_timeline(str(tmp_path / "ddp-timeline.json"))
+            buckets.start_timeline(str(tmp_path / "ddp-timeline.json"))
             for _ in range(2):
                 network(torch.ones(2, 3, 8, 8)).square().mean().backward()
-            timeline.stop_timeline()
+            buckets.stop_timeline()
             gradients.append([parameter.grad for parameter in model.parameters()])
     finally:
         dist.destroy_process_group()

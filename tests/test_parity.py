@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launching import launch
 from records import a_summary
 
-from compare.evidence.parity import measure, ulp_distances
+from compare.evidence.tensors import distance_of, ulp_distances
 from compare.parity import main
 
 BUFFER = "buffer/bn1.running_mean"
@@ -133,29 +133,29 @@ def test_ulps_of_every_width_and_across_zero(dtype):
 @given(st.lists(FLOATS, min_size=1, max_size=6), st.lists(FLOATS, min_size=6, max_size=6))
 def test_distance_is_symmetric_and_bounded(a, b):
     x, y = np.float32(a), np.float32(b[: len(a)])
-    ulps, relative, values = measure(x, y)
-    assert (ulps, relative) == measure(y, x)[:2]
+    ulps, relative, values = distance_of(x, y)
+    assert (ulps, relative) == distance_of(y, x)[:2]
     assert 0 <= relative <= 2
     assert (ulps == 0) == bool((x == y).all())
     assert bool(values) == (x.tobytes() != y.tobytes())
 
 
 def test_relative_distance_is_of_the_largest_value():
-    ulps, relative, values = measure(np.float32([100, 0]), np.float32([100, 1e-3]))
+    ulps, relative, values = distance_of(np.float32([100, 0]), np.float32([100, 1e-3]))
     assert relative == pytest.approx(1e-5) and ulps > 10**8
     assert values == "0 against 0.00100000005"
-    assert measure(np.int64(7), np.int64(4))[0] == 3
+    assert distance_of(np.int64(7), np.int64(4))[0] == 3
 
 
 def test_nan_and_infinity_are_equal_to_their_like_only():
     nan, inf, most = np.nan, np.inf, np.finfo(np.float32).max
-    assert not measure(np.float32([nan, inf, 1]), np.float32([nan, inf, 1]))[2]
+    assert not distance_of(np.float32([nan, inf, 1]), np.float32([nan, inf, 1]))[2]
     payload = np.array([0x7FC00001], np.int32).view(np.float32)
-    ulps, _, values = measure(np.float32([nan]), payload)
+    ulps, _, values = distance_of(np.float32([nan]), payload)
     assert values and ulps == 0
     for a, b in ((nan, 1), (1, nan), (inf, most), (inf, -inf), (nan, inf)):
-        assert measure(np.float32([0, a]), np.float32([0, b]))[:2] == (inf, inf), (a, b)
-    assert measure(np.float32([inf, 1]), np.float32([inf, 1.5]))[1] == pytest.approx(1 / 3)
+        assert distance_of(np.float32([0, a]), np.float32([0, b]))[:2] == (inf, inf), (a, b)
+    assert distance_of(np.float32([inf, 1]), np.float32([inf, 1.5]))[1] == pytest.approx(1 / 3)
 
 
 # -- Two recorded runs -----------------------------------------------------------------------------

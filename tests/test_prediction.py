@@ -14,7 +14,7 @@ from records import a_summary, an_environment
 from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
-from compare.evidence.collectives import Figure, Measurement
+from compare.evidence.allreduce_times import Figure, Measurement
 from compare.prediction import published
 from compare.prediction.inputs import MIB, Inputs, read_inputs
 from compare.prediction.networks import (
@@ -297,9 +297,9 @@ def test_on_gpus_the_docs_errors_stand_beside_a_prediction(runs):
     above, of = published.number_above()
     assert (
         f"above the published efficiency in {above} of {of}"
-        in predict.limits(gpus, predict.Settings())[0]
+        in predict.limits(gpus, predict.Forecast())[0]
     )
-    assert not predict.limits({"x": inputs_of()}, predict.Settings())
+    assert not predict.limits({"x": inputs_of()}, predict.Forecast())
 
 
 def test_the_past_error_is_that_of_the_newest_check(tmp_path):
@@ -328,7 +328,7 @@ def test_a_measured_link_is_fitted_and_takes_its_place(monkeypatch, hosts):
     with pytest.raises(UserError, match="two sizes or more"):
         measured_link(measured, "horovod", "gloo")
     monkeypatch.setattr(predict, "read_measurement", lambda folder: measured)
-    network = predict.network_of(inputs_of(), predict.Settings(collectives=Path("folder")))
+    network = predict.network_of(inputs_of(), predict.Forecast(collectives=Path("folder")))
     if hosts:
         assert network.between.bytes_per_second == pytest.approx(0.5e9)
         assert network.between.latency_seconds == pytest.approx(1e-3)

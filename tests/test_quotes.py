@@ -16,7 +16,7 @@ import pytest
 from faults import campaign
 
 from benchmarks.run import read_records
-from compare.evidence.collectives import read_measurement
+from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.page.report import Report, SideBySide

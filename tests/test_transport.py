@@ -93,7 +93,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     engine = importlib.import_module("horovod_train.engine")
     monkeypatch.delitem(sys.modules, "horovod_train.engine")
     met = SimpleNamespace(meet_through_mpi=lambda world: environ.update(met_by=world.launcher))
-    monkeypatch.setitem(sys.modules, "horovod_train.rendezvous", met)
+    monkeypatch.setitem(sys.modules, "horovod_train.gloo_under_mpi", met)
     environ = {}
     monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)

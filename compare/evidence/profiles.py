@@ -19,7 +19,7 @@ from compare.plan.record import DAMAGE
 from recipe.errors import UserError, refuse
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
-# The engines' timelines, which rank 0 writes. DDP has none of its own: ddp_train/timeline.py writes
+# The engines' timelines, which rank 0 writes. DDP has none of its own: ddp_train/buckets.py writes
 # its buckets in the form of Horovod's.
 TIMELINES = {"horovod-timeline.json": "Horovod", "ddp-timeline.json": "DDP's buckets"}
 BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire

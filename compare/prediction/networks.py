@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from compare.evidence.collectives import Measurement
+from compare.evidence.allreduce_times import Measurement
 from recipe.errors import UserError, near_match, refuse
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s

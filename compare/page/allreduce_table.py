@@ -8,7 +8,7 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence.collectives import Figure, Measurement
+from compare.evidence.allreduce_times import Figure, Measurement
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate
 from compare.evidence.turns import quiet_load
 from compare.evidence.verdicts import holm

@@ -1,6 +1,6 @@
 """Measure Horovod's allreduce.
 
-    horovodrun -np 2 python horovod_train/allreduce.py --sizes 4096 67108864
+    horovodrun -np 2 python horovod_train/horovod_allreduce.py --sizes 4096 67108864
 
 compare/collectives.py starts this and its like, and compares them.
 """

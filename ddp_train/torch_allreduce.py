@@ -1,7 +1,7 @@
 """Measure torch.distributed's allreduce.
 
-    torchrun --nproc-per-node 2 ddp_train/allreduce.py --sizes 4096 67108864
-    mpirun -np 2 python ddp_train/allreduce.py --transport mpi --no-cuda
+    torchrun --nproc-per-node 2 ddp_train/torch_allreduce.py --sizes 4096 67108864
+    mpirun -np 2 python ddp_train/torch_allreduce.py --transport mpi --no-cuda
 
 compare/collectives.py starts this and its like, and compares them.
 """

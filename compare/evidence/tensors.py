@@ -120,7 +120,7 @@ def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
 
 
-def measure(a: np.ndarray, b: np.ndarray) -> tuple[float, float, str]:
+def distance_of(a: np.ndarray, b: np.ndarray) -> tuple[float, float, str]:
     """Return how far apart two tensors of one shape and type are: ulps, relative, and the values
     that lie farthest apart; infinite if one of them is not finite, and the other not its like.
 
@@ -239,7 +239,7 @@ def compare_step(
                 f"step {step}, rank {rank}: the runs do not hold the same tensor {name}, but "
                 f"{types[0]} and {types[1]}: another model, precision, or other layers frozen"
             )
-        yield Pair(step, [rank], kind, layer, position, *measure(x[name], y[name]))
+        yield Pair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
 
 
 def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0) -> Parity:
