@@ -1,9 +1,7 @@
 """The benchmark of collectives: its measuring loop, its reading of folders, and real launches."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import marked, run, wait_until, words_of
+from launching import run, words_of
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
@@ -24,12 +22,7 @@ from recipe.errors import UserError
 from recipe.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {
-    "torch.distributed": "ddp_train/torch_allreduce.py",
-    "torch-mpi": "ddp_train/torch_allreduce.py",
-    "horovod": "horovod_train/horovod_allreduce.py",
-    "mpi4py": "baselines/mpi_allreduce.py",
-}
+TRANSPORTS = dict(zip(BACKENDS, ("Gloo", "MPI", "MPI", "Gloo", "MPI"), strict=True))
 
 
 def world_of(rank: int, size: int) -> World:
@@ -339,94 +332,17 @@ def test_it_starts_without_torch():
     assert done.stdout.strip() == "set()", done.stderr
 
 
-# -- Starting and ending, with a made-up launcher --------------------------------------------------
-
-DRIVER = """
-import os, subprocess, sys, time
-from compare import collectives
-from compare.running import launch
-LAUNCHER = '''
-import os, subprocess, sys, time
-if os.environ["DEED"] == "fail":
-    sys.exit("the wire is cut")
-# As horovodrun on Gloo does it: a worker in a session of its own.
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-time.sleep(300)
-'''
-collectives.command = lambda *_: [sys.executable, "-c", LAUNCHER]
-launch.GRACE_SECONDS = 1.0
-sys.exit(collectives.main(sys.argv[1:]))
-"""
-
-
-def start_driver(folder: Path, deed: str, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, "--out", str(folder / "out"), *words],
-        env=os.environ | {"DEED": deed, "LAUNCH_MARK": str(folder), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path):
-    driver = start_driver(tmp_path, "fail", "--backends", "torch.distributed", "--blocks", "3")
-    out, err = driver.communicate(timeout=60)
-    assert driver.returncode == 2
-    assert re.search("torch.distributed .* failed", out)
-    assert "| the wire is cut" in out
-    assert "no block is complete" in err
-    assert "Traceback" not in out + err
+def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, capsys):
+    fails = [sys.executable, "-c", "import sys; sys.exit('the wire is cut')"]
+    monkeypatch.setattr(collectives, "command", lambda *_: fails)
+    assert main(["--backends", "torch.distributed", "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert re.search("torch.distributed .* failed", told.out) and "| the wire is cut" in told.out
+    assert "no block is complete" in told.err
     assert not (tmp_path / "out" / "block-2").exists()
 
 
-def test_no_process_outlives_an_interruption(tmp_path):
-    driver = start_driver(tmp_path, "hang", "--backends", "torch.distributed")
-    wait_until(lambda: len(marked(str(tmp_path))) >= 4)  # driver, watchdog, launcher, worker
-    driver.send_signal(signal.SIGINT)
-    _, err = driver.communicate(timeout=60)
-    wait_until(lambda: marked(str(tmp_path)) == [])
-    assert driver.returncode == 130
-    assert "interrupted" in err and "Traceback" not in err
-
-
 # -- Real launchers --------------------------------------------------------------------------------
-
-
-def measured(launcher: str, script: str, out: Path, *words: str) -> list[dict]:
-    command = words_of(launcher, script)
-    done = run([*command, "--seconds", "0.01", "--no-cuda", "--out", str(out), *words])
-    assert done.returncode == 0, done.output
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-@pytest.mark.launch
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("launcher", "engine", "name", "transport", "wires"),
-    [
-        ("torchrun", "torch.distributed", "torch.distributed", "Gloo", ["fp32", "fp16"]),
-        ("mpirun", "torch.distributed", "torch.distributed", "Gloo", ["fp32", "fp16"]),
-        ("horovodrun --mpi", "horovod", "horovod-mpi", "MPI", ["fp32", "fp16"]),
-        ("horovodrun --gloo", "horovod", "horovod-gloo", "Gloo", ["fp32", "fp16"]),
-        ("mpirun", "torch-mpi", "torch-mpi", "MPI", ["fp32", "fp16"]),
-        ("mpirun", "mpi4py", "mpi4py", "MPI", ["fp32"]),
-    ],
-)
-def test_every_engine_sums_right(launcher, engine, name, transport, wires, tmp_path):
-    lines = measured(
-        launcher, SCRIPTS[engine], tmp_path / "lines.jsonl",
-        "--sizes", "4", "4096", "4194308", "--model", "squeezenet1_1",
-        "--transport", "mpi" if name == "torch-mpi" else "auto",
-    )  # fmt: skip
-    world, *lines = lines
-    assert (world["backend"], world["transport"]) == (name, transport)
-    assert (world["ranks"], world["threads"], world["wires"]) == (2, 1, wires)
-    cells = [(line["message"], line["wire"]) for line in lines]
-    messages = ["4", "4096", "4194308", "model fused", "model layers"]
-    assert cells == [(message, wire) for message in messages for wire in wires]
-    assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines)
-    assert all(value > 0 for line in lines for value in line["seconds"])
 
 
 # Rank 1 throws its sum away, as a build with a broken copy would.
@@ -473,22 +389,24 @@ def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_pa
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_the_whole_command(tmp_path):
-    folder = tmp_path / "out"
+def test_every_engine_sums_right(tmp_path):
+    folder, sizes = tmp_path / "out", ("4", "4096", "4194308")
     done = run([
-        sys.executable, "compare/collectives.py", "--sizes", "4K", "64K", "--model", "none",
+        sys.executable, "compare/collectives.py", "--sizes", *sizes, "--model", "squeezenet1_1",
         "--blocks", "1", "--seconds", "0.01", "--no-cuda", "--out", str(folder),
         "--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg"),
     ])  # fmt: skip
     assert done.returncode == 0, done.output
-    figures = json.loads((tmp_path / "a.json").read_text())
-    assert set(figures["backends"]) == set(BACKENDS)
-    assert len(figures["figures"]) == 2 * (2 * 5 - 1)
-    threads = {world["threads"] for world in figures["backends"].values()}
-    assert threads == {1}
     for name in BACKENDS:
         place = folder / "block-1" / name
-        assert SCRIPTS.get(name, SCRIPTS["horovod"]) in (place / "command.txt").read_text()
-        outcome = json.loads((place / "outcome.json").read_text())
-        assert (outcome["status"], outcome["leftover_processes"]) == ("completed", 0)
+        text = (place / "measurements.jsonl").read_text()
+        world, *lines = [json.loads(line) for line in text.splitlines()]
+        assert (world["backend"], world["transport"]) == (name, TRANSPORTS[name])
+        wires = ["fp32"] if name == "mpi4py" else ["fp32", "fp16"]
+        assert (world["ranks"], world["threads"], world["wires"]) == (2, 1, wires)
+        messages = (*sizes, "model fused", "model layers")
+        assert [(x["message"], x["wire"]) for x in lines] == [*product(messages, wires)]
+        assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines)
+    figures = json.loads((tmp_path / "a.json").read_text())["figures"]
+    assert len(figures) == 5 * (2 * 5 - 1)
     ElementTree.parse(tmp_path / "a.svg")
