@@ -181,22 +181,18 @@ def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
     folders = {one.parent for path in paths for one in sorted(path.rglob("summary.json"))}
     if not (read := [read_run(folder) for folder in sorted(folders)]):
         raise UserError(f"{' '.join(map(str, paths))}: no complete run is there; give run folders")
-    alone = defaultdict[tuple[str, str], list[Run]](list)
-    trainings = defaultdict[tuple[str, str, int, str], list[Run]](list)
-    for run in sorted(read, key=lambda run: -run.workers):
-        arch, engine = training = str(run.config.arch), run.environment.engine
-        if run.workers > 1:
-            trainings[arch, engine, run.batch_size, run.environment.transport].append(run)
-        else:
-            alone[training].append(run)
-    for arch, engine in sorted(alone.keys() - {(key[0], key[1]) for key in trainings}):
-        trainings[arch, engine, max(run.batch_size for run in alone[arch, engine]), ""] = []
-    found = {}
-    for (arch, engine, batch, transport), runs in trainings.items():
-        lone = [run for run in alone[arch, engine] if run.batch_size <= batch]
-        over = f" over {transport}" if transport else ""
-        folders_of = [run.folder for run in (*lone, *runs)]
-        found[f"{arch}, batch {batch}, {engine}{over}"] = read_inputs(folders_of)
+    found, trainings = {}, defaultdict[tuple[str, str], list[Run]](list)
+    for run in read:
+        trainings[str(run.config.arch), run.environment.engine].append(run)
+    for (arch, engine), runs in sorted(trainings.items()):
+        lone, others = ([x for x in runs if (x.workers == 1) == is_lone] for is_lone in (1, 0))
+        kinds = {(run.batch_size, run.environment.transport) for run in others}
+        for batch, transport in sorted(kinds or {(max(run.batch_size for run in lone), "")}):
+            own = [run.folder for run in lone if run.batch_size <= batch]
+            of = batch, transport
+            own += [x.folder for x in others if (x.batch_size, x.environment.transport) == of]
+            over = f" over {transport}" if transport else ""
+            found[f"{arch}, batch {batch}, {engine}{over}"] = read_inputs(own)
     return found
 
 
