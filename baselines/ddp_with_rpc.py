@@ -45,7 +45,7 @@ from recipe.training.state import Trainables
 
 
 # -- On the server ---------------------------------------------------------------------------------
-class Server:
+class HeadServer:
     """The last layer, and what changes it."""
 
     def __init__(self, head: nn.Linear, optimizer: torch.optim.Optimizer, trainers: int) -> None:
@@ -75,7 +75,7 @@ class Server:
 def begin(*arguments: object) -> None:
     """Become the server of what a trainer sends."""
     global server
-    server = Server(*arguments)
+    server = HeadServer(*arguments)
 
 
 def classify(features: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def classify(features: torch.Tensor) -> torch.Tensor:
 
 @rpc.functions.async_execution
 def update_head(*arguments: object) -> torch.futures.Future:
-    """Done when `Server.take` has a call of each trainer."""
+    """Done when `HeadServer.take` has a call of each trainer."""
     with server.lock:
         return server.take(*arguments)
 
@@ -96,7 +96,7 @@ def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 # -- On the trainers -------------------------------------------------------------------------------
-class Trainer(Rung):
+class TrunkTrainer(Rung):
     """What a trainer does together with the server."""
 
     name, servers, has_remote_calls, is_for_cpu = "ddp_with_rpc", 1, True, True
@@ -159,4 +159,4 @@ class Trainer(Rung):
         return self
 
 
-main = Trainer.main
+main = TrunkTrainer.main

@@ -111,7 +111,7 @@ def measure_or_show(argv: list[str]) -> int:
                 print(shlex.join(command(name, options, place)))
             return 0
         check_logins(options.workers, options.hosts, ["mpirun"])
-        measure(options, folder, missing)
+        measure_backends(options, folder, missing)
     measurement = read_measurement(folder)
     print(f"\n{text_report(measurement)}")
     if options.json is not None:
@@ -176,7 +176,7 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def measure(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
+def measure_backends(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
     """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
     findings = [
         check_load(),

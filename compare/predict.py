@@ -25,7 +25,7 @@ from compare.evidence.allreduce_times import read_measurement
 from compare.page.chart import COLOURS, MARKERS, Layer, Plot, linear, logarithmic
 from compare.page.html import template
 from compare.plan.environment import ROOT
-from compare.prediction.inputs import Inputs, Run, read_inputs, read_run
+from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_run
 from compare.prediction.networks import Cluster, Network, measured_link, named_network
 from compare.prediction.published import number_above
 from compare.prediction.step import Prediction, at_batch, fit, predict_step
@@ -181,7 +181,7 @@ def configurations(paths: Sequence[Path]) -> dict[str, Inputs]:
     folders = {one.parent for path in paths for one in sorted(path.rglob("summary.json"))}
     if not (read := [read_run(folder) for folder in sorted(folders)]):
         raise UserError(f"{' '.join(map(str, paths))}: no complete run is there; give run folders")
-    found, trainings = {}, defaultdict[tuple[str, str], list[Run]](list)
+    found, trainings = {}, defaultdict[tuple[str, str], list[MeasuredRun]](list)
     for run in read:
         trainings[str(run.config.arch), run.environment.engine].append(run)
     for (arch, engine), runs in sorted(trainings.items()):

@@ -153,7 +153,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class GradientTimes:
+class RecordedGradients:
     """What one rank wrote into profile/gradients-rank-R.json (recipe/record/probes.py)."""
 
     elements: dict[str, int]
@@ -197,7 +197,7 @@ def read_exchange(run: Path) -> list[Step]:
     if not timelines or not (folder / "gradients-rank-0.json").exists():
         return []
     paths = sorted(folder.glob("gradients-rank-*.json"))
-    ranks = [read_record(path, GradientTimes) for path in paths]
+    ranks = [read_record(path, RecordedGradients) for path in paths]
     lane, elements = read_timeline(timelines[0], ""), ranks[0].elements
     on_all_ranks = [*zip(*(rank.steps for rank in ranks), strict=False)]
     try:

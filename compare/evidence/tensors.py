@@ -36,7 +36,7 @@ Steps = dict[tuple[int, int], Path | Arrays]
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """One tensor in both runs, and how far apart its values are."""
 
     step: int
@@ -71,7 +71,7 @@ class Parity:
     max_ulps: int
     relative: float
     kinds: dict[str, Kind] = field(default_factory=dict)
-    first_divergence: Pair | None = None  # beyond the tolerance
+    first_divergence: TensorPair | None = None  # beyond the tolerance
     final_weights: str | None = None  # "bit-equal", "different"; None: not known
     notes: list[str] = field(default_factory=list)  # what was not compared, which settings differ
 
@@ -200,7 +200,7 @@ def compare_steps(
         for name, steps in zip(names, sides, strict=True)
         if (alone := steps.keys() - shared)
     ]
-    pairs, beyond = list[Pair](), list[Pair]()
+    pairs, beyond = list[TensorPair](), list[TensorPair]()
     for step, rank in sorted(shared):
         pairs += compare_step(step, rank, load(a[step, rank]), load(b[step, rank]), kinds)
     for kind in KINDS:
@@ -227,7 +227,7 @@ def compare_steps(
 
 def compare_step(
     step: int, rank: int, x: Arrays, y: Arrays, kinds: Collection[str]
-) -> Iterator[Pair]:
+) -> Iterator[TensorPair]:
     """Yield the tensors of a step of a rank; UserError if one is not the same in both."""
     for position, name in enumerate(x | y):
         kind, _, layer = name.partition("/")
@@ -239,7 +239,7 @@ def compare_step(
                 f"step {step}, rank {rank}: the runs do not hold the same tensor {name}, but "
                 f"{types[0]} and {types[1]}: another model, precision, or other layers frozen"
             )
-        yield Pair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
+        yield TensorPair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
 
 
 def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0) -> Parity:

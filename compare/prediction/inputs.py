@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from compare.evidence.profiles import BYTES, GradientTimes
+from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.run_folder import read_metrics, read_record
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
@@ -117,7 +117,7 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     )
 
 
-def fixed_share(lone: Sequence["Run"], smaller: Sequence["Run"]) -> float | None:
+def fixed_share(lone: Sequence["MeasuredRun"], smaller: Sequence["MeasuredRun"]) -> float | None:
     """The part of forward and backward pass that does not shrink with the batch, by a straight line
     through two batches; None where only one was measured."""
     if not smaller:
@@ -137,7 +137,7 @@ def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What one run says."""
 
     folder: Path
@@ -162,7 +162,7 @@ class Run:
         return 1e6 * (told.megabytes_per_second or 0.0) / (told.images_per_second or 1.0)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> MeasuredRun:
     """Read a run folder; steps of the warm-up, and those that were profiled, do not count."""
     config = read_record(folder / "config.json", Settings)
     environment = read_record(folder / "environment.json", Environment)
@@ -180,18 +180,20 @@ def read_run(folder: Path) -> Run:
     phases["other"] = median(seconds) - sum(phases.values())
     # Between the quartiles of Gumbel's distribution lie 1.573 of its scale.
     low, high = np.quantile(seconds, [0.25, 0.75])
-    return Run(
+    return MeasuredRun(
         folder, config, environment, summary, median(seconds), phases, float(high - low) / 1.573
     )
 
 
-def gradients_of(runs: Sequence[Run], total: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def gradients_of(
+    runs: Sequence[MeasuredRun], total: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Sizes of gradients, and when they are ready in shares of the backward pass: as profiled; else
     evenly, in pieces of 1 MiB."""
     for run in runs:
         path = run.folder / "profile" / "gradients-rank-0.json"
         if path.exists():
-            times = read_record(path, GradientTimes)
+            times = read_record(path, RecordedGradients)
             ready = {
                 name: median(
                     (step.ready[name] - step.backward) / (max(step.ready.values()) - step.backward)
