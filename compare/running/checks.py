@@ -371,9 +371,19 @@ def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
 def find_warnings(plan: Plan, folder: Path) -> list[str]:
     """Return what would make the result worthless, each with its remedy. Takes about a second, and
     ten on a machine with a GPU, where Horovod is asked how it was built."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
+    of_the_machine = [
+        check_load(),
+        judged(
+            "disk", disk >= GIB,
+            f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
+            "Free some, or take --out DIR elsewhere",
+        ),
+        check_clock_rate(),
+    ]  # fmt: skip
     if plan.side:
-        findings = [check_load(), check_disk(folder), check_clock_rate()]
-        return [warning_text(one) for one in findings if one.status != "ok"]
+        return [warning_text(one) for one in of_the_machine if one.status != "ok"]
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
     sides = len(plan.members()) if plan.measure == "turns" else 1  # that are there at once
@@ -385,10 +395,8 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     for who, given in {**variables, "your shell": os.environ}.items():
         set_there = [name for name in REMOVED_VARIABLES if name in given]
         threads |= {f"{name} of {who}": given[name] for name in set_there}
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
     findings = [
-        check_load(),
+        *of_the_machine,
         check_cores(workers_here(fullest), threads_of(fullest)),
         judged(
             "unequal threads", len(set(threads.values())) == 1,
@@ -396,16 +404,10 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
             "Give --threads once, for all, and unset the variables",
         ),
         judged(
-            "disk", disk >= GIB,
-            f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
-            "Free some, or take --out DIR elsewhere",
-        ),
-        judged(
             "memory", memory >= most * MEMORY_PER_WORKER,
             f"{memory / GIB:.1f} GiB for {count(most, 'worker')}, which may swap or be killed",
             "End other programs, or give fewer --workers",
         ),
-        check_clock_rate(),
     ]  # fmt: skip
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
