@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.record import OPEN, Measured, Options, Record, Row, gpu_name
-from compare.evidence.run_folder import read_block
+from compare.evidence.reading import parse_block
 from compare.evidence.turns import Block, estimate, throughput, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
@@ -137,7 +137,7 @@ def judged_today(row: Row, record: Record, declared: Sequence[Benchmark]) -> Row
     for benchmark in declared:
         pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
         blocks = [
-            read_block(Path(benchmark.name), one.get("order", ()), one)
+            parse_block(one, Path(benchmark.name))
             for case, of_case in record.blocks.items()
             if pair and (benchmark.name.endswith(case) or len(record.blocks) == 1)
             for one in of_case

@@ -2,11 +2,12 @@
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
 
-Writes results/MACHINE/DATE-QUESTION/: the plan, the report, and runs.jsonl, which holds the small
-files that the trainers and run.py (or collectives.py, or `make bench`) wrote, a line for each
-folder. All commands read it as they read the folders. Left out: warm-ups, TensorBoard's files
-(metrics.jsonl holds the same), checkpoints, traces and profiles, and of the sides of turns all but
-their settings and environment. The home directory becomes ~, and the project's own folder a dot.
+Writes results/MACHINE/DATE-QUESTION/: the plan, and runs.jsonl, which holds the small files that
+the trainers and run.py (or collectives.py, or `make bench`) wrote, a line for each folder. All
+commands read it as they read the folders: `compare/report.py` makes the report. Left out: warm-ups,
+TensorBoard's files (metrics.jsonl holds the same), checkpoints, traces and profiles, and of the
+sides of turns all but their settings and environment. The home directory becomes ~, and the
+project's own folder a dot; so the record is sealed anew, if its seals were whole.
 """
 
 import re
@@ -19,12 +20,10 @@ from tyro.conf import Positional
 
 from compare.evidence import packed
 from compare.evidence.allreduce_times import read_measurement
+from compare.evidence.chain import reseal
 from compare.evidence.records import load_comparison
 from compare.evidence.words import without_paths
 from compare.page.allreduce_table import plot, text_report
-from compare.page.html import render_page
-from compare.page.report import Report
-from compare.page.text import as_text
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
@@ -36,7 +35,7 @@ PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
 LEFT_OUT_OF_BENCH = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
 KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
-OPEN = {".md", ".html", ".svg", ".txt"}  # beside the plan
+OPEN = {".md", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -47,7 +46,7 @@ def keep_measurement(
     question: str,
     results: Path = ROOT / "results",
 ) -> int:
-    """Keep a measurement with its report, and say where; nothing is overwritten.
+    """Keep a measurement, and say where; nothing is overwritten.
 
     Args:
         folder: A finished measurement, as under runs/.
@@ -72,37 +71,40 @@ def keep_measurement(
     left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name in WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
-        draft = Path(workshop, target.name)  # the report says what folder it is of
-        draft.mkdir()
-        texts = {}
+        draft, whole = Path(workshop, target.name), Path(workshop, "open")
         for path in folder.rglob("*"):
             name = path.relative_to(folder)
             kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
             is_left_out = name.parts[0] == "turns" and name.name not in kept
             is_left_out |= not left_out.isdisjoint(name.parts)
             if path.suffix in PACKED and not is_left_out and path.is_file():
-                texts[name] = without_paths(path.read_text("utf-8", "surrogateescape"))
-        for name in [name for name in texts if len(name.parts) == 1]:
-            if name.suffix in OPEN or name.name in (plan.name, "table.json"):
-                replace_file(draft / name, texts.pop(name))
+                (whole / name).parent.mkdir(parents=True, exist_ok=True)
+                text = without_paths(path.read_text("utf-8", "surrogateescape"))
+                (whole / name).write_text(text, "utf-8", "surrogateescape")
+        if plan.name == "plan.json":
+            comparison = load_comparison(folder)
+            broken = [why for *_, why in comparison.damaged_blocks]
+            broken += [run.reason for run in comparison.runs if run.reason]
+            refuse((broken, f"not kept, since part of it is damaged: {'; '.join(broken)}"))
+            reseal(whole)
+        draft.mkdir()
+        beside = {plan.name, "table.json"}
+        for path in whole.iterdir():
+            if path.suffix in OPEN or path.name in beside:
+                path.rename(draft / path.name)
+        texts = {
+            path.relative_to(whole): path.read_text("utf-8", "surrogateescape")
+            for path in whole.rglob("*")
+            if path.is_file()
+        }
         replace_file(draft / packed.PACKED, packed.lines_of(texts))
-        if plan.name not in WITH_TABLE:
-            write_report(draft, is_comparison=plan.name == "plan.json")
+        if plan.name == "collectives.json":
+            measurement = read_measurement(draft)
+            replace_file(draft / "report.txt", f"{text_report(measurement)}\n")
+            replace_file(draft / "allreduce.svg", plot(measurement))
         draft.rename(target)
     print(f"kept: {target}")
     return 0
-
-
-def write_report(folder: Path, is_comparison: bool) -> None:
-    """Write the report as a page and as text; UserError if there is none to make."""
-    if is_comparison:
-        report = Report(load_comparison(folder))
-        replace_file(folder / "report.md", as_text([report], markdown=True))
-        replace_file(folder / "report.html", render_page(report))
-    else:
-        measurement = read_measurement(folder)
-        replace_file(folder / "report.txt", f"{text_report(measurement)}\n")
-        replace_file(folder / "allreduce.svg", plot(measurement))
 
 
 main = partial(run_tool, "compare/keep.py", keep_measurement, __doc__, errors=(UserError, OSError))

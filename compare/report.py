@@ -12,7 +12,6 @@ Reads run folders only: it needs neither torch nor Horovod, and no machine like 
 """
 
 import argparse
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -39,9 +38,6 @@ FLAGS: Flags = {
     "--svg": TEXT | {"const": DEFAULT, "metavar": "FOLDER", "help": "every plot as a file "
                      "(default: the folder plots in DIR)"},
     "--no-html": {"action": "store_true", "help": "no page"},
-    "--price-per-hour": {"type": float, "metavar": "PRICE", "help": "of all workers together: adds "
-                         "what 90 epochs cost at the measured speed, where images have ImageNet's "
-                         "size and number of classes"},
     "--reference": {"type": Path, "metavar": "FILE", "help": "published speeds to draw beside the "
                     "measured ones: a CSV file with the columns "
                     "name,workers,images_per_second,source, such as "
@@ -81,8 +77,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
          f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE"),
         (folders, f"{' '.join(folders)}: this is a folder: write the comparison before the flag"),
         (options.svg == STDOUT, "--svg writes several files: give it a FOLDER"),
-        (options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf,
-         "--price-per-hour is no price: write a number, such as 3.06"),
         (options.html and options.no_html, "--html and --no-html exclude each other"),
     ):  # fmt: skip
         if is_made:
@@ -97,9 +91,9 @@ def report(options: argparse.Namespace) -> None:
     becomes a message."""
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.records import load_comparison
-    from compare.evidence.references import load_references
+    from compare.evidence.rows import load_references
     from compare.page import text
-    from compare.page.report import Report
+    from compare.page.findings import Report
 
     folders, note = find_comparisons(options.comparisons)
     is_single, page, plots = len(folders) == 1, options.html, options.svg
@@ -119,7 +113,7 @@ def report(options: argparse.Namespace) -> None:
     references = load_references(options.reference) if options.reference else []
     comparisons = [load_comparison(folder) for folder in folders]
     refuse_copies(comparisons)
-    reports = [Report(one, references, options.price_per_hour) for one in comparisons]
+    reports = [Report(one, references) for one in comparisons]
     if not options.to_terminal:
         print("\n\n".join(filter(None, [note, text.as_text(reports)])), flush=True)
     elif note:
@@ -162,7 +156,7 @@ def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:
         )
     return [recorded], (
         f"Not measured here: there is no comparison under runs/ yet. This one was recorded, and "
-        f"lies with its page in {recorded}.\nYour own: make compare"
+        f"lies in {recorded}; --html FILE writes its page.\nYour own: make compare"
     )
 
 

@@ -37,7 +37,7 @@ from compare.plan.hosts import check_logins
 from compare.plan.options import check_trainers, command_words, make_plan, parse_options
 from compare.plan.plan import Plan, percentage
 from compare.plan.plan_file import list_plans
-from compare.plan.record import plan_differences, plan_record, read_plan, write_plan
+from compare.plan.plan_json import plan_differences, plan_record, read_plan, write_plan
 from compare.running import checks
 from compare.running.checks import GIB, check_tools, missing_for
 from compare.running.comparison import (

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,11 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from compare.evidence.chain import reseal
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import TRAINERS, Case, OwnConfiguration, Plan, Share, Words
-from compare.plan.record import read_plan
+from compare.plan.plan import Case, OwnConfiguration, Plan, Share, Words
+from compare.plan.plan_json import END, read_plan
 from compare.running.sides import MeasurementError, Side
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
@@ -88,6 +88,7 @@ def a_block(
 
 
 STEPS = 2  # of a made-up turn
+UNSEALED = {"digest": "", "ends": 1}  # what `reseal` is to seal
 PHASE_SHARES = {"data": 0.05, "forward": 0.25, "backward": 0.6, "optimizer": 0.09}
 
 
@@ -97,9 +98,8 @@ def make_turns(
     """Have a comparison's folder measure by turns: `speeds` are images/s of each configuration at
     one worker. Each block is slower than the one before, and its last round is disturbed. Without
     exchange all are equally fast."""
-    plan = json.loads((folder / "plan.json").read_text())
-    own = {"margin": 0.03, "extensions": [], "blocks": blocks, "rounds": rounds, "order_seed": 3}
-    (folder / "plan.json").write_text(json.dumps(plan | {"measure": "turns", **own}))
+    own = {"margin": 0.03, "blocks": blocks, "rounds": rounds, "order_seed": 3}
+    edit(folder / "plan.json", measure="turns", **own)
     record = read_plan(folder / "plan.json")
     dice, clock = random.Random(5), 1_800_000_000.0
     for number, (case, workers) in itertools.product(range(1, blocks + 1), record.groups()):
@@ -136,19 +136,24 @@ def make_turns(
                         "straggler_ratio": 1.1 if workers > 1 else None,
                     })  # fmt: skip
                     clock += seconds + 0.1
-        commands = [
-            f"{run.configuration.launcher} ./{TRAINERS[run.configuration.engine]} "
-            f"{shlex.join(run.trainer_words('runs/by-hand', 'run'))}"
-            for run in runs
-        ]
         block = {
-            "number": number, "order": order, "rounds": rounds, "comparison": record.order_seed,
-            "sources": record.trainers_sha256, "turns": turns, "seconds": 40.0,
-            "commands": commands, "steps": dict.fromkeys(order, STEPS),
+            "number": number, "order": order, "rounds": rounds, "turns": turns, "seconds": 40.0,
+            "steps": dict.fromkeys(order, STEPS), **UNSEALED,
         }  # fmt: skip
         (place / "block.json").write_text(json.dumps(block))
         clock += 20
+    reseal(folder)
     return folder
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change fields of a comparison's JSON file, as if it had been written so: with its seals, and
+    a plan with its end. The value `...` removes one."""
+    record = json.loads(path.read_text()) | changes
+    if path.name == "plan.json" and "ends" not in changes:
+        record["ends"] = [{name: record[name] for name in ("created_utc", *END)}]
+    write_json(path, {field: value for field, value in record.items() if value is not ...})
+    reseal(next(folder for folder in path.parents if (folder / "plan.json").exists()))
 
 
 class MadeUpBlocks:
@@ -163,8 +168,9 @@ class MadeUpBlocks:
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
 
     def __call__(
-        self, sides: Sequence[Side], rounds: int, folder: Path, number: int, *_: Any, **__: Any
-    ) -> Block:
+        self, sides: Sequence[Side], rounds: int, folder: Path, number: int, *_: Any,
+        seal: Callable[[dict[str, Any]], dict[str, Any]], **__: Any,
+    ) -> Block:  # fmt: skip
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
         if self.fails in [side.name for side in sides]:
@@ -179,7 +185,7 @@ class MadeUpBlocks:
         order, seconds = tuple(side.name for side in sides), 60.0 + self.disturbed
         block = Block(number, order, turns, seconds=seconds, disturbed_seconds=self.disturbed)
         folder.mkdir(parents=True)
-        write_json(folder / "block.json", asdict(block))
+        write_json(folder / "block.json", seal(asdict(block)))
         self.folders.append(folder)
         self.orders.append(order)
         return block

@@ -25,7 +25,7 @@ from benchmarks.programs.without_instruments import Nothing
 from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
-from compare.evidence.run_folder import read_block
+from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, estimate
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
@@ -163,11 +163,11 @@ def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
         turn["phases"] = {"backward": 0.1}
     path = tmp_path / "block.json"
     path.write_text(json.dumps(block))
-    assert read_block(path, block["order"]).phases("loop") == {}
+    assert read_block(path).phases("loop") == {}
     block["turns"][3]["phases"] = {}
     path.write_text(json.dumps(block))
     with pytest.raises(UserError, match="the turns of a side have not the same phases"):
-        read_block(path, block["order"])
+        read_block(path)
 
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:

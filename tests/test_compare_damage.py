@@ -1,28 +1,28 @@
-"""Records that were damaged: the report names the file and what is wrong with it, decides nothing
-by what is left, and never ends with a traceback."""
+"""Records that were damaged or changed: the chain names the place, nothing is decided by what is
+left, and nothing ends with a traceback."""
 
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from records import a_plan, make_turns
-from test_compare_keep import kept_of
-from test_compare_records import edit, make_comparison
+from records import a_plan, edit, make_turns
+from test_compare_keep import kept_of, words
+from test_compare_records import make_comparison
 from test_compare_turns import by_turns
 
-from compare import report
+from compare import keep, report
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.evidence.verdicts import judge
 
-NAMES, BLOCK = ("ddp-mpi", "horovod-mpi"), "turns/2-workers/block-2"
-LAST = "turns/2-workers/block-5"  # that it is missing, nothing shows
+NAMES, TURNS = ("ddp-mpi", "horovod-mpi"), Path("turns/2-workers")
+BLOCK, RUN = TURNS / "block-2/block.json", Path("block-1/ddp-mpi-2/outcome.json")
+SIDE = BLOCK.parent / "ddp-mpi/0/run"
 DEEP = "[" * 2000 + "]" * 2000
 
 
@@ -41,105 +41,140 @@ def decisions(folder: Path) -> set[str]:
 
 
 def change(path: Path, made: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a JSON file holds; what cannot be made of its text is a text of JSON."""
+    """Change what a JSON file holds, and leave its seal as it was."""
     record = json.loads(path.read_text())
     made(record)
-    path.write_text(json.dumps(record).replace(f'"{DEEP}"', DEEP))
+    path.write_text(json.dumps(record))
 
 
-def of_turn(**fields: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda block: block["turns"][3].update(fields)
+def unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a report that names what cannot be read."""
+    capsys.readouterr()
+    assert report.main([str(folder), "--no-html"]) == 0
+    [line] = [one for one in capsys.readouterr().out.splitlines() if "unreadable" in one]
+    return line
 
 
-IN_BLOCK: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no turns": (lambda b: b.update(turns=None), "turns = None: expected `array`"),
-    "turns of another kind": (lambda b: b.update(turns=[7, None]), r"turns\[0\] = 7: expected"),
-    "no steps": (lambda b: b["steps"].update({"ddp-mpi": 0}), "steps.*expected `int` >= 1"),
-    "steps of one side": (lambda b: b["steps"].pop("ddp-mpi"), "steps is of .'horovod-mpi'"),
-    "steps not at all": (lambda b: b.pop("steps"), r"steps is of \[\]"),
-    "a phase in some turns": (lambda b: b["turns"][2]["phases"].pop("data"), "not the same phases"),
-    "phases in some turns": (of_turn(phases={}), "not the same phases"),
-    "no backward": (
-        lambda b: [turn["phases"].pop("backward") for turn in b["turns"]], "with backward among"
+def copy_of_another(folder: Path, place: Path) -> None:
+    """Put the same block of another comparison there: by its plan it is another one."""
+    other = by_turns(folder.parent / "compare-2", blocks=5, names=NAMES)
+    edit(other / "plan.json", order_seed=4)
+    shutil.rmtree(folder / place)
+    shutil.copytree(other / place, folder / place)
+
+
+def copy_of(folder: Path, source: str, target: str) -> None:
+    shutil.rmtree(folder / TURNS / target)
+    shutil.copytree(folder / TURNS / source, folder / TURNS / target)
+
+
+# What is done to a comparison, which file is named, and what is said of it.
+BROKEN: dict[str, tuple[Callable[[Path], object], Path, str]] = {
+    "a figure": (
+        lambda folder: change(folder / BLOCK, lambda b: b["turns"][3].update(seconds=1.0)),
+        BLOCK, "changed since it was measured",
     ),
-    "no turn of speed": (
-        lambda b: [turn.update(purpose="trial") for turn in b["turns"]], "it holds no turn"
+    "its digest": (
+        lambda folder: change(folder / BLOCK, lambda b: b.update(digest="")),
+        BLOCK, "changed since it was measured",
     ),
-    "a side without turns": (
-        lambda b: b.update(turns=[t for t in b["turns"] if t["side"] == "ddp-mpi"]), "is of .'ddp"
+    "no seal": (
+        lambda folder: change(folder / BLOCK, lambda b: b.pop("before")),
+        BLOCK, "run.py has not sealed it",
     ),
-    "a turn of no side": (
-        lambda b: next(t for t in b["turns"] if t["purpose"] == "ablation").update(side="x"),
-        "one of its turns is of",
+    "what a side says": (
+        lambda folder: change(folder / SIDE / "config.json", lambda one: one.update(lr=1)),
+        BLOCK, "what ran there has other records than when it was measured: ddp-mpi/0/run/config",
     ),
-    "a command that ends in a text": (
-        lambda b: b.update(commands=["python 'x", ""]), "and not that of the plan"
+    "a side's file is missing": (
+        lambda folder: (folder / SIDE / "environment.json").unlink(),
+        SIDE / "environment.json", "No such file",
     ),
-    **{
-        f"seconds {value}": (of_turn(seconds=value), "seconds = ")
-        for value in (float("nan"), float("inf"), 1e300, 5e-324, 0, -1.0, "1", None, [])
-    },
-    "many brackets": (of_turn(side=DEEP), "20 brackets"),
+    "dropped": (
+        lambda folder: shutil.rmtree(folder / BLOCK.parent),
+        TURNS / "block-3/block.json", "the block before it is missing, or another one",
+    ),
+    "copied": (
+        lambda folder: copy_of(folder, "block-1", "block-2"),
+        BLOCK, "it was measured as turns/2-workers/block-1 of its comparison",
+    ),
+    "of another comparison": (
+        lambda folder: copy_of_another(folder, BLOCK.parent), BLOCK, "by another plan",
+    ),
+    "the plan": (
+        lambda folder: change(folder / "plan.json", lambda plan: plan.update(margin=0.5)),
+        TURNS / "block-1/block.json", "by another plan, or the plan was changed since",
+    ),
+    "an end taken back": (
+        lambda folder: change(folder / "plan.json", lambda plan: (
+            plan.update(blocks=3), plan["ends"][0].update(blocks=3))),
+        TURNS / "block-1/block.json", "by another plan, or the plan was changed since",
+    ),
+    "empty": (lambda folder: (folder / BLOCK).write_text(""), BLOCK, "is no JSON object"),
+    "a list": (lambda folder: (folder / BLOCK).write_text("[]"), BLOCK, "is no JSON object"),
+    "deep": (lambda folder: (folder / BLOCK).write_text(DEEP), BLOCK, "is no JSON object"),
+    "bytes": (lambda folder: (folder / BLOCK).write_bytes(b'"\xff"'), BLOCK, "can't decode byte"),
+    "a folder": (
+        lambda folder: ((folder / BLOCK).unlink(), (folder / BLOCK).mkdir()),
+        BLOCK, "Is a directory",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("damage", IN_BLOCK)
-def test_a_damaged_block_is_one_line_and_decides_nothing(damage, version, folder, capsys):
-    """Of earlier versions, too, whose comparisons have ended by another rule."""
-    edit(folder / "plan.json", format=version)
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_chain_is_one_line_and_decides_nothing(damage, folder, capsys):
     assert decisions(folder) == {"faster"}
-    made, message = IN_BLOCK[damage]
-    change(folder / BLOCK / "block.json", made)
-    if version == 2 or "command" not in damage:
-        assert decisions(folder) == {"undecided"}
-        assert report.main([str(folder), "--no-html"]) == 0
-        [line] = [one for one in capsys.readouterr().out.splitlines() if "unreadable" in one]
-        assert f"unreadable: {folder / BLOCK}/block.json" in line
-        assert re.search(message, line), line
+    made, file, message = BROKEN[damage]
+    made(folder)
+    if "the plan was changed" in message:  # by which all was measured
+        assert report.main([str(folder), "--no-html"]) == 1
+        assert message in capsys.readouterr().err
+        return
+    assert decisions(folder) == {"undecided"}
+    line = unreadable(folder, capsys)
+    assert str(folder / file) in line and message in line
 
 
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def test_a_plan_may_get_a_later_end_and_its_blocks_stay_good(folder):
+    first = json.loads((folder / "plan.json").read_text())["ends"][0]
+    plan = {"blocks": 9, "ends": [first, {**first, "blocks": 9}]}
+    change(folder / "plan.json", lambda told: told.update(plan))
+    comparison = load_comparison(folder)
+    assert comparison.damaged_blocks == [] and comparison.confidence == 0.975
+    assert decisions(folder) == {"undecided"}, "5 of 9 blocks"
+    change(folder / "plan.json", lambda told: told.update(blocks=5))
+    with pytest.raises(ValueError, match="not those of the last of its ends"):
+        load_comparison(folder)
 
 
-FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.write_text(""), "is no JSON object"),
-    "cut": (lambda path: path.write_text(path.read_text()[:99]), "is no JSON object"),
-    "a list": (lambda path: path.write_text("[]"), "is no JSON object"),
-    "not UTF-8": (lambda path: path.write_bytes(b'{"a": "\xff"}'), "can't decode byte 0xff"),
-    "a folder": (replace_by_folder, "Is a directory"),
-    "deep": (lambda path: path.write_text(DEEP), "20 brackets"),
-    "one in another": (lambda path: path.write_text('{"a": [' * 999), "20 brackets"),
-}  # fmt: skip
+@pytest.mark.parametrize("name", ["block-5.failed-1", "block-x", "block-0"])
+def test_a_folder_of_another_name_is_no_block(name, folder):
+    shutil.copytree(folder / BLOCK.parent, folder / TURNS / name)
+    after = load_comparison(folder)
+    assert after.damaged_blocks == [] and len(after.blocks("", 2)) == 5
 
 
-@pytest.mark.parametrize("damage", FILES)
-@pytest.mark.parametrize("file", [
-    f"{BLOCK}/block.json", f"{BLOCK}/ddp-mpi/0/run/config.json", "block-1/ddp-mpi-2/summary.json",
-    "block-1/ddp-mpi-2/metrics.jsonl", "plan.json",
-])  # fmt: skip
-def test_a_damaged_file_is_one_line(file, damage, folder, capsys):
-    made, message = FILES[damage]
-    made(folder / file)
-    code = report.main([str(folder), "--no-html"])
-    told = capsys.readouterr()
-    [line, *_] = [
-        one for one in (told.out + told.err).splitlines()[::-1] if str(folder / file) in one
-    ]
-    if file != "plan.json":
-        assert message in line and "unreadable" in line and code == 0
-        if "turns" in file:
-            assert decisions(folder) == {"undecided"}
-            assert "nothing is decided, since part of the record cannot be read" in told.out
-            assert "continues it" not in told.out
-    else:
-        assert code == 1 and told.out == "" and len(told.err.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda b: b["steps"].update({"ddp-mpi": 9}), "and not the same number"),
+        (lambda b: b.update(quiet_cores=1.9), "quiet_cores is 1.9, which is much for 2 cores"),
+        (lambda b: b["turns"][3].update(purpose="disturbed"), "nobody had disturbed it"),
+        (lambda b: b["turns"][3].update(images=7), "has 7 images, and its steps 128"),
+        (lambda b: b["turns"][2]["phases"].pop("data"), "not the same phases"),
+        (lambda b: b["turns"][3].update(seconds=0), "seconds = 0"),
+    ],
+)
+def test_an_honest_mistake_is_found_under_a_whole_seal(made, message, folder, capsys):
+    block = json.loads((folder / BLOCK).read_text())
+    made(block)
+    edit(folder / BLOCK, **block)
+    assert decisions(folder) == {"undecided"}
+    assert message in unreadable(folder, capsys)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming a user who may not read needs root")
-@pytest.mark.parametrize("place", [LAST, f"{BLOCK}/block.json", f"{BLOCK}/ddp-mpi/0/run"])
+@pytest.mark.parametrize("place", [BLOCK, SIDE])
 def test_what_may_not_be_read_is_one_line(place, folder, capsys):
     for one in folder.resolve().parents:
         if one.owner() == "root" and str(one).startswith(os.environ.get("TMPDIR", "/tmp")):
@@ -147,65 +182,45 @@ def test_what_may_not_be_read_is_one_line(place, folder, capsys):
     (folder / place).chmod(0)
     os.setresuid(65534, 65534, 0)
     try:
-        assert decisions(folder) == {"undecided"}
-        assert report.main([str(folder), "--no-html"]) == 0
+        line = unreadable(folder, capsys)
     finally:
         os.setresuid(0, 0, 0)
-    [line] = [one for one in capsys.readouterr().out.splitlines() if "unreadable" in one]
     assert str(folder / place) in line and "Permission denied" in line, line
-
-
-@pytest.mark.parametrize(("name", "is_damage"), [
-    ("block-5.failed-1", False), ("block-x", True), ("block-02", True),
-])  # fmt: skip
-def test_a_folder_of_another_name_is_no_block(name, is_damage, folder):
-    before = load_comparison(folder)
-    shutil.copytree(folder / BLOCK, folder / BLOCK / ".." / name)
-    edit(folder / BLOCK / ".." / name / "block.json", weights={"ddp-mpi": "another"})
-    after = load_comparison(folder)
-    assert after.blocks("", 2) == before.blocks("", 2) and len(after.blocks("", 2)) == 5
-    assert [name in why for *_, why in after.damaged_blocks] == [True] * is_damage
 
 
 LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "cut": lambda lines: [*lines[:-1], lines[-1][:40]],
-    "no JSON": lambda lines: [*lines[:3], b"text", *lines[3:]],
     "no object": lambda lines: [*lines, b"[1]"],
     "no folder": lambda lines: [*lines, b'{"block.json": {}}'],
-    "a folder again": lambda lines: [*lines, lines[2].replace(b'"seconds"', b'"second"')],
-    "a folder of another kind": lambda lines: [*lines, b'{"folder": ["a"]}'],
+    "a folder again": lambda lines: [*lines, lines[2]],
     "not UTF-8": lambda lines: [*lines, b'{"folder": "\xff"}'],
     "deep": lambda lines: [*lines, DEEP.encode()],
 }
 
 
 @pytest.mark.parametrize("damage", LINES)
-def test_a_damaged_line_of_a_packed_record_is_one_line(damage, folder, capsys):
+def test_a_damaged_line_of_a_packed_record_is_one_message(damage, folder, refusal):
     kept = kept_of(folder)
     assert decisions(kept) == {"faster"}
     path = kept / packed.PACKED
     path.write_bytes(b"\n".join(LINES[damage](path.read_bytes().splitlines())))
     os.utime(path, (1, 1))  # what is known of a file goes by the time of its change
-    assert decisions(kept) == {"undecided"} and capsys.readouterr()
-    assert report.main([str(kept), "--no-html"]) == 0
-    told = capsys.readouterr().out
-    assert (
-        len(re.findall(rf"unreadable: {re.escape(str(path))}, line \d+, holds no folder", told))
-        == 1
-    )
+    assert f"{path}, line " in refusal(report.main, [str(kept)], code=1)
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read: Is a directory" in refusal(report.main, [str(kept)], code=1)
 
 
-def test_a_packed_record_that_cannot_be_read_is_one_message(folder, refusal):
-    kept = kept_of(folder)
-    replace_by_folder(kept / packed.PACKED)
-    told = refusal(report.main, [str(kept)], code=1)
-    assert f"{kept / packed.PACKED} cannot be read: Is a directory" in told
+def test_a_changed_record_is_not_kept(folder, tmp_path, refusal):
+    change(folder / RUN, lambda one: one.update(seconds=1))
+    told = refusal(keep.main, words(folder, tmp_path / "results"))
+    assert "not kept" in told and str(RUN) in told
 
 
-# A value in the place of each field, as JSON; None: the field is missing.
+# A value in the place of each field of plan.json, as JSON; None: the field is missing.
 VALUES = (
-    "null", '""', "-1", "0", "[]", "{}", DEEP, "[" * 15 + "]" * 15, '"text"', '[null]',
-    '{"a": null}', "true", "NaN", "1e400", "1e300", "5e-324", "9" * 30, "9" * 400, None,
+    "null", '""', "-1", "0", "[]", "{}", DEEP, '"text"', '[null]', '{"a": null}', "true", "NaN",
+    "1e400", "9" * 30, "9" * 400, None,
 )  # fmt: skip
 
 
@@ -231,39 +246,23 @@ def with_value(original: str, at: tuple[Any, ...], value: str | None) -> str:
     return json.dumps(record).replace('"HERE"', value or "")
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    plan = a_plan(workers=(1,), blocks=1)
-    runs = make_comparison(tmp_path_factory.mktemp("small") / "runs", plan)
-    turns = shutil.copytree(runs, runs.with_name("turns"))
-    make_turns(turns, {"ddp-torchrun": 100, "horovod-mpi": 95}, blocks=3, rounds=3)
-    return runs.parent
-
-
-@pytest.mark.parametrize("file", [
-    *(f"runs/block-1/ddp-torchrun-1/{name}.json" for name in ("summary", "environment", "config",
-                                                              "outcome")),
-    "runs/plan.json", "turns/plan.json", "turns/turns/1-workers/block-2/block.json",
-    "turns/turns/1-workers/block-2/horovod-mpi/0/run/config.json",
-])  # fmt: skip
-@pytest.mark.parametrize("most", [2, pytest.param(len(VALUES), marks=pytest.mark.full)])
-def test_a_record_of_any_shape_is_no_traceback(file, most, small, capsys):
+@pytest.mark.parametrize("file", ["plan.json", "block-1/ddp-torchrun-1/outcome.json"])
+def test_a_record_of_any_shape_is_no_traceback(file, tmp_path, capsys):
     """Each field in turn: the report is made, or one message says which file is to blame."""
-    path, dice = small / file, random.Random(36)
-    folder, original = small / Path(file).parts[0], path.read_text()
-    forms = (["--no-html"], ["--markdown"], ["--csv"], ["--json"], ["--html", f"{small}/x.html"])
-    try:
-        for at in fields_of(json.loads(original)):
-            for value in dice.sample(VALUES, most if len(at) == 1 else most // 2):
-                path.write_text(with_value(original, at, value))
-                words = forms[0] if dice.random() < 0.9 else dice.choice(forms)
-                code = report.main([str(folder), *words])  # which ends the test if it raises
-                told = capsys.readouterr()
-                if code:
-                    assert code == 1 and len(told.err.splitlines()) == 1, (at, value)
-                    assert str(folder) in told.err, (at, value)
-    finally:
-        path.write_text(original)
+    folder = make_comparison(tmp_path / "runs", a_plan(workers=(1,), blocks=1))
+    make_turns(folder, {"ddp-torchrun": 100, "horovod-mpi": 95}, blocks=3, rounds=3)
+    path, dice = folder / file, random.Random(36)
+    original = path.read_text()
+    forms = (["--no-html"], ["--markdown"], ["--csv"], ["--json"], ["--html", f"{folder}/x.html"])
+    for at in fields_of(json.loads(original)):
+        for value in dice.sample(VALUES, 2 if len(at) == 1 else 1):
+            path.write_text(with_value(original, at, value))
+            words = forms[0] if dice.random() < 0.9 else dice.choice(forms)
+            code = report.main([str(folder), *words])  # which ends the test if it raises
+            told = capsys.readouterr()
+            if code:
+                assert code == 1 and len(told.err.splitlines()) == 1, (at, value)
+                assert str(folder) in told.err, (at, value)
 
 
 def test_a_fault_of_our_own_shows_its_traceback(folder, monkeypatch):

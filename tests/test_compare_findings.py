@@ -11,33 +11,30 @@ from unittest import mock
 
 import pytest
 from making import CPU, a_config, a_world
-from msgspec import structs
-from records import a_plan, find, make_turns
-from test_compare_records import TWO_CASES, change, edit, edit_fingerprint, make_comparison
+from records import a_plan, edit, find, make_turns
+from test_compare_records import TWO_CASES, change, edit_fingerprint, make_comparison
 
 from compare.evidence.equality import (
-    EQUAL_IN_ENVIRONMENT,
+    CONDITIONS,
     EQUAL_IN_SUMMARY,
     EQUAL_WHERE_USED,
     PLACES,
     START,
     compare_facts,
 )
-from compare.evidence.notices import MISSING, WARNINGS, notices
 from compare.evidence.records import Comparison, load_comparison
 from compare.evidence.rows import (
-    PHASES,
     PhaseRow,
     phase_rows,
-    speed_rows,
     subtract_phases,
     training_rows,
 )
 from compare.evidence.verdicts import judge
 from compare.evidence.words import label_of
+from compare.page.findings import MISSING, Report, notices
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
-from compare.page.report import Report
+from compare.page.tables import PHASES
 from compare.page.text import as_text
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
@@ -138,21 +135,12 @@ def test_every_setting_of_a_real_trainer_changed_alone_is_caught(real):
     assert caught == {field: [] if field in alike else [field] for field in settings}
 
 
-# Of environment.json: what is no condition of a comparison, or stands in the fingerprint as well.
-NO_CONDITION = {
-    "command", "started_utc", "git_commit", "version", "format", "gpu_clock_mhz", *START,
-}  # fmt: skip
-
-
-def test_every_field_of_a_real_environment_is_compared_or_known_to_be_no_condition(real):
+def test_every_condition_of_a_real_environment_changed_alone_is_caught(real):
     run = real.runs[0]
     environment = vars(run.environment)
-    fields = environment.keys() - run.summary.fingerprint.keys() - NO_CONDITION
-    assert fields == {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_USED, "variables"} - (
-        run.summary.fingerprint.keys()
-    )
+    told_twice = {*START, *EQUAL_WHERE_USED, *run.summary.fingerprint}
     shown = {"cuda": "CUDA version", "variables": "MALLOC_ARENA_MAX"}
-    for field in fields - {*EQUAL_WHERE_USED}:
+    for field in {*CONDITIONS, "variables"} - told_twice:
         assert caught_in(real, environment, field) == [shown.get(field, field)]
     for field in EQUAL_IN_SUMMARY:
         told = [] if field in run.summary.fingerprint else [field]
@@ -279,15 +267,6 @@ def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
     found = {name for name in first if first[name] != second[name]}
     expected = {field, *FLAGS[field].decides} - {"steps", "samples_seen"}
     assert found == expected & first.keys()
-
-
-def test_a_variable_may_differ_where_a_configuration_sets_it(tmp_path):
-    pair = ("horovod-mpi", "horovod-tuned")
-    comparison = compare(tmp_path, configurations=pair, defined=(HOROVOD_TUNED,))
-    for run in comparison.runs:  # set by the shell, or the machine, for one of them alone
-        if run.configuration == "horovod-tuned":
-            change(run.environment, variables={"HOROVOD_CYCLE_TIME": "1", "NCCL_ALGO": "Ring"})
-    assert differing(comparison) == [["NCCL_ALGO"]]
 
 
 @pytest.mark.parametrize(
@@ -427,59 +406,7 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
     assert control.finding().startswith(words)
 
 
-# ------------------------------------------------------------------------- the interaction
-
-
-# Horovod has 100 images/s.
-@pytest.mark.parametrize(
-    ("gloo", "mpi", "words"),
-    [
-        (
-            122.0, 109.0,
-            "DDP is 22 % faster than Horovod over Gloo and 9 % faster over MPI: the ratio DDP / "
-            "Horovod over MPI is 0.89",
-        ),
-        (
-            105.0, 95.0,
-            "DDP is 5 % faster than Horovod over Gloo and 5 % slower over MPI: the ratio DDP / "
-            "Horovod over MPI is 0.90",
-        ),
-        (
-            110.0, 110.0,
-            "DDP is 10 % faster than Horovod over Gloo and 10 % faster over MPI: that is the same "
-            "within 0.5 %, ratio of ratios 1.000, 95 % interval 0.995 to 1.005, 3 blocks.",
-        ),
-    ],
-)  # fmt: skip
-def test_the_interaction_is_said_as_what_one_engine_leads_by(tmp_path, gloo, mpi, words):
-    pairs = ((CORNERS[0], CORNERS[1]), (CORNERS[2], CORNERS[3]), (CORNERS[2], CORNERS[0]))
-    comparison = compare(tmp_path, configurations=CORNERS, judged_pairs=pairs)
-    for block, factor in enumerate((0.998, 1.0, 1.002), start=1):
-        for name, speed in zip(CORNERS, (gloo, 100.0, mpi * factor, 100.0), strict=True):
-            change(find(comparison, block, name, 2, "").summary, images_per_second=speed)
-    found = judge(comparison)[-1]
-    assert found.is_interaction and found.sentence().startswith(f"At 2 workers {words}")
-    noisy = replace(found, decision="undecided").sentence()
-    assert "over MPI: whether these two differ is not decided, they differ by at most" in noisy
-
-
 # ------------------------------------------------------------------------- cases
-
-
-def test_each_case_has_verdicts_of_its_own(tmp_path):
-    comparison = compare(tmp_path, cases=TWO_CASES, workers=(1, 2))
-    set_speeds(comparison, [(100.0, 50.0), (100.0, 50.1), (100.0, 49.9)], "VGG-16")
-    verdicts = judge(comparison)
-    assert {(one.case, one.workers): round(one.speed.ratio, 1) for one in verdicts} == {
-        ("ResNet-18", 1): 1.1, ("ResNet-18", 2): 1.1, ("VGG-16", 1): 2.0, ("VGG-16", 2): 2.0,
-    }  # fmt: skip
-    told = "VGG-16, 2 workers: DDP (torchrun, Gloo) trained 2.000 times as fast as Horovod ("
-    assert verdicts[3].sentence().startswith(told)
-    rows = speed_rows(comparison)
-    assert [(row.case, row.workers, row.configuration) for row in rows] == comparison.cells
-    # VGG-16 ran at the same speed with two workers as with one.
-    assert rows[4].images_per_second == 100 and rows[6].scaling.ratio == pytest.approx(0.5)
-    assert {row.weights for row in training_rows(comparison)} == {"equal"}
 
 
 def test_the_runs_of_two_cases_are_never_compared(tmp_path):
@@ -580,7 +507,7 @@ def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     horovod, mpi4py = dict(notices(comparison))[MISSING]
     assert "horovod-mpi: Horovod is not installed there" in horovod
     assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
-    assert Report(comparison).title == "The training under PyTorch DDP alone"
+    assert Report(comparison).title == "The training under DDP alone"
     for text in (as_text([Report(comparison)]), render_page(Report(comparison))):
         assert "Horovod is not installed there" in text
 
@@ -627,18 +554,3 @@ def test_stragglers_are_found_in_computing_without_exchange(tmp_path):
     comparison = by_turns(tmp_path / "compare-1", SPEEDS)
     assert training_rows(comparison)[0].straggler_ratio == pytest.approx(1.1)
     assert training_rows(compare(tmp_path / "runs"))[0].straggler_ratio is None
-
-
-def test_other_load_is_told_with_the_run_that_it_disturbed(tmp_path):
-    comparison = compare(tmp_path, cases={"A": ()})
-    warnings = ("Horovod was built without NCCL",)
-    comparison.plan = structs.replace(comparison.plan, warnings=warnings)
-    find(comparison, 2, "ddp-torchrun", 2, "A").other_load = 0.9  # of two cores
-    find(comparison, 3, "ddp-torchrun", 2, "A").other_load = 0.19
-    find(comparison, 1, "ddp-torchrun", 2, "A").other_load = None
-    assert notices(comparison) == [
-        (WARNINGS, [
-            "Horovod was built without NCCL",
-            "block-2/A/ddp-torchrun-2: other processes kept 0.9 of 2 cores busy",
-        ]),
-    ]  # fmt: skip

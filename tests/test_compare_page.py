@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import a_plan
-from test_compare_records import edit, make_comparison, make_square
+from records import a_plan, edit
+from test_compare_records import make_comparison, make_square
 
 from compare import report
 from compare.page.chart import PALETTE

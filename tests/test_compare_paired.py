@@ -15,7 +15,6 @@ from compare.evidence.paired import (
     Estimate,
     estimate_logs,
     estimate_ratio,
-    hodges_lehmann,
     student_quantile,
 )
 from compare.evidence.stopping import (
@@ -27,7 +26,7 @@ from compare.evidence.stopping import (
     minutes_to_show,
     reason_to_stop,
 )
-from compare.evidence.turns import estimate, tail, turn_error, typical_ratio
+from compare.evidence.turns import estimate, turn_error
 from compare.plan.plan import Plan, Share
 
 
@@ -75,15 +74,6 @@ def test_the_variance_is_the_pairs_own():
     assert estimate(blocks, {"a": 1, "b": -1}).error == pytest.approx(alone.error)
     whole = estimate(blocks, {"a": 1, "b": -1, "c": -1}).ratio
     assert whole == pytest.approx(alone.ratio / estimate(blocks, {"c": 1}).ratio)
-
-
-def test_a_pause_now_and_then_costs_throughput_and_leaves_the_typical_turn_as_it_is():
-    """One turn in ten takes twice as long: 11 times a usual turn's time for ten turns."""
-    block = a_block({"a": [100.0] * 10, "b": [100.0] * 9 + [50.0]})
-    assert estimate([block], {"a": 1, "b": -1}).ratio == pytest.approx(1.1)
-    assert typical_ratio([block], {"a": 1, "b": -1}) == pytest.approx(1)
-    assert (tail([block], "a"), tail([block], "b")) == pytest.approx((1.0, 1.55))
-    assert hodges_lehmann([0.1] * 6 + [9.0, -9.0]) == pytest.approx(0.1)
 
 
 ENOUGH = MIN_DEGREES_TO_STOP
@@ -188,9 +178,3 @@ def test_the_inverse_tells_the_same_story():
     first, second = [110.0, 108.0, 107.0], [100.0, 101.0, 99.0]
     there, back = estimate_ratio(first, second), estimate_ratio(second, first).inverse()
     assert (there.ratio, there.low, there.high) == pytest.approx((back.ratio, back.low, back.high))
-
-
-def test_blocks_that_agree_to_the_last_bit_are_sure():
-    equal, faster = estimate_logs([0.0] * 3), estimate_logs([0.5] * 3)
-    assert (equal.p_difference(), equal.p_equality(0.03)) == (1, 0)
-    assert (faster.p_difference(), faster.p_equality(0.03)) == (0, 1)

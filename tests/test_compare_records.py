@@ -5,26 +5,24 @@ import json
 import math
 import random
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from records import a_plan, a_summary, an_environment, find, make_turns
+from records import UNSEALED, a_plan, a_summary, an_environment, edit, find, make_turns
 
-from compare.evidence.notices import notices
+from compare.evidence.chain import reseal
+from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.records import (
     find_comparison,
     load_comparison,
-    newest_comparison,
     recorded_comparison,
 )
-from compare.evidence.run_folder import FINGERPRINT, Measured, contradictions
+from compare.page.findings import Report, notices
 from compare.page.html import render_page
-from compare.page.report import Report
 from compare.plan.plan import Plan, Run
-from compare.plan.record import plan_record, write_plan
+from compare.plan.plan_json import plan_record, write_plan
 from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Rank, Settings
 
@@ -41,6 +39,7 @@ def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) 
     write_plan(folder / "plan.json", plan_record(plan, "2026-11-21T12:00:00+00:00"))
     for run in plan.runs():
         make_run(folder, run, ratio)
+    reseal(folder)
     return folder
 
 
@@ -127,8 +126,8 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
                                                     "fp16_allreduce", "bucket_cap_mb")},
         },
     )))  # fmt: skip
-    write(folder / "outcome.json", {"status": "completed", "exit_code": 0, "seconds": 12.5,
-                                    "leftover_processes": 0, "other_load": 0.05})  # fmt: skip
+    ended = {"status": "completed", "exit_code": 0, "seconds": 12.5, "other_load": 0.05}
+    write(folder / "outcome.json", {**ended, **UNSEALED})
     (folder / "command.txt").write_text("torchrun ... train.py\n")
     (folder / "output.log").write_text("epoch 1\n")
     return folder
@@ -166,12 +165,6 @@ def write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value))
 
 
-def edit(path: Path, **changes: Any) -> None:
-    """Change fields of a JSON file; `...` removes one."""
-    record = json.loads(path.read_text()) | changes
-    write(path, {field: value for field, value in record.items() if value is not ...})
-
-
 def change(record: Any, **fields: Any) -> None:
     """Change fields of a record that was read."""
     vars(record).update(fields)
@@ -198,9 +191,14 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in RESULTS.glob("*/*/plan.json")))
-def test_the_records_of_earlier_versions_are_read(folder):
-    for run in load_comparison(folder).complete:
+def test_recorded_comparisons_are_whole(folder):
+    comparison = load_comparison(folder)
+    assert comparison.damaged_blocks == []
+    for run in comparison.complete:
         assert run.steps and run.evaluations and run.summary.phases.step_seconds
+
+
+STEPS = "72 steps are of 32 images"
 
 
 @pytest.mark.parametrize(
@@ -208,38 +206,17 @@ def test_the_records_of_earlier_versions_are_read(folder):
     [
         *(
             ("summary.json", {"images_per_second": value}, "images_per_second")
-            for value in ("fast", None, True, 0, -3.0, math.nan, math.inf, 12345.0)
+            for value in ("fast", None, True, 0, math.nan, math.inf, 12345.0)
         ),
-        ("summary.json", {"images_per_second": ...}, "missing required field `images_per_second`"),
         ("summary.json", {"weights_sha256": ...}, "missing required field `weights_sha256`"),
-        ("summary.json", {"top1": ..., "tomorrow": 1}, "missing required field `top1`"),
-        ("environment.json", {"hosts": ...}, "missing required field `hosts`"),
-        ("environment.json", {"git_commit": ...}, "missing required field `git_commit`"),
         ("environment.json", {"hosts": "node"}, "hosts = .*expected `array`"),
-        ("environment.json", {"cores": "2"}, "cores = .*expected `int`"),
-        ("environment.json", {"variables": []}, "variables = .*expected"),
         ("environment.json", {"format": 1000}, "format = 1000: expected `int` <= 1"),
-        ("summary.json", {"phases": []}, r"phases = "),
+        ("environment.json", {"world_size": 2}, "world_size is 2, but the plan has 1"),
         ("summary.json", {"phases": {"step_seconds": "long"}}, r"phases\.step_seconds = "),
-        (
-            "summary.json",
-            {"phases": {"step_seconds": -1.0}},
-            r"phases\.step_seconds = -1.0: expected `float` >= 0.0",
-        ),
-        ("summary.json", {"ranks": {}}, r"ranks = "),
-        ("summary.json", {"ranks": [7]}, r"ranks\[0\] = "),
         ("summary.json", {"ranks": [{"forward_seconds": True}]}, r"ranks\[0\]\.forward_seconds = "),
-        ("summary.json", {"input": {"wait_share": "all"}}, r"input\.wait_share = "),
-        ("summary.json", {"energy": {"gpu_watts": [1]}}, r"energy\.gpu_watts = "),
-        ("summary.json", {"steps": 0}, "steps = 0: expected `int` >= 1"),
-        ("summary.json", {"train_seconds": -1.0}, "train_seconds = -1.0: expected `float` >="),
-        ("summary.json", {"samples_seen": 7}, "samples_seen is 7, but 72 steps are of 32 images"),
-        ("summary.json", {"cpu_seconds": math.nan}, "cpu_seconds = nan: expected `float` >= 0.0"),
+        ("summary.json", {"samples_seen": 7}, f"samples_seen is 7, but {STEPS}"),
         ("summary.json", {"transport": "MPI\nverdict"}, "holds a control character"),
-        ("config.json", {"arch": "vgg16"}, "arch is 'resnet18' in the fingerprint, and 'vgg16' in"),
-        ("config.json", {"seed": 7}, "seed is 7, but the plan has 42 there"),
         ("outcome.json", {"status": "fine"}, "status = 'fine'"),
-        ("outcome.json", {"other_load": "much"}, "other_load = 'much': expected `float"),
     ],
 )
 def test_figures_that_do_not_fit_together_are_named(one_block, file, changes, message):
@@ -248,7 +225,6 @@ def test_figures_that_do_not_fit_together_are_named(one_block, file, changes, me
     assert re.search(rf"ddp-torchrun-1/.*{message}", reason)
 
 
-STEPS_OF = "samples_seen is {}, but 72 steps are of 32 to 64 images"
 TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"
 
 
@@ -256,19 +232,17 @@ TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"
     ("images", "speed", "message"),
     [
         (72 * 32, 320.0, ""),
-        (72 * 50, 500.0, ""),
         (72 * 64, 640.0, ""),
-        (72 * 31, 500.0, STEPS_OF.format(2232)),
-        (72 * 65, 500.0, STEPS_OF.format(4680)),
+        (72 * 31, 500.0, "samples_seen is 2232, but 72 steps are of 32 to 64 images"),
         (72 * 50, 290.0, TOOK.format(290)),
         (72 * 50, 700.0, TOOK.format(700)),
     ],
 )
 def test_steps_grow_as_the_settings_say(images, speed, message):
     settings = Settings(log_dir="", name=None, batch_size_warmup_epochs=1)
-    work = dict.fromkeys(FINGERPRINT, 1) | {"batch_size": 32, "world_size": 2}
+    work = {"batch_size": 32, "world_size": 2, "batches_per_allreduce": 1}
     fields = {"samples_seen": images, "images_per_second": speed, "fingerprint": work}
-    summary = Measured(**vars(a_summary(**fields, phases=Phases(step_seconds=0.1))))
+    summary = TimedSummary(**vars(a_summary(**fields, phases=Phases(step_seconds=0.1))))
     assert message in next(contradictions(settings, summary, 72), "")
 
 
@@ -309,50 +283,14 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
     assert render_page(Report(comparison))
 
 
-def test_failed_and_missing_runs_keep_their_place(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-    edit(folder / "block-1/ddp-torchrun-1/outcome.json", status="failed", exit_code=3)
-    shutil.rmtree(folder / "block-1/ddp-torchrun-2")
-    runs = load_comparison(folder).runs
-    found = {run.name: (run.status, run.exit_code) for run in runs if not run.is_complete}
-    assert found == {"ddp-torchrun-1": ("failed", 3), "ddp-torchrun-2": ("not run", None)}
-
-
-def test_the_newest_comparison_is_found_by_its_name(tmp_path):
-    make_comparison(tmp_path / "compare-20261121-120000", a_plan(blocks=1))
-    make_comparison(tmp_path / "compare-20261020-130000", a_plan(blocks=1))
-    (tmp_path / "compare-20261122-120000").mkdir()  # holds no plan
-    assert newest_comparison(tmp_path).name == "compare-20261121-120000"
-
-
-def test_failures_of_cases_are_found(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(cases=TWO_CASES, blocks=1))
-    failed = folder / "block-1/VGG-16/horovod-mpi-2.failed-1"
-    failed.mkdir()
-    comparison = load_comparison(folder)
-    assert comparison.plan.cases == ["ResNet-18", "VGG-16"]
-    assert comparison.earlier_failures == [failed]
-
-
-def swap(one: Path, two: Path) -> None:
-    one.rename(aside := one.with_name("aside"))
-    two.rename(one)
-    aside.rename(two)
-
-
 def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
-    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-    swap(folder / "block-1/ddp-torchrun-1", folder / "block-1/ddp-torchrun-2")
-    first, _ = [run.reason for run in load_comparison(folder).runs if run.reason]
-    assert "environment.json: world_size is 2, but the plan has 1 there" in first
-
-
-def test_runs_of_two_cases_that_were_exchanged_are_refused(tmp_path):
-    """Within each case they would be equal, and look like a fair comparison of the other one."""
+    """Within each case runs would be equal, and look like a fair comparison of the other one."""
     cases = {"A": ("--seed", "1"), "B": ("--seed", "2")}
     folder = make_comparison(tmp_path / "compare-1", a_plan(cases=cases, blocks=1))
-    swap(folder / "block-1/A", folder / "block-1/B")
-    with pytest.raises(UserError, match=r"block-1/[AB]/.*written as .*block-1/[AB]/"):
+    (folder / "block-1/A").rename(folder / "aside")
+    (folder / "block-1/B").rename(folder / "block-1/A")
+    (folder / "aside").rename(folder / "block-1/B")
+    with pytest.raises(UserError, match=r"block-1/A/.*measured as block-1/B/"):
         load_comparison(folder)
 
 
@@ -376,11 +314,3 @@ def test_a_comparison_is_found_from_any_of_its_folders(tmp_path, monkeypatch):
     assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
     monkeypatch.chdir(folder)
     assert load_comparison(find_comparison(Path("."))).folder.resolve() == folder
-
-
-def test_a_path_that_is_no_comparison_is_one_message_with_what_is_there(tmp_path):
-    for name in ("compare-1", "compare-2"):
-        make_comparison(tmp_path / "runs" / name, a_plan(blocks=1))
-    for name, message in (("nowhere", "does not exist"), ("runs", r"holds no plan\.json")):
-        with pytest.raises(UserError, match=f"{name} {message}.*: give the path of one"):
-            find_comparison(tmp_path / name)

@@ -13,28 +13,21 @@ from xml.etree import ElementTree
 
 import pytest
 from launching import read_json
-from msgspec import structs
-from records import a_plan
-from test_compare_records import edit, edit_fingerprint, make_comparison, make_square
+from records import a_plan, edit
+from test_compare_records import edit_fingerprint, make_comparison, make_square
 
 from compare import report
 from compare.evidence.records import load_comparison
-from compare.evidence.references import COLUMNS, load_references
-from compare.evidence.rows import speed_rows, training_rows
+from compare.evidence.rows import COLUMNS, load_references, training_rows
 from compare.evidence.verdicts import judge
+from compare.page.findings import Report
 from compare.page.html import render_page
 from compare.page.plots import all_plots
-from compare.page.report import Report
 from compare.plan.configurations import Configuration
-from compare.plan.options import make_plan, parse_options
-from compare.plan.plan import Plan, Words
-from compare.plan.plan_file import plan_words
-from compare.plan.record import plan_record, read_plan, write_plan
 from recipe.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "compare/references/resnet50-v100.csv"
-CHECKED = ("world_size", "batch_size", "batches_per_allreduce", "precision", "arch")
 
 
 @pytest.fixture(scope="session")
@@ -74,14 +67,6 @@ def are_in_order(text: str, *words: str) -> bool:
     """Whether all these stand in the text, each first behind the ones before."""
     places = [text.index(one) for one in words]
     return places == sorted(places)
-
-
-@pytest.mark.parametrize("field", CHECKED)
-def test_a_fingerprint_that_contradicts_the_run_makes_it_unreadable(folder, capsys, field):
-    edit_fingerprint(folder / "block-2/horovod-mpi-2", field, "something else")
-    told = rf"block-2/horovod-mpi-2: unreadable: .*summary\.json: {field} .*'something else'"
-    text = report_text(folder, capsys)
-    assert re.search(told, text) and "At 1 worker DDP (torchrun, Gloo) trained" in text
 
 
 def test_a_fingerprint_field_that_one_engine_lacks_forbids_the_verdict(folder, capsys):
@@ -126,14 +111,14 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
         edit(run / "environment.json", world_size=fields.get("world_size", 2))
     rows = json.loads(written([str(folder), "--json"], capsys))["trainings"]
     assert {row["network_bytes_per_step"] for row in rows} == {2.5e6}
-    assert [row["has_firsts_weights"] for row in rows] == [True, True, False, True]
+    assert [row["weights"] for row in rows] == ["equal", "equal", "0 of 3 equal", "equal"]
     assert [row["staleness"] for row in rows] == [None, None, None, 0.75]
     text = report_text(folder, capsys)
-    assert re.search(r"parameter-server +2 +400 .* 2\.5 +0\.75 +equal", text)
+    assert re.search(r"parameter-server +2 +400 .* 2\.5 +0\.75", text)
     assert "bubble, %" not in text, "none of them is a pipeline"
     edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
-    unknown = training_rows(load_comparison(folder))[1]
-    assert unknown.has_firsts_weights is None  # in block 1 there is nothing to compare with
+    after = training_rows(load_comparison(folder))[2]
+    assert after.weights == "0 of 2 equal"  # in block 1 there is nothing to compare with
 
 
 @pytest.mark.parametrize(
@@ -197,16 +182,6 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     plots = re.findall(r"<svg[^>]*>", text)
     assert len(plots) == 5
     assert all('role="img"' in plot and re.search('aria-label="[^"]{30}', plot) for plot in plots)
-
-
-def test_imagenets_hours_are_told_of_imagenets_images_alone(folder, capsys):
-    for classes, size, is_told in ((10, 176, False), (1000, 176, True), (1000, 20, False)):
-        for run in folder.glob("block-*/*"):
-            edit_fingerprint(run, "num_classes", classes)
-            edit(run / "config.json", train_crop_size=size)
-        text = written([str(folder), "--price-per-hour", "2", "--no-html"], capsys)
-        columns = re.search(r"90 +90\n.*epochs, +epochs,\n.*hours +cost", text)
-        assert ("epochs," in text) == bool(columns) == is_told
 
 
 def test_what_is_unequal_is_red_on_the_page(folder):
@@ -283,8 +258,6 @@ def test_formats_go_to_files_beside_the_table(folder, tmp_path, capsys):
         (["--json", "."], "is a folder"),
         (["--svg", "-"], "give it a FOLDER"),
         (["--html", "page.html", "--no-html"], "exclude each other"),
-        (["--price-per-hour", "nan"], "write a number"),
-        (["--price-per-hour", "-1"], "write a number"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, capsys):
@@ -314,20 +287,15 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
         edit(path, cpu_model="A Processor 9001")
     page = tmp_path / "both.html"
     text = written([str(folder), str(other), "--html", str(page)], capsys)
-    ours, theirs = (
-        next(r for r in speed_rows(load_comparison(f)) if (r.configuration, r.workers) == (
-            "ddp-torchrun", 2)) for f in (folder, other)
-    )  # fmt: skip
-    ratio = theirs.images_per_second / ours.images_per_second
     for pattern in (
-        rf"\nddp-torchrun +2.*{ratio:.3f}", r"ddp-torchrun +1 +[\d,]+ +– +–",  # only the first has
-        "unpaired", "there is no verdict", r"cpu_model +A Processor 9000 +A Processor 9001",
+        "Speed of A", "Speed of B", "so there is none",
+        r"cpu_model +A Processor 9000 +A Processor 9001",
         r"B: .*after\n\nAt 2 workers DDP",  # each one's own verdicts stay
     ):  # fmt: skip
         assert re.search(pattern, text)
-    assert "unpaired" in page.read_text() and "A Processor 9001" in page.read_text()
+    assert "so there is none" in page.read_text() and "A Processor 9001" in page.read_text()
     value = json.loads(written([str(folder), str(other), "--json"], capsys))
-    assert len(value["comparisons"]) == 2 and len(value["side_by_side"]) == 4
+    assert len(value["comparisons"]) == 2
 
 
 def test_without_a_comparison_the_recorded_one_is_shown_and_said(
@@ -419,27 +387,6 @@ def test_cases_are_told_apart(tmp_path, capsys):
     for words in ("Training throughput, resnet50", "Training throughput, vgg16", CASES.question):
         assert words in page
     assert {line["case"] for line in csv_lines(folder, capsys)} == {"resnet50", "vgg16"}
-
-
-@pytest.mark.parametrize("plan", [
-    a_plan(),
-    CASES,
-    a_plan(workers=(2,), null=True, blocks=8),
-    a_plan(configurations=("ddp-torchrun", "ddp-mpirun", "horovod-mpi"),
-         judged_pairs=(("ddp-mpirun", "horovod-mpi"),), trainer_arguments=("--epochs", "1")),
-    a_plan(global_batch_size=64, global_learning_rate=0.1, until_interval=0.02, blocks=None),
-    Plan(minutes=7.5, full_runs=2),
-    structs.replace(CASES, named_hosts="a:1,b:1", network_interface="eth0", no_phases=True,
-                    timeout=60),
-])  # fmt: skip
-def test_the_command_to_reproduce_makes_the_same_plan(plan, tmp_path):
-    # What run.py adds to every plan's arguments stands in its record, too.
-    arguments = Words((*plan.trainer_arguments, "--threads", "1", "--keep-checkpoints", "0"))
-    plan = structs.replace(plan, trainer_arguments=arguments, question=None)
-    write_plan(tmp_path / "plan.json", plan_record(plan, "2026-11-21T12:00:00+00:00"))
-    record = read_plan(tmp_path / "plan.json")
-    again = make_plan(parse_options(plan_words(record), "about\n\nexamples"))
-    assert plan_record(again, "2026-11-21T12:00:00+00:00") == record
 
 
 # Published speeds beside the measured ones

@@ -478,7 +478,7 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     assert "would pass the 0.001 minutes" in output
     assert "the widest interval is +-" in output and len(comparing.starts()) == 6
     comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "all")
-    (extension,) = comparing.plan()["extensions"]
+    _, extension = comparing.plan()["ends"]
     assert extension["blocks"] == 4 and len(comparing.starts()) == 8
     failing = ("--spread", "all", "--fail", "block-2/horovod-mpi-1")
     output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing, code=1)

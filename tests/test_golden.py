@@ -37,6 +37,9 @@ def judged(folder: str) -> dict[str, Any]:
             }
             for verdict in whole["verdicts"]
         ],
+        "interactions": [
+            [one["speed"][end] for end in ("ratio", "low", "high")] for one in whole["interactions"]
+        ],
         "images_per_second": [row["images_per_second"] for row in whole["speed"]],
         "cpu_ms_per_image": [row["cpu_ms_per_image"] for row in whole["speed"]],
         "step_seconds": [row["seconds"]["step_seconds"] for row in whole["phases"]],

@@ -16,7 +16,7 @@ from compare.plan import record
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
-from compare.plan.record import write_plan
+from compare.plan.plan_json import write_plan
 from compare.running import comparison
 from compare.running.comparison import (
     checked_record,
@@ -77,7 +77,7 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
                   "the widest interval is +-", "more --minutes"):  # fmt: skip
         assert words in told
     measure(replace(PLAN, minutes=7), tmp_path)
-    (extension,) = read_json(tmp_path / "plan.json")["extensions"]
+    _, extension = read_json(tmp_path / "plan.json")["ends"]
     assert (extension["blocks"], extension["minutes"]) == (None, 7) and len(bench.folders) == 7
 
 
@@ -85,7 +85,7 @@ def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path
     for blocks in (4, 6):
         measure(replace(PLAN, blocks=blocks), tmp_path)
         assert len(bench.folders) == len(set(bench.folders)) == blocks
-    (extension,) = read_json(tmp_path / "plan.json")["extensions"]
+    _, extension = read_json(tmp_path / "plan.json")["ends"]
     assert extension["blocks"] == 6
     with pytest.raises(run_module.UserError, match="blocks: 6 there, 5 now"):
         measure(replace(PLAN, blocks=5), tmp_path)
@@ -115,11 +115,11 @@ def test_whoever_stops_when_pleased_decides_nothing(planned, then, told, bench, 
     later = {"blocks": 11} if planned else {"minutes": 11}
     measure(replace(plan, **later), tmp_path)  # which may come before this one is reached
     assert len(bench.folders) == 11
-    [extension] = read_json(tmp_path / "plan.json")["extensions"]
+    _, extension = read_json(tmp_path / "plan.json")["ends"]
     assert later.items() <= extension.items()
     if then.get("blocks") != 4:  # once it is reached, any other one is an extension
         measure(replace(plan, **then), tmp_path)
-        assert len(read_json(tmp_path / "plan.json")["extensions"]) == 2
+        assert len(read_json(tmp_path / "plan.json")["ends"]) == 3
 
 
 def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):

@@ -4,33 +4,25 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_compare_records import edit
+from records import edit
 from test_compare_turns import by_turns
 
 from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
-from compare.evidence.verdicts import Verdict
+from compare.page.findings import Report, SideBySide, asks_other
 from compare.page.html import render_side_by_side
-from compare.page.report import Report, SideBySide, asks_other
 from compare.page.text import as_json, as_text
 
 
 def an_estimate(log: float, error: float) -> Estimate:
     ratio = math.exp(log)
     return Estimate(ratio, ratio * 0.9, ratio * 1.1, (ratio,) * 5, error, 4)
-
-
-A_VERDICT = Verdict(
-    case="", workers=2, first="a", second="b", first_label="A", second_label="B", differences=(),
-    margin=0.03, speed=an_estimate(0.1, 0.01),
-)  # fmt: skip
 
 
 # By hand, with errors of 0.01: the variance between is that of the logarithms less 0.01 ** 2, and
@@ -62,18 +54,12 @@ def test_the_interval_covers_the_common_ratio_in_95_of_100():
     assert 0.93 <= covered / repetitions <= 0.97
 
 
-@pytest.mark.parametrize("others", [
-    {"is_finished": False},
-    {"workers": 4},
-    {"second_label": "B with --static-graph"},
-    {"speed": None},
-    {"speed": replace(A_VERDICT.speed, low=None, high=None, error=0.0)},
-])  # fmt: skip
-def test_only_finished_verdicts_on_the_same_two_are_pooled(others):
-    same, other = [A_VERDICT], [replace(A_VERDICT, **others)]
-    [row] = over_occasions([same, other, same])
-    assert row.found == (A_VERDICT.speed, None, A_VERDICT.speed)
-    assert over_occasions([same, other]) == []
+def test_what_two_comparisons_have_of_the_same_two_is_pooled():
+    key, other = ("", 2, "A", "B"), ("", 4, "A", "B")
+    one = an_estimate(0.1, 0.01)
+    [row] = over_occasions([{key: one}, {other: one}, {key: one}])
+    assert row.found == (one, None, one) and row.pooled.ratio == pytest.approx(one.ratio)
+    assert over_occasions([{key: one}, {other: one}]) == []
 
 
 def comparisons_of(folder: Path, number: int) -> list[Path]:
@@ -117,12 +103,6 @@ def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path,
         assert f"they differ in what they ask: {', '.join(other)}." in text
         assert "Over occasions" not in text
     assert json.loads(as_json(reports))["occasions"] == []
-
-
-def test_comparisons_under_another_variable_of_an_engine_ask_another_question(tmp_path):
-    reports = two_comparisons(tmp_path, variables={"HOROVOD_CYCLE_TIME": "5"})
-    told = SideBySide(reports)
-    assert told.occasions == [] and "they ask: HOROVOD_CYCLE_TIME." in told.not_pooled
 
 
 @pytest.mark.parametrize(("name", "values", "is_other"), [

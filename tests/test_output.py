@@ -15,8 +15,8 @@ import pytest
 import torch
 from launching import BIN, ROOT, TRAINERS, rarely, read_json, run, words_of
 from making import a_world, folder_config, write_images
-from records import a_plan
-from test_compare_records import edit, make_comparison
+from records import a_plan, edit
+from test_compare_records import make_comparison
 
 from compare import keep, report
 from compare.evidence import packed

@@ -19,7 +19,7 @@ from benchmarks.run import read_records
 from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
-from compare.page.report import Report, SideBySide
+from compare.page.findings import Report, SideBySide
 from compare.page.text import as_text
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +52,8 @@ def figures_of(folder: str) -> Iterator[Figures]:
     elif (path / "plan.json").exists():
         report = report_of(folder)
         found = [one for verdict in report.verdicts for one in (verdict.speed, verdict.cpu)]
-        for one in [*found, *(row.scaling for row in report.speed)]:
+        found += [*report.interactions.values(), *(row.scaling for row in report.speed)]
+        for one in found:
             yield from figures(one)
 
 
@@ -139,7 +140,7 @@ def test_rows_of_ratios_are_in_the_order_of_the_verdicts(page: str) -> None:
         folders = linked(section)
         known = [[one.pooled.ratio for one in both.occasions] for both in together(folders)]
         for folder in folders if "square" in section else ():
-            known.append([one.speed.ratio for one in report_of(folder).verdicts if one.speed])
+            known.append([one.ratio for one in report_of(folder).ratios.values()])
         for row in re.findall(r"^\|.*", section, re.MULTILINE):
             said = [float(ratio) for ratio, *_ in QUOTE.findall(row)]
             if len(said) > 3:

@@ -138,7 +138,7 @@ def compare_scripts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.02)
     monkeypatch.setattr("compare.running.comparison.ROUNDS", 2)
-    monkeypatch.setattr("compare.plan.record.ROUNDS", 2)
+    monkeypatch.setattr("compare.plan.plan_json.ROUNDS", 2)
     monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
 
     def compare(*scripts: str, blocks: int = 1, more: tuple[str, ...] = ()) -> tuple[int, str]:

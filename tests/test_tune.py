@@ -17,7 +17,7 @@ from compare.evidence.verdicts import judge
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import parse_options
 from compare.plan.plan import Run
-from compare.plan.record import plan_differences, plan_record
+from compare.plan.plan_json import plan_differences, plan_record
 from compare.run import main
 from compare.running import tune as tune_module
 from compare.running.sides import Side
@@ -145,7 +145,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     blocks = MadeUpBlocks(speed_of, 0.001)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compare.running.comparison.run_block", blocks)
-    monkeypatch.setattr("compare.plan.record.trainers_sha256", lambda: "as it is")
+    monkeypatch.setattr("compare.plan.plan_json.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(run_module.checks, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = {value: Knobs({}, {"HOROVOD_CYCLE_TIME": value}) for value in ("0.5", "9")}

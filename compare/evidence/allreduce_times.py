@@ -9,7 +9,7 @@ from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.evidence.run_folder import decode, parse, read_object, read_outcome, read_text
+from compare.evidence.reading import decode, parse, read_object, read_outcome, read_text
 from recipe.errors import refuse
 from recipe.record.schema import Count, Positive, Text, Whole
 

@@ -1,11 +1,12 @@
 """What must be equal between runs that are compared, what the plan has differ, and what does."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.words import short
+from recipe.record.schema import Environment
 from recipe.settings.flags import FLAGS, names_of
 
 # What may differ between two runs that are compared, whatever the plan: where they were written.
@@ -17,12 +18,13 @@ START = {"engine", "launcher", "transport"}
 OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
 FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen", "replaced_images")
-# Records of earlier trainers lack some of these.
-EQUAL_IN_ENVIRONMENT = (
-    "hosts", "local_size", "world_size", "device", "device_name", "cpu_model", "cores", "threads",
-    "cpu_quota_cores", "kernel", "cuda", "driver", "gpu_clock_limit_mhz", "rank_hosts", "affinity",
-    "allocator", "python", "torch", "torchvision",
-)  # fmt: skip
+# Of environment.json: what is no condition of a comparison. All else must be equal.
+NO_CONDITION = {"format", "version", "command", "started_utc", "git_commit", "gpu_clock_mhz"}
+CONDITIONS = [
+    field.name
+    for field in fields(Environment)
+    if field.name not in {*NO_CONDITION, "variables"}  # which count one by one
+]
 # Software that not every configuration uses: equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi", "nccl")
 ABSENT = "absent"
@@ -32,7 +34,7 @@ OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
 OF_JOB = {"hosts", "rank_hosts", "affinity", "CUDA_VISIBLE_DEVICES"}
 
 
-class Row(NamedTuple):
+class Said(NamedTuple):
     """What one run says of a field."""
 
     block: int
@@ -52,7 +54,7 @@ class Fact:
     is_of_sides: bool  # of blocks of turns, not of whole runs
     is_of_block: bool  # each block has its own, such as the seed
     unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan has it equal
-    rows: tuple[Row, ...]  # by block
+    rows: tuple[Said, ...]  # by block
 
     @property
     def is_same(self) -> bool:
@@ -67,9 +69,9 @@ class Fact:
         return sorted({row.block for row in unequal})
 
     @cached_property
-    def changed(self) -> tuple[Row, ...]:
+    def changed(self) -> tuple[Said, ...]:
         """Two rows of a configuration, between whose blocks it must not have changed and did."""
-        firsts: dict[str, Row] = {}
+        firsts: dict[str, Said] = {}
         for row in () if self.is_of_block else self.rows:
             if row.value != (first := firsts.setdefault(row.configuration, row)).value:
                 return first, row
@@ -106,7 +108,7 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
     facts = run.config.flags | {
         "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
         for name, value in vars(run.environment).items()
-        if value is not None and name in {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_USED, *START}
+        if value is not None and name in CONDITIONS
     }
     facts |= run.environment.variables
     if not run.is_side:
@@ -122,7 +124,7 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     such a file, and nothing in it changes what is computed (recipe/settings/knobs.py sees to that),
     only how fast."""
     if comparison.plan.side:  # whatever their commands make of it
-        return {*EQUAL_IN_ENVIRONMENT, *EQUAL_WHERE_USED, *START, "CUDA version"}
+        return {*CONDITIONS, "CUDA version"}
     a, b = comparison.configurations[first], comparison.configurations[second]
     varied = {
         field
@@ -169,7 +171,7 @@ def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]
                 is_of_block=name in own,
                 unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),
                 rows=tuple(
-                    Row(run.block, run.configuration, found.get(name, ABSENT))
+                    Said(run.block, run.configuration, found.get(name, ABSENT))
                     for run, found in told
                     if name in found or name not in EQUAL_WHERE_USED
                 ),

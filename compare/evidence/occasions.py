@@ -7,7 +7,7 @@ with a standard deviation that is estimated, too. The interval is then of the co
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -16,10 +16,9 @@ from scipy.optimize import brentq
 
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
 from compare.evidence.records import Comparison
-from compare.evidence.verdicts import Verdict
-from compare.evidence.words import without_paths
 from recipe.errors import refuse
 
+Key = tuple[str, int, str, str]  # case, workers, and the labels of first and second
 MIN_OCCASIONS = 4  # for a standard deviation between them: of fewer it is often 0 by chance
 
 
@@ -49,33 +48,17 @@ def refuse_copies(comparisons: Sequence[Comparison]) -> None:
         ))  # fmt: skip
 
 
-def over_occasions(comparisons: Sequence[Sequence[Verdict]]) -> list[OverOccasions]:
-    """Return what is pooled of each verdict that at least two of the comparisons have finished with
-    an interval; the comparisons must have asked the same."""
-    by_key = [
-        {
-            # Labels hold flags, and so paths, from which keep.py has removed this machine's.
-            (
-                v.case,
-                v.workers,
-                v.first,
-                v.second,
-                without_paths(v.first_label),
-                without_paths(v.second_label),
-            ): v.speed
-            for v in verdicts
-            if v.speed and v.speed.error and v.is_finished
-        }
-        for verdicts in comparisons
-    ]
+def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[OverOccasions]:
+    """Return what is pooled of each ratio that at least two of the comparisons have; they must have
+    asked the same."""
     rows = []
-    for key in dict.fromkeys(key for own in by_key for key in own):
-        found = tuple(own.get(key) for own in by_key)
+    for key in dict.fromkeys(key for own in comparisons for key in own):
+        found = tuple(own.get(key) for own in comparisons)
         known = [estimate for estimate in found if estimate]
         if len(known) > 1:
             pooled, spread = pool(known)
             told = pooled, spread if len(known) >= MIN_OCCASIONS else None
-            rows.append(OverOccasions(*key[:2], *key[4:], found, *told))
+            rows.append(OverOccasions(*key, found, *told))
     return rows
 
 

@@ -11,7 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-PACKED, DAMAGED = "runs.jsonl", ""
+from recipe.errors import UserError
+
+PACKED = "runs.jsonl"
 Lines = dict[str, dict[str, Any]]
 
 
@@ -75,25 +77,24 @@ def files_in(folder: Path) -> dict[str, Any]:
 
 
 def folders(record: Path) -> Lines:
-    """Return the packed files of a record: by folder, and there by name; under DAMAGED, by number,
-    what is wrong with the lines that cannot be read."""
+    """Return the packed files of a record: by folder, and there by name; UserError names a line
+    that cannot be read."""
     path = record / PACKED
-    return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {DAMAGED: {}}
+    return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {}
 
 
 @lru_cache(maxsize=4)
 def read_lines(path: Path, changed_ns: int) -> Lines:
     """Read a packed file; `changed_ns` is there for the cache, which is not to outlive a change."""
-    found: Lines = {DAMAGED: {}}
+    found: Lines = {}
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        return {DAMAGED: {"0": f"{path} cannot be read: {error.strerror}"}}
-    for number, line in enumerate(lines, start=1):
-        try:
+        for line in path.read_bytes().splitlines():
             files = json.loads(line)
             if found.setdefault(Path(files["folder"]).as_posix(), files) is not files:
-                raise ValueError("another line is of the same folder")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            found[DAMAGED][f"{number}"] = f"{path}, line {number}, holds no folder: {error!r}"
+                raise ValueError("two lines are of one folder")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        number = len(found) + 1
+        raise UserError(f"{path}, line {number}, holds no folder: {error!r}") from None
     return found

@@ -14,8 +14,6 @@ simulates it again.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -141,13 +139,6 @@ def mean_interval(
         return center, None, None
     half = student_quantile(confidence, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return center, center - half, center + half
-
-
-def hodges_lehmann(values: Sequence[float]) -> float:
-    """Return the median of the means of all pairs of these values, each with itself as well: nearly
-    as precise as the mean where nothing disturbed, and untouched by a quarter of outliers (Hodges
-    and Lehmann, Annals of Mathematical Statistics 34, 1963)."""
-    return median((a + b) / 2 for a, b in combinations_with_replacement(values, 2))
 
 
 def student_quantile(confidence: float, degrees: int) -> float:

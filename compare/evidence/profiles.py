@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tabulate import tabulate
 
-from compare.evidence.run_folder import read_record
-from compare.plan.record import DAMAGE
+from compare.evidence.reading import read_record
 from recipe.errors import UserError, refuse
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
@@ -98,7 +97,7 @@ def read_torch(path: Path, name: str) -> list[Lane]:
                 if "dur" in event:
                     event["dur"] = round(event["dur"] * 1000)
                 lane.events.append(event)
-    except DAMAGE as error:
+    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): it was not written to its end, or not by the "
             "torch that this project pins; profile again"

@@ -1,31 +1,31 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
-import os
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from compare.evidence import audit, packed
+from compare.evidence import packed
+from compare.evidence.chain import block_number, read_sealed
 from compare.evidence.paired import confidence_after
-from compare.evidence.run_folder import (
-    Measured,
+from compare.evidence.reading import (
+    TimedSummary,
     blocks_of_runs,
     contradictions,
     parse,
-    read_block,
+    parse_block,
     read_last_step,
     read_metrics,
     read_outcome,
     read_record,
 )
-from compare.evidence.turns import Block
+from compare.evidence.turns import Block, quiet_load
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Outcome, Run, turns_place
-from compare.plan.record import PlanRecord, read_plan
+from compare.plan.plan_json import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
@@ -53,7 +53,7 @@ class RunRecord(Outcome):
     is_side: bool = False
     config: Settings = field(init=False, repr=False)  # these three of complete runs only
     environment: Environment = field(init=False, repr=False)
-    summary: Measured = field(init=False, repr=False)
+    summary: TimedSummary = field(init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class Comparison:
     @property
     def confidence(self) -> float:
         """Of each interval."""
-        return confidence_after(len(self.plan.extensions))
+        return confidence_after(len(self.plan.ends) - 1)
 
     @property
     def cells(self) -> list[CellKey]:
@@ -214,9 +214,6 @@ def load_comparison(folder: Path) -> Comparison:
     comparison = Comparison(folder, plan, runs, earlier, {}, [], [])
     for case, workers in plan.groups():
         load_turns(comparison, case, workers)
-        comparison.damaged_blocks += [
-            (case, workers, why) for why in packed.folders(folder)[packed.DAMAGED].values()
-        ]
     if not comparison.written:
         reasons = [run.reason for run in runs] + [why for *_, why in comparison.damaged_blocks]
         ended = [run for run in runs if run.status != "not run"]
@@ -230,101 +227,107 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
     """Read one run folder; if it is broken, or another run than the planned one, its status is
     "unreadable", with the reason."""
     folder = comparison / planned.folder
-    configuration = planned.configuration
-    place: dict[str, Any] = {
-        "folder": folder, "block": planned.block, "case": planned.case,
-        "configuration": configuration.name, "engine": configuration.engine,
-        "launcher": configuration.launcher, "workers": planned.workers, "seed": planned.seed,
-    }  # fmt: skip
+    place = place_of(planned, folder)
     try:
         run = RunRecord(**place, **vars(read_outcome(folder)))
         if packed.exists(folder / "command.txt"):
             run.command = packed.read_text(folder / "command.txt").strip()
         if run.is_complete:
-            read_written(run, folder, planned.folder)
+            read_sealed(folder / "outcome.json", comparison)
+            read_written(run, folder)
+            run.summary = read_record(folder / "summary.json", TimedSummary)
+            last = read_last_step(folder / "metrics.jsonl")
+            refuse(
+                *(
+                    (True, f"{folder}/{one}")
+                    for one in contradictions(run.config, run.summary, last)
+                )
+            )
     except (UserError, OSError) as error:
         return RunRecord(**place, status="unreadable", reason=str(error))
     return run
 
 
+def place_of(planned: Run, folder: Path) -> dict[str, Any]:
+    """Return what the plan says of a run, or of a side."""
+    configuration = planned.configuration
+    return {
+        "folder": folder, "block": planned.block, "case": planned.case,
+        "configuration": configuration.name, "engine": configuration.engine,
+        "launcher": configuration.launcher, "workers": planned.workers, "seed": planned.seed,
+    }  # fmt: skip
+
+
 def load_turns(comparison: Comparison, case: str, workers: int) -> None:
-    """Read the blocks of turns of one case at one number of workers, in their order."""
+    """Read the blocks of turns of one case at one number of workers in their order, up to the first
+    that breaks their chain."""
+    before = ""
     blocks = comparison.turns.setdefault((case, workers), [])
-    place, plan = turns_place(case, workers), comparison.plan
-    members, problems = comparison.configurations, list[str]()
-    found = packed.find(comparison.folder, f"{place}/block-*/block.json")
-    closed = [
-        one / "block.json"
-        for one in (comparison.folder / place).glob("block-*")
-        if not os.access(one, os.X_OK)  # where glob finds nothing, and says nothing
-    ]
-    paths = {
-        path.parent.name.removeprefix("block-"): path
-        for path in (*found, *closed)
-        if not FAILED.fullmatch(path.parent.name)
-    }
-    for number, path in sorted(paths.items(), key=lambda one: (len(one[0]), one[0])):
+    found = packed.find(comparison.folder, f"{turns_place(case, workers)}/*/block.json")
+    numbered = {block_number(path.parent): path for path in found}
+    for number in sorted(numbered.keys() - {0}):
+        path = numbered[number]
         try:
-            block = read_block(path, members)
-            refuse((f"{block.number}" != number, f"{path}: number is {block.number}"))
-            sides = [
-                RunRecord(
-                    folder=path.parent / name, block=block.number, case=case, configuration=name,
-                    engine=members[name].engine, launcher=members[name].launcher, workers=workers,
-                    seed=plan.run(block.number, case, members[name], workers).seed, is_side=True,
-                )
-                for name in block.order
-            ]  # fmt: skip
-            for side, command in zip(sides, block.commands, strict=False):
-                if plan.side:
-                    tell_script(side, block, command)
+            told = read_sealed(path, comparison.folder, before)
+            block = parse_block(told, path)
+            sides = []
+            for run in comparison.plan.in_order(number, case, workers):
+                folder = path.parent / run.configuration.name
+                sides.append(RunRecord(**place_of(run, folder), is_side=True))
+                if comparison.plan.side:
+                    tell_script(sides[-1], block)
                 else:
-                    read_written(side, side.folder / "0/run")
-            told = {side.configuration: (side.config, side.environment) for side in sides}
-            for problem in audit.contradictions(block, blocks, plan, (case, workers), told):
+                    read_written(sides[-1], folder / "0/run")
+            for problem in contradictions_of_turns(block, sides):
                 raise UserError(f"{path}: {problem}")
         except (UserError, OSError) as error:
-            problems.append(str(error))
-        else:
-            blocks.append(block)
-            comparison.sides.extend(sides)
-    numbers = [name for name in paths if name.isdecimal() and name[0] != "0"]
-    missing = {f"{n}" for n in range(1, len(numbers) + 1)} - paths.keys()
-    problems += [f"{comparison.folder / place}/block-{number} is missing" for number in missing]
-    comparison.damaged_blocks += [(case, workers, problem) for problem in problems]
+            comparison.damaged_blocks.append((case, workers, str(error)))
+            return
+        before = told["digest"]
+        blocks.append(block)
+        comparison.sides.extend(sides)
 
 
-def tell_script(side: RunRecord, block: Block, command: str) -> None:
+def tell_script(side: RunRecord, block: Block) -> None:
     """Take what a block says of a user's own script, which has no folder to say it in."""
     name = side.configuration
     refuse((name not in block.facts, f"facts of {name} are missing"))
-    side.command, side.config = command, Settings(log_dir="", name=None)
+    side.command = block.commands[block.order.index(name)]
+    side.config = Settings(log_dir="", name=None)
     side.environment = parse(block.facts[name], Environment, f"facts of {name}")
 
 
-def read_written(run: RunRecord, folder: Path, planned: str = "") -> None:
-    """Read what a complete run or a side says of itself, metrics.jsonl aside; UserError names
-    the file and the field that is wrong, or in what it is another run than the planned one."""
+def read_written(run: RunRecord, folder: Path) -> None:
+    """Read what a complete run or a side says of itself; UserError names the file and the field
+    that is wrong, or says that other workers ran than the plan has."""
     run.config = read_record(folder / "config.json", Settings)
     run.environment = read_record(folder / "environment.json", Environment)
-    problems = not_as_planned(run, Path(planned))
-    if not run.is_side:
-        run.summary = read_record(folder / "summary.json", Measured)
-        last = read_last_step(folder / "metrics.jsonl")
-        problems = chain(problems, contradictions(run.config, run.summary, last))
-    refuse((problem := next(problems, ""), f"{folder}/{problem}"))
+    ran, planned = run.environment.world_size, 1 if run.engine in ONE_WORKER else run.workers
+    problem = f"{folder}/environment.json: world_size is {ran}, but the plan has {planned}"
+    refuse((ran != planned, problem))
 
 
-def not_as_planned(run: RunRecord, place: Path) -> Iterator[str]:
-    """Yield in what a folder holds another run than the plan has there; a side has no place."""
-    workers = 1 if run.engine in ONE_WORKER else run.workers
-    for name, written, wanted in (
-        ("environment.json: engine", run.environment.engine, run.engine),
-        ("environment.json: world_size", run.environment.world_size, workers),
-        ("config.json: seed", run.config.seed, run.seed),
-    ):
-        if wanted not in (written, None):
-            yield f"{name} is {written!r}, but the plan has {wanted!r} there: it is another run's"
-    parts = Path(run.config.log_dir, run.config.name or "").parts
-    if parts[len(parts) - len(place.parts) :] != place.parts:
-        yield f"config.json: it was written as {Path(*parts)}, but the plan has {place} there"
+def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield in what turns contradict the sides' settings, or the rule by which one is left out:
+    honest mistakes, for whether they are what was measured is the chain's to say."""
+    if len(set(block.steps.values())) > 1:
+        yield f"its sides make {block.steps} steps a turn, and not the same number"
+    for turn in block.of("disturbed"):
+        if turn.other_load <= block.quiet_cores:
+            yield f"a turn of {turn.side} was left out, and nobody had disturbed it"
+    for side in sides:
+        name, cores = side.configuration, side.environment.cores
+        if block.quiet_cores > quiet_load(cores):
+            yield f"quiet_cores is {block.quiet_cores:g}, which is much for {cores} cores"
+        expected = block.steps.get(name, 0) * images_per_step(side)
+        for turn in block.turns:
+            counts = turn.side == name and turn.purpose != "trial"
+            if counts and expected and not math.isclose(turn.images, expected):
+                yield f"a turn of {name} has {turn.images:g} images, and its steps {expected}"
+
+
+def images_per_step(side: RunRecord) -> int:
+    """Return the images of a side's step, of all its workers."""
+    config = side.config
+    passes = config.batches_per_allreduce * side.environment.world_size
+    return (config.batch_size or 0) * passes

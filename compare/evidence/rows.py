@@ -1,19 +1,19 @@
-"""The rows of the report's tables: a line for each cell that was measured."""
+"""The rows of the report's tables: a line for each cell that was measured; and published speeds."""
 
+import csv
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio, mean_interval
 from compare.evidence.records import CellKey, Comparison, RunRecord
-from compare.evidence.turns import tail, throughput, work_per_cpu_second
+from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
+from recipe.errors import UserError, refuse
 from recipe.record.schema import Energy, Input
-
-EPOCHS, IMAGES = 90, 1_281_167  # of ImageNet (Russakovsky et al., IJCV 115, 2015, table 2)
-IMAGENET_CROPS, IMAGENET_CLASSES = range(160, 321), 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,10 @@ class SpeedRow(CellRow):
     images_per_second: float  # over all blocks: images over seconds, of turns or whole runs
     lowest: float
     highest: float
-    slow_turns: float | None  # see `tail`; None of whole runs
     scaling: Estimate | None  # images/s a worker over that at the fewest workers, block by block
     cpu_ms_per_image: float
     blocks: int
     planned_blocks: int | None  # None: as many as it takes
-    hours_of_90_epochs: float | None  # at this speed, on ImageNet; None of other images
-    cost_of_90_epochs: float | None  # None without a price
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class TrainingRow(Energy, Input, CellRow):
     top1: float | None
     top5: float | None
     loss: float | None
-    weights: str  # are the final weights those of the other configurations?
+    weights: str  # are the final weights those of the first configuration in the block?
     runs: int
     planned_runs: int
     peak_memory: Estimate  # bytes of the largest rank
@@ -63,8 +60,6 @@ class TrainingRow(Energy, Input, CellRow):
     network_bytes_per_step: float | None
     bubble_share: float | None  # of a pipeline
     staleness: float | None  # of a parameter server, in updates
-    # Bit-equal to those of the plan's first configuration in each block? None: a block lacks that.
-    has_firsts_weights: bool | None
 
 
 def place(cell: CellKey) -> dict[str, Any]:
@@ -72,18 +67,12 @@ def place(cell: CellKey) -> dict[str, Any]:
     return dict(zip(("case", "workers", "configuration"), cell, strict=True))
 
 
-def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> list[SpeedRow]:
-    """Return the speed of each cell; a price is that of all workers together."""
+def speed_rows(comparison: Comparison) -> list[SpeedRow]:
+    """Return the speed of each cell."""
     found = {
         cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
         for cell in comparison.cells
     }
-    # Only of images of ImageNet's size and number of classes does a speed say what 90 epochs take.
-    is_imagenet = bool(comparison.complete) and all(
-        run.summary.fingerprint.get("num_classes") == IMAGENET_CLASSES
-        and run.config.flags.get("train_crop_size") in IMAGENET_CROPS
-        for run in comparison.complete
-    )
     fewest, rows = min(comparison.plan.workers), []
     for cell, rates in found.items():
         if not rates:
@@ -97,7 +86,6 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
             [base[block] / fewest for block in common],
             confidence=comparison.confidence,
         ) if common else None  # fmt: skip
-        hours = EPOCHS * IMAGES / speed / 3600 if is_imagenet else None
         planned = sum(run.cell == cell for run in comparison.runs)
         rows.append(
             SpeedRow(
@@ -105,15 +93,12 @@ def speed_rows(comparison: Comparison, price_per_hour: float | None = None) -> l
                 images_per_second=speed,
                 lowest=min(rates.values()),
                 highest=max(rates.values()),
-                slow_turns=tail(blocks, name) if comparison.is_by_turns else None,
                 scaling=scaling,
                 cpu_ms_per_image=fmean(
                     1000 / one.rate(name, work_per_cpu_second) for one in blocks
                 ),
                 blocks=len(blocks),
                 planned_blocks=comparison.plan.blocks if comparison.is_by_turns else planned,
-                hours_of_90_epochs=hours,
-                cost_of_90_epochs=hours and price_per_hour and price_per_hour * hours,
             )
         )
     return rows
@@ -131,12 +116,12 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
             continue
         measured = [figures_of(run) for run in runs]
         groups = [digests[run.block, run.case, run.workers] for run in runs]
-        equal = [len(set(group.values())) == 1 for group in groups if len(group) > 1]
-        weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
+        own = [run.summary.weights_sha256 for run in runs]
         firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
+        equal = [one == first for one, first in zip(own, firsts, strict=True) if first]
+        weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
-        own = [run.summary.weights_sha256 for run in runs]
         ablated = [
             turn.straggler_ratio
             for block in comparison.blocks_of(cell)
@@ -152,7 +137,6 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
                 planned_runs=sum(run.cell == cell for run in comparison.runs),
                 peak_memory=estimate_logs(memory, comparison.confidence),
                 straggler_ratio=median_or_none(ablated),
-                has_firsts_weights=None if None in firsts else firsts == own,
             )
         )
     return rows
@@ -184,22 +168,10 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 
 # ------------------------------------------------------------------------------------- the phases
 
-# A step's phases: the names of their seconds, and the words for them.
-PHASES = {
-    "data_seconds": "data",
-    "forward_seconds": "forward",
-    "backward_seconds": "backward",
-    "exposed_communication_seconds": "exposed communication",
-    "optimizer_seconds": "optimizer",
-    "other_seconds": "other",
-}
-# What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
-ALONE = {"exposed_communication_seconds": "the engine's own work"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRow(CellRow):
-    """Where the time of a cell's step goes: seconds by the names of PHASES and `step_seconds`,
+    """Where the time of a cell's step goes: seconds by the names of the phases, and `step_seconds`,
     means over blocks. By turns they are means over ranks, of the very turns that the verdicts are
     from; of whole runs those of rank 0. Of the difference of two cells each has its interval: the
     first's seconds less the second's, paired by block, so that the phases add up to the step."""
@@ -207,11 +179,6 @@ class PhaseRow(CellRow):
     seconds: dict[str, Any]
     images_per_step: float
     sent_bytes: float | None = None  # by each worker in a step, if its all-reduce is a ring
-
-    @property
-    def words(self) -> dict[str, str]:
-        """The words for each phase by its name."""
-        return PHASES | ALONE if self.workers == 1 else PHASES
 
     @property
     def exposed_bandwidth(self) -> float | None:
@@ -302,3 +269,43 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
             for one in (own, other)
         )
     return {name: own[name] - other[name] for name in own if name in other}
+
+
+# ------------------------------------------------------------------------------- published speeds
+
+COLUMNS = ("name", "workers", "images_per_second", "source")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Images per second of all workers that somebody published, by the number of workers."""
+
+    name: str
+    source: str
+    images_per_second: dict[int, float]
+
+
+def load_references(path: Path) -> list[Reference]:
+    """Read a CSV file with the columns COLUMNS; lines of the same name belong together. UserError
+    if it is not such a file."""
+    found: dict[str, Reference] = {}
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            lines = csv.DictReader(stream)
+            if set(lines.fieldnames or ()) != set(COLUMNS):
+                raise ValueError(f"the first line must name the columns {','.join(COLUMNS)}")
+            for line in lines:
+                name, source = line["name"], line["source"]
+                workers, speed = int(line["workers"]), float(line["images_per_second"])
+                if not (name and source and workers > 0 and 0 < speed < math.inf):
+                    raise ValueError("a name, a source and positive numbers are needed")
+                speeds = found.setdefault(name, Reference(name, source, {})).images_per_second
+                if workers in speeds:
+                    raise ValueError(f"{name!r} has a speed of {workers} workers already")
+                speeds[workers] = speed
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, csv.Error) as error:
+        raise UserError(f"{path}, line {lines.line_num}: {error}") from None
+    refuse((not found, f"{path}: holds no line with a speed"))
+    return list(found.values())

@@ -67,7 +67,6 @@ from compare.evidence.paired import (
 from compare.evidence.records import Comparison
 from compare.evidence.turns import Block, estimate, turn_error
 from compare.plan.plan import Plan, percentage
-from compare.plan.record import FORMAT
 
 MIN_DEGREES_TO_STOP = 9  # of freedom, of each interval that is to end a measurement: ten blocks
 # An error by blocks over that by their turns: what launches add, in the records under results/.
@@ -210,7 +209,7 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
 
 def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
     """Say of which cases and numbers of workers the plan would measure more, and how far they are,
-    or what is damaged; none where an earlier version measured until its own rule ended it."""
+    or what is damaged."""
     plan = comparison.plan
     if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
         return damaged
@@ -227,5 +226,4 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
             if group.blocks < plan.blocks
         }
     so_far = f"{sum(one.seconds for one in groups) / 60:.1f} of {plan.minutes:g} minutes are used"
-    is_over = plan.format < FORMAT or reason_to_end(plan, groups)
-    return {} if is_over else dict.fromkeys(plan.groups(), so_far)
+    return {} if reason_to_end(plan, groups) else dict.fromkeys(plan.groups(), so_far)

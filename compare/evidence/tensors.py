@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from compare.evidence import packed
-from compare.evidence.run_folder import read_metrics, read_object, read_record
+from compare.evidence.reading import read_metrics, read_object, read_record
 from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError
 from recipe.record.schema import StepLine, Summary

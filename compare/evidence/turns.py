@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs, hodges_lehmann
+from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs
 from recipe.record.schema import Amount, Count, Positive, Text, Whole
 
 QUIET_CORES = 0.15  # that others may keep busy, on a small machine
@@ -59,10 +59,9 @@ class Block:
     disturbed_seconds: Amount = 0.0  # of turns that others disturbed, and of waiting for quiet
     seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
     quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts
-    rounds: Whole = 0  # that were asked for; 0: not written down, and so are the following
+    rounds: Whole = 0  # that were asked for
     commands: tuple[Text, ...] = ()  # of the sides, in their order
     sources: Text = ""  # digest of the trainers'
-    comparison: Whole | None = None  # of which it is a block: the seed of its order
     # Of sides, digest after the last round; of a user's own scripts after their first steps.
     weights: dict[str, Text] = field(default_factory=dict)
     unit: Text = "images"  # what `images` of turns are: what a user's own scripts count
@@ -128,15 +127,6 @@ class Block:
         the ratio a / b."""
         return math.fsum(power * math.log(self.rate(side, value)) for side, power in powers.items())
 
-    def typical_log_contrast(self, powers: Mapping[str, int]) -> float:
-        """The same of the typical round: the Hodges-Lehmann estimate over the rounds that count,
-        which turns that were slow now and then do not move."""
-        rounds = [
-            [power * math.log(turn.images_per_second) for turn in self.counted(side)]
-            for side, power in powers.items()
-        ]
-        return hodges_lehmann([math.fsum(of_round) for of_round in zip(*rounds, strict=True)])
-
 
 def quiet_load(cores: int) -> float:
     """Return the load by others, in cores, up to which a machine is quiet: a large one always does
@@ -182,20 +172,3 @@ def turn_error(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
     return math.hypot(
         *(np.std(one) / math.sqrt(max(1, np.size(one) - 1)) for one in scatter)
     ) / len(scatter)
-
-
-def typical_ratio(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
-    """The product of the sides' throughputs in the typical round, each to its power, over blocks
-    that have them all."""
-    return math.exp(fmean(block.typical_log_contrast(powers) for block in blocks))
-
-
-def tail(blocks: Sequence[Block], side: str) -> float:
-    """How long one side's slow turns take: the 95th percentile over the median of the seconds of
-    an image, each turn relative to its block."""
-    slowness = [
-        block.rate(side, throughput) / turn.images_per_second
-        for block in blocks
-        for turn in block.counted(side)
-    ]
-    return float(np.quantile(slowness, 0.95) / np.median(slowness))

@@ -9,7 +9,7 @@ from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.stopping import minutes_to_show, unfinished
-from compare.evidence.turns import estimate, tail, throughput, typical_ratio, work_per_cpu_second
+from compare.evidence.turns import estimate, throughput, work_per_cpu_second
 from compare.evidence.words import (
     bound_text,
     count,
@@ -49,21 +49,11 @@ WITH_DELAY = {
     "delay and not 1; by chance alone it does not in one null test of twenty, and oftener where it "
     "is wide: run it again, or longer",
 }
-DEPENDS = "{leads}: {first} {times} {second}, {figures}"
-OF_RATIOS = {
-    "faster": DEPENDS,
-    "slower": DEPENDS,
-    "equal": "{leads}: that is the same within {bound}, {ratio}, {figures}",
-    "undecided": "{leads}: whether these two differ is not decided, they differ by at most {bound} "
-    "({ratio}, {figures}){more}",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of two configurations in one case at one number of workers; or, where
-    `is_interaction`, of how far the ratio of two depends on the transport: then `first` and
-    `second` are each such a ratio."""
+    """What is said of two configurations in one case at one number of workers."""
 
     case: str
     workers: int
@@ -74,9 +64,7 @@ class Verdict:
     differences: tuple[Fact, ...]  # that forbid a verdict
     margin: float  # within which "equal" is said
     is_null_test: bool = False  # both are the same: a difference would be the machine's
-    is_interaction: bool = False
     delay: float | None = None  # of a null test's control: the second waits this share longer
-    leads: str = ""  # of an interaction: how much faster one engine is over each transport
     speed: Estimate | None = None  # first / second, images a second
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
@@ -84,8 +72,6 @@ class Verdict:
     loss_gap: str = ""  # where the training losses are farthest apart, of unequal weights
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
-    typical: float | None = None  # first / second, images a second in the typical round of turns
-    tails: tuple[float, ...] = ()  # of each: its slow turns' time over the usual one's, see `tail`
     family: int = 1  # verdicts of the report that Holm's correction is over
     block_seconds: float | None = None  # that a block of turns usually takes; None: not known
 
@@ -113,21 +99,17 @@ class Verdict:
             return f"no verdict: no block was completed by both {both}"
         blocks, number = count(speed.blocks, "block"), ratio_text(speed)
         times, ratio = f"trained {number} times as fast as", f"speed ratio {number}"
-        if self.is_interaction:
-            times, ratio = f"is {number} times", f"ratio of ratios {number}"
         if speed.low is None:
             return (
                 f"{self.first_label} {times} {self.second_label} in {blocks}: too few for an "
                 f"interval, which needs {MIN_BLOCKS}, so nothing is decided"
             )
         sentences = WITH_ITSELF if self.is_null_test else BETWEEN_TWO
-        sentences = OF_RATIOS if self.is_interaction else sentences
         sentences = WITH_DELAY if self.delay is not None else sentences
         sentence = sentences[self.decision] if self.is_finished else UNFINISHED
         return sentence.format(
             first=self.first_label,
             second=self.second_label,
-            leads=self.leads,
             times=times,
             ratio=ratio,
             number=number,
@@ -158,22 +140,7 @@ class Verdict:
     def support(self) -> list[str]:
         """Say what supports a verdict: whether both did the same training, and their CPU time (a
         finding of its own: who takes longer often computes longer)."""
-        lines, speed, typical = [], self.speed, self.typical
-        if (
-            speed
-            and speed.low
-            and speed.high
-            and typical
-            and not speed.low <= typical <= speed.high
-        ):
-            slow = " and ".join(f"{tail:.2f}" for tail in self.tails)
-            lines.append(
-                f"Warning: in the typical turn the ratio is {typical:.3f}, outside of this "
-                f"interval, since one slows down now and then: slow turns (95th percentile) take "
-                f"{slow} times as long as usual ones."
-            )
-        if self.equal_work:
-            lines.append(self.equal_work)
+        lines = [self.equal_work] if self.equal_work else []
         if self.equal_weights:
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
             only = "" if all(self.equal_weights) else "only "
@@ -190,17 +157,15 @@ class Verdict:
 def judge(
     comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
 ) -> list[Verdict]:
-    """Return a verdict for each case, number of workers, and pair of configurations; where the
-    configurations make a square, one on the interaction as well. `facts` are those of
-    `compare_facts`, for whoever has them already."""
+    """Return a verdict for each case, number of workers, and pair of configurations. `facts` are
+    those of `compare_facts`, for whoever has them already."""
     verdicts, missing = list[Verdict](), unfinished(comparison)
     for place in comparison.plan.groups():
         found = (facts or {}).get(place) or compare_facts(comparison, *place)
         differing = [fact for fact in found if not fact.is_same]
-        pairs = [
+        verdicts += [
             judge_pair(comparison, *place, pair, differing) for pair in comparison.plan.pairs()
         ]
-        verdicts += [*pairs, *judge_interaction(comparison, *place, pairs)]
     # Whoever may stop where it suits finds differences that are none.
     return decided(
         [replace(one, is_finished=(one.case, one.workers) not in missing) for one in verdicts]
@@ -267,6 +232,7 @@ def judge_pair(
     whole, turns = {a.block for a, _ in both}, {side.block for side in comparison.sides}
     between = [fact.between(pair, turns if fact.is_of_sides else whole) for fact in facts]
     equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both)
+    differences = {fact.field: fact for fact in between if fact.is_confounder}
     verdict = Verdict(
         case=case,
         workers=workers,
@@ -274,7 +240,7 @@ def judge_pair(
         second=second,
         first_label=label_of(comparison, first),
         second_label=label_of(comparison, second),
-        differences=confounders(between),
+        differences=tuple(differences.values()),
         margin=comparison.plan.margin,
         is_null_test=comparison.plan.null,
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
@@ -282,71 +248,35 @@ def judge_pair(
         equal_work=equal_work_text(comparison, pair, between) if comparison.plan.side else "",
         loss_gap=loss_gap_text(both),
     )
-    return with_speed(verdict, comparison, {first: 1, second: -1})
-
-
-def confounders(facts: Iterable[Fact]) -> tuple[Fact, ...]:
-    """Return those that forbid a verdict, each once."""
-    return tuple({fact.field: fact for fact in facts if fact.is_confounder}.values())
-
-
-def with_speed(verdict: Verdict, comparison: Comparison, powers: Mapping[str, int]) -> Verdict:
-    """Return the verdict with the product of the configurations' speeds, each to its power, over
-    the blocks that hold them all; as it is where differences forbid it."""
-    blocks = comparison.blocks(verdict.case, verdict.workers)
-    whole = [block for block in blocks if powers.keys() <= {*block.order}]
-    if verdict.differences or not whole:
+    blocks = [one for one in comparison.blocks(case, workers) if {*pair} <= {*one.order}]
+    if differences or not blocks:
         return verdict
     speed, work = (
-        estimate(blocks, powers, value, comparison.confidence)
+        estimate(blocks, {first: 1, second: -1}, value, comparison.confidence)
         for value in (throughput, work_per_cpu_second)
     )
-    seconds = [block.measuring_seconds for block in whole if block.seconds > 0]
+    seconds = [block.measuring_seconds for block in blocks if block.seconds > 0]
     usual = median(seconds) if seconds else None
-    verdict = replace(verdict, speed=speed, cpu=work.inverse(), block_seconds=usual)
-    if not comparison.is_by_turns or verdict.is_interaction:
-        return verdict
-    tails = tuple(tail(whole, side) for side in powers)
-    return replace(verdict, typical=typical_ratio(whole, powers), tails=tails)
+    return replace(verdict, speed=speed, cpu=work.inverse(), block_seconds=usual)
 
 
-def judge_interaction(
-    comparison: Comparison, case: str, workers: int, pairs: Sequence[Verdict]
-) -> list[Verdict]:
-    """Return the verdict on the interaction of engine and transport: nothing without a square whose
-    corners the judged pairs connect, since only of these it is known that nothing else differs."""
-    corners = comparison.square
-    sides = [pair for pair in pairs if {pair.first, pair.second} <= {*corners.values()}]
-    edges = {frozenset((pair.first, pair.second)) for pair in sides}
+def interaction(
+    comparison: Comparison, case: str, workers: int, verdicts: Iterable[Verdict]
+) -> Estimate | None:
+    """Return how far engine and transport depend on each other: the engines' ratio over one
+    transport by that over the other. None without a square whose corners the judged pairs connect,
+    or where more differs: only of these it is known that nothing else does."""
+    corners = [*comparison.square.values()]
+    edges = {
+        frozenset((one.first, one.second))
+        for one in verdicts
+        if {one.first, one.second} <= {*corners} and one.speed is not None
+    }
     if len(edges) < 3 or len(frozenset().union(*edges)) < 4:  # three that reach all connect all
-        return []
-    a, b, c, d = corners.values()
-    (_, transport), *_, (_, other_transport) = corners
-    verdict = Verdict(
-        case=case,
-        workers=workers,
-        first=f"{a}/{b}",
-        second=f"{c}/{d}",
-        first_label=f"the ratio DDP / Horovod over {transport}",
-        second_label=f"that over {other_transport}",
-        differences=confounders(fact for pair in sides for fact in pair.differences),
-        margin=comparison.plan.margin,
-        is_interaction=True,
-    )
-    verdict = with_speed(verdict, comparison, {a: 1, b: -1, c: -1, d: 1})
-    if verdict.speed is not None:
-        blocks = comparison.blocks(case, workers)
-        ratios = (  # a power of 0: of the same blocks
-            estimate(blocks, {a: 0, b: 0, c: 0, d: 0} | powers).ratio
-            for powers in ({a: 1, b: -1}, {c: 1, d: -1})
-        )
-        over, over_other = (
-            f"{percent_text(abs(ratio - 1))} {'slower' if ratio < 1 else 'faster'}"
-            for ratio in ratios
-        )
-        leads = f"DDP is {over_other} than Horovod over {other_transport} and {over} over "
-        verdict = replace(verdict, leads=leads + transport)
-    return [replace(verdict, cpu=None)]  # which nobody asks of a ratio of ratios
+        return None
+    powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
+    blocks = [one for one in comparison.blocks(case, workers) if {*corners} <= {*one.order}]
+    return estimate(blocks, powers, confidence=comparison.confidence) if blocks else None
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
@@ -361,7 +291,7 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
             "%, and so is “equal” said of what is not. Each interval is for its own ratio alone: "
             "it may leave out 1, or lie within the margin, where nothing is decided."
         )
-    if times := len(comparison.plan.extensions):
+    if times := len(comparison.plan.ends) - 1:
         parts.append(
             f"This comparison was extended {count(times, 'time')}, after its report could be read: "
             f"its intervals are of {100 * comparison.confidence:.4g} % each. Each look may err "

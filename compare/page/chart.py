@@ -156,7 +156,7 @@ def bar(
 
 
 @dataclass(frozen=True)
-class Row:
+class PlotRow:
     """A row of a plot: its place on the y axis, and what is written above it."""
 
     y: float
@@ -174,7 +174,7 @@ class Plot:
     x: Scale
     y: Scale
     layers: Sequence[Layer]
-    rows: Sequence[Row] = ()
+    rows: Sequence[PlotRow] = ()
     height: float = 190  # of the plotting area
 
     @cached_property

@@ -10,12 +10,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from compare.evidence.equality import Fact, difference_text
-from compare.evidence.notices import ASIDE
 from compare.evidence.records import Comparison
 from compare.evidence.words import count, place_text, short
 from compare.page import plots
 from compare.page.chart import css_variables
-from compare.page.report import ENVIRONMENT, Report, SideBySide, values_text
+from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide, values_text
 from compare.page.tables import all_tables, side_by_side_tables, square_tables
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.evidence.records import RunRecord
-from compare.evidence.rows import ALONE, PHASES, PhaseRow
+from compare.evidence.rows import PhaseRow
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -17,29 +17,23 @@ from compare.page.chart import (
     ROW_HEIGHT,
     Layer,
     Plot,
+    PlotRow,
     Points,
-    Row,
     Scale,
     bar,
     linear,
     logarithmic,
 )
-from compare.page.report import Report
+from compare.page.findings import Report
+from compare.page.tables import PHASES
 
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
+# What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
+ALONE = "the engine's own work"
 MAX_RINGS = 60  # of a verdict: of a thousand blocks none is made out among the others
 BLOCKS_IN_DETAIL = 8  # whose curves are drawn: of hundreds nobody sees more
 MAX_POINTS = 900  # of all lines of a plot: 450,000 steps must not make a page of 50 MB
 T = TypeVar("T")
-# Colour and opacity of each phase: greys for computing, colours of their own for waiting.
-PHASE_STYLES = {
-    "data_seconds": ("var(--waiting)", 0.9),
-    "forward_seconds": (MUTED, 0.35),
-    "backward_seconds": (MUTED, 0.65),
-    "exposed_communication_seconds": ("var(--communication)", 0.95),
-    "optimizer_seconds": (INK, 0.85),
-    "other_seconds": (INK, 0.5),
-}
 
 
 def draw_plots(report: Report) -> list[Plot]:
@@ -94,12 +88,12 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
     """Show each verdict's interval around equal speed, against the margin within which the plan
     calls two equal; None if no ratio was measured."""
     layers: list[Layer] = []
-    rows: list[Row] = []
+    rows: list[PlotRow] = []
     for verdict in (verdict for verdict in verdicts if verdict.speed is not None):
-        what = "interaction" if verdict.is_interaction else f"{verdict.first} / {verdict.second}"
+        what = f"{verdict.first} / {verdict.second}"
         name = place_text(", ".join(filter(None, (verdict.case, what))), verdict.workers)
         layers += verdict_layers(len(rows), name, verdict)
-        rows.append(Row(len(rows), name))
+        rows.append(PlotRow(len(rows), name))
     if not rows:
         return None
     most = max(0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0]))
@@ -221,7 +215,7 @@ def plot_phases(report: Report, case: str) -> Plot | None:
         return None
     milliseconds = [1000 * row.seconds["step_seconds"] for row in shown]
     rows = [
-        Row(y, place_text(row.configuration, row.workers), f"{ms:.3g} ms")
+        PlotRow(y, place_text(row.configuration, row.workers), f"{ms:.3g} ms")
         for y, (row, ms) in enumerate(zip(shown, milliseconds, strict=True))
     ]
     return Plot(
@@ -230,7 +224,7 @@ def plot_phases(report: Report, case: str) -> Plot | None:
         "Means over the steps. Exposed communication: how much longer a step takes "
         "because of the gradient exchange; what overlaps with the backward pass does not count, "
         "and where it was not measured separately, it is part of backward. With one worker there "
-        f"is no exchange: in its place stands {ALONE['exposed_communication_seconds']}.",
+        f"is no exchange: in its place stands {ALONE}.",
         linear(milliseconds, "milliseconds per step", zero=True),
         Scale(len(rows) - 0.5, -0.5),
         [layer for y, row in enumerate(shown) for layer in phase_layers(y, row)],
@@ -243,13 +237,14 @@ def phase_layers(y: int, row: PhaseRow) -> list[Layer]:
     """Return a row of bars, one behind the other."""
     name, step = place_text(row.configuration, row.workers), 1000 * row.seconds["step_seconds"]
     end, layers = 0.0, []
-    for field, words in row.words.items():
+    for field, (words, colour, opacity) in PHASES.items():
+        is_alone = row.workers == 1 and field == "exposed_communication_seconds"
         ms = 1000 * row.seconds.get(field, 0.0)
         if ms > 0:  # noise may bring the difference of two means below 0; a bar cannot be there
-            told = f"{name}: {words} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"
-            colour, opacity = PHASE_STYLES[field]
+            shown = ALONE if is_alone else words
+            told = f"{name}: {shown} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"
             start, end = end, end + ms
-            layers.append(bar(start, end, y + 0.14, colour, 13, opacity, told, PHASES[field]))
+            layers.append(bar(start, end, y + 0.14, colour, 13, opacity, told, words))
     return layers
 
 

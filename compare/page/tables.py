@@ -12,10 +12,10 @@ import tabulate
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import ENGINES
-from compare.evidence.rows import IMAGES, PHASES, PhaseRow
+from compare.evidence.rows import PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
-from compare.page.chart import COLOURS
-from compare.page.report import COMPARED, UNPAIRED, Report, SideBySide
+from compare.page.chart import COLOURS, INK, MUTED
+from compare.page.findings import Report, SideBySide
 
 POOLED = (
     "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
@@ -24,8 +24,11 @@ POOLED = (
     "quantile is 12.7 for two, 4.3 for three, 2.8 for five). Verdicts of unfinished measurements "
     "are left out."
 )
+APART = (
+    "These were not measured in the same blocks: a change of the machine between them would be in "
+    "a ratio of two, so there is none."
+)
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
-EQUAL = {True: "equal", False: "other", None: "–"}
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,9 @@ SPEED = (
     Column("scaling, %", lambda row: row.scaling, "{:.0f}", scale=100, is_optional=True,
            note="Scaling: images/s per worker, as a percentage of that with the fewest workers in "
            "the block of the same number, with its interval."),
-    Column("slow turns", lambda row: row.slow_turns, "{:.2f}", is_optional=True,
-           note="Slow turns: the 95th percentile of a turn's time over its median."),
     Column("CPU ms per image", lambda row: row.cpu_ms_per_image,
            note="CPU time: of all workers."),
     Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
-    Column("90 epochs, hours", lambda row: row.hours_of_90_epochs, is_optional=True,
-           note=f"90 epochs: of ImageNet's {IMAGES:,} images at this speed, of this model and "
-           "input, without evaluation."),
-    Column("90 epochs, cost", lambda row: row.cost_of_90_epochs, "{:,.2f}", is_optional=True),
 )  # fmt: skip
 TRAININGS = (
     Column("start and end, s", lambda row: row.startup_seconds, "{:,.1f}",
@@ -132,8 +129,8 @@ TRAININGS = (
     Column("top-5, %", lambda row: row.top5, "{:.2f}"),
     Column("loss", lambda row: row.loss, "{:.4g}"),
     Column("weights", lambda row: row.weights, is_number=False,
-           note="Weights: whether the final weights are bit-equal to those of the block's other "
-           "configurations."),
+           note="Weights: whether the final weights are bit-equal to those of the first "
+           "configuration in the same block."),
     Column("runs", lambda row: counted(row.runs, row.planned_runs)),
 )  # fmt: skip
 RESOURCES = (
@@ -158,8 +155,6 @@ LADDER = (
            note="Bubble: the share of the steps in which a pipeline's mean stage has no work."),
     Column("staleness, updates", lambda row: row.staleness, "{:.2f}", is_optional=True,
            note="Staleness: updates since the weights that a gradient is of, in the mean."),
-    Column("weights", lambda row: EQUAL[row.has_firsts_weights], is_number=False,
-           note="Weights: are they bit-equal to those of the first configuration?"),
 )  # fmt: skip
 INPUT = (
     Column("images/s", lambda row: row.images_per_second, is_optional=True,
@@ -171,10 +166,23 @@ INPUT = (
 )  # fmt: skip
 
 
+# A step's phases: the names of their seconds, the words for them, and how the page draws them:
+# greys for computing, colours of their own for waiting.
+PHASES = {
+    "data_seconds": ("data", "var(--waiting)", 0.9),
+    "forward_seconds": ("forward", MUTED, 0.35),
+    "backward_seconds": ("backward", MUTED, 0.65),
+    "exposed_communication_seconds": ("exposed communication", "var(--communication)", 0.95),
+    "optimizer_seconds": ("optimizer", INK, 0.85),
+    "other_seconds": ("other", INK, 0.5),
+}
+
+
 def phase_columns() -> list[Column]:
     """Return a column for each phase, in short words: on a terminal the table is to fit into 100
     columns."""
-    fields = {field: words.split()[0] for field, words in PHASES.items()} | {"step_seconds": "step"}
+    fields = {field: words.split()[0] for field, (words, *_) in PHASES.items()}
+    fields["step_seconds"] = "step"
     return [
         Column(name, partial(seconds_of, field), scale=1000, is_optional=True)
         for field, name in fields.items()
@@ -298,7 +306,6 @@ def square_table(report: Report, case: str, workers: int) -> Table:
     }
     ratios = {(v.first, v.second): v.speed for v in here}
     ratios |= {(v.second, v.first): v.speed.inverse() for v in here if v.speed}
-    interaction = next((v.speed for v in here if v.is_interaction), None)
     one, other = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
 
@@ -314,7 +321,13 @@ def square_table(report: Report, case: str, workers: int) -> Table:
         lines.append((name, rates.get(over_base), rates.get(over_new), effect))
     named = TableCell(f"{ENGINES[one]} / {ENGINES[other]}", series=-1)
     pairs = [(corners[one, over], corners[other, over]) for over in (base, new)]
-    lines.append((named, *(ratio(ratios.get(pair)) for pair in pairs), ratio(interaction)))
+    lines.append(
+        (
+            named,
+            *(ratio(ratios.get(pair)) for pair in pairs),
+            ratio(report.interactions.get((case, workers))),
+        )
+    )
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
         f"Engine and transport, {place_text(case, workers)}",
@@ -329,26 +342,19 @@ def square_table(report: Report, case: str, workers: int) -> Table:
 
 
 def side_by_side_tables(both: SideBySide) -> list[Table]:
-    """Return the table of the speeds, that of what is pooled over occasions, and that of what
-    differs, the latter two if there is anything."""
-    columns = [Column("case", itemgetter("case"), is_number=False)]
-    columns *= any(line["case"] for line in both.lines)
-    columns.append(Column("configuration", itemgetter("configuration"), is_number=False))
-    columns.append(Column("workers", itemgetter("workers"), "{}"))
-    first, *others = both.letters
-    for name, (field, ratios) in COMPARED.items():
-        columns += [
-            value_column(f"{name} {x}", itemgetter(field), i) for i, x in enumerate(both.letters)
-        ]
-        heads = [f"{x} / {first} unpaired" for x in others]
-        columns += [value_column(x, itemgetter(ratios), i, "{:.3f}") for i, x in enumerate(heads)]
+    """Return the table of each one's speeds, that of what is pooled over occasions, and that of
+    what differs, the latter two if there is anything."""
+    speeds = [
+        cell_table(report, f"Speed of {letter}, {name}", SPEED, report.speed, APART)
+        for letter, name, report in zip(both.letters, both.names, both.reports, strict=True)
+    ]
     texts = [
         Column(head, itemgetter(i), is_number=False)
         for i, head in enumerate(["differs", *both.letters])
     ]
     lines = [(name, *values) for name, values in both.differences.items()]
     found = [
-        Table("Results", f"Medians over blocks. {UNPAIRED}", columns, both.lines),
+        *filter(None, speeds),
         Table("Over occasions", POOLED, occasion_columns(both), both.occasions),
         Table("What differs", "", texts, lines),
     ]
@@ -365,12 +371,13 @@ def occasion_columns(both: SideBySide) -> list[Column]:
         *[Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100)]
         * any(row.spread is not None for row in both.occasions),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
-        *(value_column(x, attrgetter("found"), i, ratio) for i, x in enumerate(both.letters)),
+        *(value_column(letter, i) for i, letter in enumerate(both.letters)),
     ]
 
 
-def value_column(name: str, values: Callable[[Any], Any], at: int, pattern: str = "") -> Column:
-    return Column(name, lambda line: values(line)[at], pattern)
+def value_column(letter: str, at: int) -> Column:
+    """Return the column of what one comparison found."""
+    return Column(letter, lambda row: row.found[at], "{:.3f}")
 
 
 # ---------------------------------------------------------------------------------------- as text

@@ -13,8 +13,9 @@ import msgspec
 from compare.evidence.equality import difference_text
 from compare.evidence.records import Comparison
 from compare.evidence.words import shortest_unique_names
-from compare.page.report import UNPAIRED, Report, SideBySide
+from compare.page.findings import Report, SideBySide
 from compare.page.tables import (
+    APART,
     POOLED,
     Table,
     all_tables,
@@ -37,7 +38,7 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
     if len(reports) > 1:
         both = SideBySide(reports)
         parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
-        notes = [UNPAIRED, POOLED * bool(both.occasions)]  # which Markdown has below the tables
+        notes = [APART, POOLED * bool(both.occasions)]  # which Markdown has below the tables
         parts += [both.not_pooled, *([] if markdown else notes)]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
             parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
@@ -200,11 +201,9 @@ def as_json(reports: Sequence[Report]) -> str:
         both = SideBySide(reports)
         value = {
             "comparisons": [report_value(report) for report in reports],
-            "side_by_side": both.lines,
             "differences": both.differences,
             "occasions": both.occasions,
             "not_pooled": both.not_pooled,
-            "note": UNPAIRED,
         }
     return json_for_readers(msgspec.to_builtins(value, enc_hook=float)) + "\n"  # plans' fractions
 
@@ -223,6 +222,10 @@ def report_value(report: Report) -> dict[str, Any]:
                 "sentence": verdict.sentence(),
             }
             for verdict in report.verdicts
+        ],
+        "interactions": [
+            {"case": case, "workers": workers, "speed": speed}
+            for (case, workers), speed in report.interactions.items()
         ],
         "speed": report.speed,
         "trainings": report.trainings,

@@ -198,13 +198,14 @@ Status = Literal["completed", "failed", "timed out", "not run", "interrupted", "
 
 @dataclass
 class Outcome:
-    """outcome.json: how run.py saw a run end. A trainer started by hand has none."""
+    """outcome.json: how run.py saw a run end."""
 
     status: Status = "completed"
     exit_code: int | None = None
     other_load: Amount | None = None  # cores that other processes kept busy; None: not measured
     seconds: Amount = 0.0  # from its launcher's start to its end; 0: not measured
     leftover_processes: int = 0  # that the launcher left behind, and that were killed
+    digest: str = ""  # of a complete run's seal: compare/evidence/chain.py
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

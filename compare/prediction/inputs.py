@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from compare.evidence.profiles import BYTES, RecordedGradients
-from compare.evidence.run_folder import read_metrics, read_record
+from compare.evidence.reading import read_metrics, read_record
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 

@@ -6,14 +6,16 @@ same.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from msgspec.structs import replace
 
+from compare.evidence.chain import sealed
 from compare.evidence.paired import MIN_BLOCKS, confidence_after
-from compare.evidence.run_folder import (
-    Measured,
+from compare.evidence.reading import (
+    TimedSummary,
     blocks_of_runs,
     read_block,
     read_object,
@@ -32,7 +34,7 @@ from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
-from compare.plan.record import (
+from compare.plan.plan_json import (
     PlanRecord,
     plan_differences,
     plan_record,
@@ -53,6 +55,7 @@ from compare.running.launch import (
 from compare.running.scheduler import run_block
 from compare.running.sides import NoTurns, script_side, training_side
 from recipe.errors import UserError
+from recipe.files import write_json
 from recipe.record.schema import Summary
 
 REACH_QUESTION = (
@@ -110,12 +113,10 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
             "another --out DIR"
         )
-    end = {name: getattr(plan, name) for name in ("blocks", "until_interval", "minutes")}
-    later = ({"created_utc": record.created_utc, **end},) if old.end != plan.end else ()
+    later = record.ends if old.end != plan.end else ()
     return replace(
-        record, created_utc=old.created_utc, warnings=old.warnings,
-        extensions=(*old.extensions, *later),
-    )  # fmt: skip
+        record, created_utc=old.created_utc, warnings=old.warnings, ends=(*old.ends, *later)
+    )
 
 
 def check_sources(plan: Plan, folder: Path) -> None:
@@ -170,8 +171,8 @@ def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a run is complete: its trainer wrote the summary, and nothing failed after."""
-    return (folder / "summary.json").exists() and read_outcome(folder).status == "completed"
+    """Tell whether a run is complete: it ended well, and was sealed."""
+    return bool(read_outcome(folder).digest)
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
@@ -182,8 +183,8 @@ def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
 def measured(plan: Plan, folder: Path) -> list[Group]:
     """Return what has been measured in this folder, for each case and number of workers."""
     path, read = folder / "plan.json", read_turns if plan.measure == "turns" else read_runs
-    extensions = read_object(path).get("extensions", []) if path.exists() else []
-    confidence = confidence_after(len(extensions))  # of the intervals, as the report has it
+    extensions = len(read_plan(path).ends) - 1 if path.exists() else 0
+    confidence = confidence_after(extensions)  # of the intervals, as the report has it
     return [
         group_of(plan, case, workers, read(plan, folder, case, workers), confidence)
         for case, workers in plan.groups()
@@ -198,7 +199,7 @@ def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]
     """Return the blocks of turns that are there."""
     blocks: list[Block] = []
     while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
-        blocks.append(read_block(path, plan.names))
+        blocks.append(read_block(path))
     return blocks
 
 
@@ -209,7 +210,7 @@ def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
         place = folder / run.folder
         if (run.case, run.workers) == (case, workers) and is_complete(place):
             summary, seconds = (
-                read_record(place / "summary.json", Measured),
+                read_record(place / "summary.json", TimedSummary),
                 read_outcome(place).seconds,
             )
             found.append((run.block, run.configuration.name, summary, seconds))
@@ -229,6 +230,8 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     runs = plan.in_order(number, group.case, group.workers)
     so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
+    path = place.with_name(f"block-{number - 1}") / "block.json"
+    before = read_object(path)["digest"] if path.exists() else ""
     run_block(
         [
             script_side(run) if plan.side else training_side(run, place, plan.no_phases)
@@ -240,8 +243,8 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
         block_label(group, number),
         report=lambda text: print_live([text, *so_far]),
         timeout=plan.timeout,
-        comparison=plan.order_seed,
         sources=sources_sha256(plan),
+        seal=partial(sealed, comparison=folder, folder=place, before=before),
     )
 
 
@@ -306,6 +309,9 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = 
         show_outcome(label, run, folder / run.folder, outcome, left)
         if outcome.status != "completed":
             failed.append(run)
+            continue
+        path = folder / run.folder / "outcome.json"
+        write_json(path, sealed(read_object(path), folder, path.parent))
     return failed
 
 

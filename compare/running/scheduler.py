@@ -39,7 +39,7 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.run_folder import read_block
+from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import ROOT, run_environment, trainers_sha256
@@ -102,16 +102,16 @@ def run_block(
     patience: float = PATIENCE,
     report: Callable[[str], None] = say,
     timeout: float = LIMIT_SECONDS,
-    comparison: int | None = None,
     sources: str | None = None,
+    seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Block:
     """Start the sides in this order, warm them up, let them take turns, and write block.json; or
     return what an interrupted call has left there of the same sides and sources.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
     turns of each side are, on the average. `timeout`: seconds for the start, and for a turn;
-    `comparison`: whose block it is; `sources`: the digest of what it measures, if that is not the
-    trainers.
+    `sources`: the digest of what it measures, if that is not the trainers; `seal` returns what
+    block.json is to hold with the digests that guard it.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
@@ -122,12 +122,11 @@ def run_block(
         "rounds": rounds,
         "commands": [*commands_of(sides).values()],
         "sources": sources or trainers_sha256(),
-        "comparison": comparison,
     }
     is_told = any(side.joins for side in sides)  # who they are, by scripts of a user's own
     if path.exists() and origin.items() <= json.loads(path.read_text()).items():
         report(f"{label}: is there already")
-        return read_block(path, [side.name for side in sides])
+        return read_block(path)
     began = time.monotonic()
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
@@ -145,8 +144,8 @@ def run_block(
             "weights": scheduler.weights(),
             **told,
         }
-    write_json(path, origin | measured | {"seconds": round(time.monotonic() - began, 3)})
-    return read_block(path, [side.name for side in sides])
+    write_json(path, seal(origin | measured | {"seconds": round(time.monotonic() - began, 3)}))
+    return read_block(path)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from compare.plan.environment import path_from_here
 from compare.plan.options import SCRIPT, TUNING_ROUNDS
 from compare.plan.plan import OwnConfiguration, Plan, Run, Words
 from compare.plan.plan_file import flag_words
-from compare.plan.record import write_plan
+from compare.plan.plan_json import write_plan
 from compare.running import checks
 from compare.running.comparison import checked_record, measure, measured, resumed
 from compare.running.launch import print_line, utc_now

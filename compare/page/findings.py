@@ -4,23 +4,23 @@ it down."""
 import datetime
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
+from compare.evidence import packed
 from compare.evidence.equality import compare_facts
-from compare.evidence.notices import notices
-from compare.evidence.occasions import over_occasions
-from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT
-from compare.evidence.records import CellKey, Comparison, RunRecord
-from compare.evidence.references import Reference
+from compare.evidence.occasions import Key, over_occasions
+from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
+from compare.evidence.records import ENGINES, Comparison, RunRecord
 from compare.evidence.rows import (
+    Reference,
     phase_differences,
     phase_rows,
-    place,
     speed_rows,
     training_rows,
 )
-from compare.evidence.run_folder import recorded
-from compare.evidence.verdicts import DIFFERENT, correction_text, judge
+from compare.evidence.stopping import group_of, unfinished
+from compare.evidence.verdicts import DIFFERENT, correction_text, interaction, judge
 from compare.evidence.words import (
     count,
     percent_text,
@@ -30,24 +30,18 @@ from compare.evidence.words import (
     without_paths,
 )
 from compare.plan.plan_file import plan_words
+from recipe.record.schema import Environment
 from recipe.settings.flags import Config
 
 # What environment.json says of machine and software, the seed's and the clock's aside.
-ENVIRONMENT = (
-    "hosts", "device", "device_name", "cpu_model", "cores", "threads", "affinity", "allocator",
-    "cpu_quota_cores", "launcher", "transport", "kernel", "python", "torch", "torchvision",
-    "horovod", "mpi", "cuda", "nccl", "driver", "gpu_clock_limit_mhz", "gpu_clock_mhz",
-    "git_commit",
-)  # fmt: skip
-UNPAIRED = (
-    "Ratios are unpaired: these runs were not made in the same blocks, so a change of the machine "
-    "between them is part of the ratio. They have no interval; there is no verdict."
-)
-# Fields of a line, and those of the ratios of their values to the first one.
-COMPARED = {
-    "images/s": ("images_per_second", "unpaired_ratios_to_first"),
-    "CPU ms per image": ("cpu_ms_per_image", "unpaired_cpu_ratios_to_first"),
-}
+ENVIRONMENT = [
+    field.name
+    for field in fields(Environment)
+    if field.name not in (
+        "format", "engine", "version", "world_size", "local_size", "rank_hosts", "variables",
+        "command", "started_utc",
+    )
+]  # fmt: skip
 # What a record holds of that: earlier ones do not have the second.
 VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
 NOT_SETTINGS = {"log_dir", "name", "seed"}
@@ -55,7 +49,14 @@ NOT_RECORDED = "not recorded"
 # In what occasions of one question may differ: this project's versions, whose presets have changed
 # names (what a preset sets is compared by itself), where files lie, and the moment's clock.
 OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
-TITLES = {"ddp": "PyTorch DDP", "horovod": "Horovod"}
+
+
+WARNINGS = "Warnings: these figures may be unreliable"
+MISSING = "Not in these figures"
+WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
+WITHOUT_MPI = "mpi4py or mpirun is not installed there"
+MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose figures are not doubted
+ASIDE = "Runs that do not affect the speed verdicts"
 
 
 class Report:
@@ -65,7 +66,6 @@ class Report:
         self,
         comparison: Comparison,
         references: Sequence[Reference] = (),
-        price_per_hour: float | None = None,  # of all workers together
     ):
         self.comparison, self.references = comparison, references
         # What must be equal, by case and number of workers: of whole runs, and of sides.
@@ -73,8 +73,15 @@ class Report:
             place: compare_facts(comparison, *place) for place in comparison.plan.groups()
         }
         self.verdicts = judge(comparison, self.facts)
+        found = {
+            place: interaction(
+                comparison, *place, [v for v in self.verdicts if (v.case, v.workers) == place]
+            )
+            for place in comparison.plan.groups()
+        }
+        self.interactions = {place: one for place, one in found.items() if one is not None}
         self.correction = correction_text(comparison, self.verdicts)
-        self.speed = speed_rows(comparison, price_per_hour)
+        self.speed = speed_rows(comparison)
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
         self.phase_differences = phase_differences(comparison, self.phases, self.verdicts)
@@ -90,10 +97,10 @@ class Report:
             return "A null test: each configuration against itself"
         if len(engines) == 1:
             return (
-                f"The training under {' '.join(TITLES.get(name, name) for name in engines)} alone"
+                f"The training under {' '.join(ENGINES.get(name, name) for name in engines)} alone"
             )
-        both = "PyTorch DDP and Horovod, the same training side by side"
-        return both if engines == TITLES.keys() else "One training, started in several ways"
+        both = f"{' and '.join(ENGINES.values())}, the same training side by side"
+        return both if engines == ENGINES.keys() else "One training, started in several ways"
 
     @property
     def subtitle(self) -> str:
@@ -119,9 +126,27 @@ class Report:
         return " · ".join(part for part in parts if part)
 
     @property
+    def ratios(self) -> dict[Key, Estimate]:
+        """The finished ratios of speed that have an interval, interactions among them, by what
+        they are of."""
+        # Labels hold flags, and so paths, from which keep.py has removed this machine's.
+        found = {
+            (v.case, v.workers, without_paths(v.first_label), without_paths(v.second_label)): v
+            for v in self.verdicts
+            if v.is_finished and v.speed and v.speed.error
+        }
+        finished = {(v.case, v.workers) for v in found.values()}
+        over = [*dict.fromkeys(transport for _, transport in self.comparison.square)]
+        return {key: v.speed for key, v in found.items() if v.speed} | {
+            (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): one
+            for place, one in self.interactions.items()
+            if place in finished and one.error
+        }
+
+    @property
     def not_beaten(self) -> list[str]:
         """Say of each place with a decided verdict which configurations no verdict finds slower."""
-        judged = [v for v in self.verdicts if not (v.is_null_test or v.is_interaction) and v.speed]
+        judged = [v for v in self.verdicts if not v.is_null_test and v.speed]
         lines = []
         for case, workers in dict.fromkeys((v.case, v.workers) for v in judged):
             here = [v for v in judged if (v.case, v.workers) == (case, workers)]
@@ -210,11 +235,11 @@ class Report:
 
 
 class SideBySide:
-    """What several reports show of each other: before and after a change, or two machines.
+    """What several reports show beside each other: before and after a change, or two machines.
 
-    Their runs were not made in the same blocks. Whatever the machines did meanwhile is in a ratio
-    of the two, and no interval could be trusted: there are ratios here, but no verdicts. What each
-    measured in its own blocks is another matter: verdicts on the same question are pooled.
+    Their runs were not made in the same blocks. Whatever the machines did meanwhile would be in a
+    ratio of the two: there is none. What each measured in its own blocks is another matter: ratios
+    of the same question are pooled.
     """
 
     def __init__(self, reports: Sequence[Report]):
@@ -223,8 +248,6 @@ class SideBySide:
         self.names = shortest_unique_names([one.folder for one in comparisons])
         # Their own names would make a table too broad.
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
-        cells = dict.fromkeys(row.cell for report in reports for row in report.speed)
-        self.lines = [line_of(cell, reports) for cell in cells]
         # In what the comparisons differ, beside the order and the noise of their runs: a value of
         # each, several of one joined.
         methods = [one.plan.measure for one in comparisons]
@@ -240,7 +263,7 @@ class SideBySide:
             if len(set(values)) > 1 and name not in NOT_SETTINGS:
                 self.differences[name] = values
         others = [name for name, values in self.differences.items() if asks_other(name, values)]
-        pooled = over_occasions([report.verdicts for report in reports])
+        pooled = over_occasions([report.ratios for report in reports])
         self.occasions = [] if others else pooled
         self.not_pooled = ""
         if pooled and others:
@@ -260,30 +283,78 @@ def asks_other(name: str, values: Sequence[str]) -> bool:
     return name not in OF_OCCASION and len(meant) > 1
 
 
-def line_of(cell: CellKey, reports: Sequence[Report]) -> dict[str, Any]:
-    """Return what each comparison measured of a cell, None where it lacks it, and the ratios of the
-    others to the first; none between a speed by turns and one of whole runs."""
-    rows = [next((row for row in report.speed if row.cell == cell), None) for report in reports]
-    methods = [report.comparison.plan.measure for report in reports]
-    line: dict[str, Any] = place(cell)
-    for field, ratios in COMPARED.values():
-        first, *others = (getattr(row, field, None) for row in rows)
-        line[field] = [first, *others]
-        line[ratios] = [
-            other / first if first and other and method == methods[0] else None
-            for other, method in zip(others, methods[1:], strict=True)
-        ]
-    return line
-
-
 def values_text(comparison: Comparison, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
     told = (
-        recorded(run.environment)
+        vars(run.environment)
         if name in ENVIRONMENT
         else run.config.flags | run.environment.variables
         for run in runs
     )
     values = (fields.get(name, NOT_RECORDED) for fields in told)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))
+
+
+def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    """Return the headed lists of what a reader must know beside the figures; what touches no
+    verdict on speed stands apart."""
+    judged = {name for pair in comparison.plan.pairs() for name in pair}
+    found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
+    damaged = {(case, workers) for case, workers, _ in comparison.damaged_blocks}
+    found[WARNINGS] += [
+        f"{place_text(*place)}: nothing is decided, since part of the record cannot be read"
+        if place in damaged
+        else f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the "
+        f"same command of run.py continues it: {so_far}"
+        for place, so_far in unfinished(comparison).items()
+    ]
+    num_estimates = len(comparison.plan.pairs()) * len(comparison.plan.groups())
+    found[WARNINGS] += [
+        f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
+        f"(lag-1 correlation {lag:.2f}); its interval takes them as independent, and is too narrow"
+        for place in comparison.plan.groups()
+        for (first, second), one in group_of(
+            comparison.plan, *place, comparison.blocks(*place), comparison.confidence
+        ).estimates.items()
+        for lag, p_value in [one.serial_correlation()]
+        if p_value < 0.01 / num_estimates  # 1 %, in all of them together
+    ]
+    found[MISSING] += [
+        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"
+        for name in comparison.plan.left_out
+    ]
+    for run in comparison.runs:
+        folder = run.folder.relative_to(comparison.folder)
+        matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
+        if run.reason or not run.is_complete:
+            found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(run)}")
+        elif (run.other_load or 0) > MOST_LOAD * (cores := run.environment.cores):
+            found[WARNINGS if matters else ASIDE].append(
+                f"{folder}: other processes kept {run.other_load:.1f} of "
+                f"{count(cores, 'core')} busy"
+            )
+    found[MISSING] += dict.fromkeys(f"unreadable: {why}" for *_, why in comparison.damaged_blocks)
+    found[WARNINGS] += [
+        f"turns, {place_text(*place)}, block {block.number}: others kept up to "
+        f"{block.other_load:.2f} cores busy in the rounds that count"
+        for place, blocks in comparison.turns.items()
+        for block in blocks
+        if block.other_load > block.quiet_cores
+    ]
+    found[ASIDE] += [
+        f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
+        f"see {packed.file_of(folder / 'output.log')}"
+        for folder in comparison.earlier_failures
+    ]
+    return [(title, lines) for title, lines in found.items() if lines]
+
+
+def trouble(run: RunRecord) -> str:
+    """Say what became of a run that is not complete."""
+    if run.reason:
+        return f"unreadable: {run.reason}"
+    if run.status == "not run":
+        return run.status
+    code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
+    return f"{run.status}{code}; see {packed.file_of(run.folder / 'output.log')}"

@@ -5,20 +5,19 @@ import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from compare.plan.blocks import ROUNDS
-from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
     REMOVED_VARIABLES,
     set_variables,
     steering_variables,
     trainers_sha256,
 )
-from compare.plan.plan import Plan, Text, meta_of
+from compare.plan.plan import NOT_EMPTY, Plan, Text, meta_of
 from compare.plan.plan_file import check_names, typed
 from recipe.errors import UserError
 from recipe.files import write_json
@@ -27,13 +26,8 @@ from recipe.settings.flags import last_value
 
 IDENTIFIES = Meta(extra={"identifies": True})
 MOST_SCRIPT_BYTES = 10_000_000  # what is larger is data
-# Of plan.json and the blocks beside it; 1: when others ended and checked them less, 2: when the
-# sides had another order in their blocks, and the width alone ended them.
-FORMAT = 3
-# What reading a damaged file may end in, where its text is not decoded into a typed record.
-DAMAGE = (
-    OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
+FORMAT = 4  # of plan.json and what lies beside it; 4: with seals (compare/evidence/chain.py)
+END = ("blocks", "until_interval", "minutes")  # the fields that say when the measuring ends
 
 
 class Variables(Struct, frozen=True, kw_only=True):
@@ -50,11 +44,11 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     after an interruption."""
 
     created_utc: Text
-    format: Annotated[Whole, IDENTIFIES] = 1
+    format: Whole
     rounds: Annotated[Whole, IDENTIFIES] = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
-    # When a comparison that had an end was given a later one, and which.
-    extensions: tuple[dict[str, str | int | float | None], ...] = ()
+    # When each end was set, and which; the last is the one that counts. Later ones are extensions.
+    ends: Annotated[tuple[dict[str, str | int | float | None], ...], NOT_EMPTY]
     trainers_sha256: str | None = None
     # The digest of each file of knobs, and of each file that the commands of scripts name.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
@@ -75,6 +69,7 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},
         created_utc=created_utc,
         format=FORMAT,
+        ends=({"created_utc": created_utc, **{name: getattr(plan, name) for name in END}},),
         rounds=ROUNDS,
         trainers_sha256=sources_sha256(plan),
         scripts=scripts_sha256(plan),
@@ -116,46 +111,23 @@ def write_plan(path: Path, record: PlanRecord) -> None:
 
 
 def read_plan(path: Path) -> PlanRecord:
-    """Read plan.json, whichever version of run.py wrote it; UserError names file and field."""
+    """Read plan.json; UserError names file and field."""
     try:
-        plan = typed(upgraded(json.loads(path.read_text("utf-8"))), PlanRecord)
+        told = msgspec.convert(json.loads(path.read_text("utf-8")), dict)
+        if (format := told.get("format")) != FORMAT:
+            raise UserError(
+                f"format is {format!r}, and this version reads {FORMAT}: report it with the "
+                "version that measured it, or measure again"
+            )
+        plan = typed(told, PlanRecord)
         check_names(plan)
         plan.runs()  # which raises if they cannot be made
         datetime.fromisoformat(plan.created_utc).astimezone(timezone.utc)
-    except DAMAGE as error:
+        if any(getattr(plan, name) != plan.ends[-1].get(name) for name in END):
+            raise UserError(f"{', '.join(END)}: they are not those of the last of its ends")
+    except (OSError, RecursionError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     return plan
-
-
-def upgraded(old: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan.json of any version as today's: the one place that knows the earlier ones, of
-    which there are some in results/. What a plan could not hold when it was written has the value
-    that was then a matter of course."""
-    known = {field.encode_name for field in msgspec.structs.fields(PlanRecord)}
-    new = {name: value for name, value in old.items() if name in known and value is not None}
-    if "runs" in old:
-        new["blocks_there"] = max((run["block"] for run in old["runs"]), default=0)
-    if "trainer_arguments" not in old:
-        return new
-    new["flags"] = old["trainer_arguments"]
-    names = old["configurations"]
-    if old.get("null"):  # each configuration and the same one again
-        new["configurations"] = names = names[::2]
-    if old.get("null") or new.get("pairs") == [[names[0], other] for other in names[1:]]:
-        new.pop("pairs")  # those that are meant where none are named
-    kinds = {ready.kind: ready.name for ready in CONFIGURATIONS.values()}
-    new["configuration"] = {
-        name: {
-            "base": kinds[
-                own["engine"], own["launcher"], own["controller"], own.get("transport", "")
-            ],
-            "flags": own["flags"],
-            "environment": own["environment"],
-        }
-        for name, own in old.get("configuration_details", {}).items()
-        if name in names and name not in CONFIGURATIONS
-    }
-    return {"measure": "runs"} | new  # as before there were turns
 
 
 def plan_differences(old: PlanRecord, new: PlanRecord) -> list[str]:
